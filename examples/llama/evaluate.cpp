@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "evaluate.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+
+#include "lowrankkv/calibrate/bundle.hpp"
+#include "progress.hpp"
+
+namespace llama {
+namespace {
+
+constexpr lowrankkv::SequenceId kSequence = 0;
+constexpr int kWindow = 1024;
+constexpr int kPrompt = 256;
+constexpr int kStep = 16;
+
+using Ids = std::vector<std::int32_t>;
+
+Ids slice(const Ids& ids, std::size_t first, std::size_t count) {
+  return {ids.begin() + static_cast<std::ptrdiff_t>(first), ids.begin() + static_cast<std::ptrdiff_t>(first + count)};
+}
+
+void note_memory(const Engine& engine, Contender& contender) {
+  const auto& config = engine.model.config();
+  const double tokens = static_cast<double>(contender.store->num_tokens(kSequence));
+  contender.row.context = contender.store->num_tokens(kSequence);
+  contender.row.bytes_per_token = static_cast<double>(contender.store->memory(kSequence).total()) / tokens;
+  contender.row.ratio_measured = contender.row.bytes_per_token / (2.0 * config.num_layers * config.num_kv_heads * config.head_dim * 2.0);
+}
+
+/// Prefills the first contender exactly and hands the same keys and values to the others.
+void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const Ids& tokens) {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  for (Contender& contender : contenders) contender.store->create(kSequence);
+  engine.model.forward(tokens, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) {
+    contenders.front().store->prefill(layer, kSequence, n, q, k, v, out);
+    for (std::size_t i = 1; i < contenders.size(); ++i) contenders[i].store->ingest(layer, kSequence, n, q, k, v);
+  });
+}
+
+double log_probability(const float* logits, int vocabulary, std::int32_t target) {
+  const float top = *std::max_element(logits, logits + vocabulary);
+  double sum = 0.0;
+  for (int i = 0; i < vocabulary; ++i) sum += std::exp(static_cast<double>(logits[i] - top));
+  return static_cast<double>(logits[target] - top) - std::log(sum);
+}
+
+std::int32_t argmax(const float* logits, int vocabulary) {
+  return static_cast<std::int32_t>(std::max_element(logits, logits + vocabulary) - logits);
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+double Row::mean_exact_match() const {
+  double sum = 0.0;
+  for (const auto& [task, score] : exact_match) sum += score;
+  return exact_match.empty() ? 0.0 : sum / static_cast<double>(exact_match.size());
+}
+
+Engine::Engine(const std::string& folder, int num_threads)
+    : threads(std::make_shared<lowrankkv::cpu::ThreadPool>(num_threads)), tokenizer(folder + "/tokenizer.json"), model(folder, threads) {}
+
+std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names, const std::vector<double>& ratios, MethodOptions options,
+                                       std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments) {
+  std::vector<Contender> contenders;
+  for (const std::string& name : names) {
+    const std::vector<double> knobs = find_method(name).has_ratio ? ratios : std::vector<double>{1.0};
+    for (const double ratio : knobs) {
+      options.method = name;
+      options.ratio = ratio;
+      Contender contender;
+      contender.options = options;
+      contender.store = make_store(options, engine.model.config().cache_shape(), engine.model.config().num_layers, max_tokens, moments, engine.threads);
+      contender.row.method = name;
+      contender.row.ratio = ratio;
+      contenders.push_back(std::move(contender));
+    }
+  }
+  if (contenders.empty()) throw std::runtime_error("no method named");
+  return contenders;
+}
+
+std::string read_text(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) throw std::runtime_error("cannot open " + path);
+  std::ostringstream text;
+  text << stream.rdbuf();
+  return text.str();
+}
+
+std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text) {
+  constexpr std::string_view kSeparator = "\x1e\n";
+  const std::int32_t bos = engine.model.config().bos;
+  Ids ids;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t end = std::min(text.find(kSeparator, at), text.size());
+    const Ids document = engine.tokenizer.encode(std::string_view(text).substr(at, end - at));
+    ids.insert(ids.end(), document.begin(), document.end());
+    if (end == text.size()) break;
+    if (bos >= 0) ids.push_back(bos);
+    at = end + kSeparator.size();
+  }
+  return ids;
+}
+
+std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path) {
+  if (path.empty()) return {};
+  return lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
+}
+
+std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  return engine.model.forward(tokens, store.num_tokens(seq),
+                              [&](int layer, const float* q, const float* k, const float* v, float* out) { store.prefill(layer, seq, n, q, k, v, out); });
+}
+
+std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  std::vector<float> hidden = engine.model.forward(tokens, store.num_tokens(seq), [&](int layer, const float* q, const float* k, const float* v, float* out) {
+    store.decode(layer, seq, n, q, k, v, out);
+  });
+  store.maintain(seq);
+  return hidden;
+}
+
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens) {
+  const Config& config = engine.model.config();
+  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(config.num_layers), lowrankkv::calibrate::LayerMoments(config.cache_shape()));
+  const Ids ids = encode_documents(engine, text);
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), config.num_layers, kWindow, {}, engine.threads);
+  const std::size_t body = config.bos >= 0 ? kWindow - 1 : kWindow;
+  const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
+  if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
+  Progress progress("calibrate", static_cast<std::int64_t>((limit + body - 1) / body));
+  for (std::size_t at = 0; at < limit; at += body) {
+    Ids window = slice(ids, at, std::min(body, limit - at));
+    if (config.bos >= 0) window.insert(window.begin(), config.bos);
+    const std::int64_t n = static_cast<std::int64_t>(window.size());
+    store->create(kSequence);
+    engine.model.forward(window, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) {
+      store->prefill(layer, kSequence, n, q, k, v, out);
+      moments[static_cast<std::size_t>(layer)].add({q, n, config.num_qo_heads, config.head_dim}, {k, n, config.num_kv_heads, config.head_dim},
+                                                   {v, n, config.num_kv_heads, config.head_dim});
+    });
+    store->erase(kSequence);
+    progress.step();
+  }
+  return moments;
+}
+
+void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders, const std::string& name, const std::string& text, int max_windows) {
+  const Config& config = engine.model.config();
+  const Ids ids = encode_documents(engine, text);
+  const std::size_t body = config.bos >= 0 ? kWindow - 1 : kWindow;
+  const std::size_t windows = std::min(ids.size() / body, static_cast<std::size_t>(max_windows));
+  if (windows == 0) throw std::runtime_error("bits per byte: " + name + " has " + std::to_string(ids.size()) + " tokens, a window needs " + std::to_string(body));
+  std::vector<double> nats(contenders.size(), 0.0);
+  std::int64_t bytes = 0;
+  Progress progress("bits per byte, " + name, static_cast<std::int64_t>(windows * contenders.size()));
+  for (std::size_t w = 0; w < windows; ++w) {
+    Ids window = slice(ids, w * body, body);
+    if (config.bos >= 0) window.insert(window.begin(), config.bos);
+    prefill_all(engine, contenders, slice(window, 0, kPrompt));
+    for (std::size_t i = kPrompt + 1; i < window.size(); ++i) bytes += static_cast<std::int64_t>(engine.tokenizer.bytes(window[i]).size());
+    for (std::size_t c = 0; c < contenders.size(); ++c) {
+      for (std::size_t at = kPrompt; at < window.size(); at += kStep) {
+        const std::vector<float> hidden = decode(engine, *contenders[c].store, kSequence, slice(window, at, kStep));
+        const std::vector<float> logits = engine.model.logits(hidden, 0, kStep);
+        for (std::size_t i = 0; i < kStep && at + i + 1 < window.size(); ++i) {
+          if (engine.tokenizer.bytes(window[at + i + 1]).empty()) continue;  // a boundary of documents
+          nats[c] -= log_probability(logits.data() + i * static_cast<std::size_t>(config.vocabulary_size), config.vocabulary_size, window[at + i + 1]);
+        }
+      }
+      note_memory(engine, contenders[c]);
+      contenders[c].store->erase(kSequence);
+      progress.step();
+    }
+  }
+  for (std::size_t c = 0; c < contenders.size(); ++c) contenders[c].row.bits_per_byte[name] = nats[c] / std::log(2.0) / static_cast<double>(bytes);
+}
+
+std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks, int per_task) {
+  std::ifstream text(prefix + ".json");
+  std::ifstream data(prefix + ".bin", std::ios::binary);
+  if (!text || !data) throw std::runtime_error("evaluation set: cannot open " + prefix + ".json and .bin");
+  const std::string raw((std::istreambuf_iterator<char>(data)), std::istreambuf_iterator<char>());
+  std::vector<Sample> samples;
+  std::map<std::string, int> count;
+  for (const auto& row : nlohmann::json::parse(text)) {
+    const std::string task = row.at("task");
+    if (!tasks.empty() && std::find(tasks.begin(), tasks.end(), task) == tasks.end()) continue;
+    if (count[task]++ >= per_task) continue;
+    const std::size_t offset = row.at("offset");
+    const std::size_t tokens = row.at("num_tokens");
+    if (raw.size() / 2 < tokens || offset > raw.size() / 2 - tokens) {
+      throw std::runtime_error("evaluation set: a sample lies at tokens " + std::to_string(offset) + " to " + std::to_string(offset + tokens) + ", the file has " + std::to_string(raw.size() / 2));
+    }
+    Sample sample{task, {}, row.at("answer_ids")};
+    for (std::size_t i = 0; i < tokens; ++i) {
+      const auto low = static_cast<unsigned char>(raw[2 * (offset + i)]);
+      const auto high = static_cast<unsigned char>(raw[2 * (offset + i) + 1]);
+      sample.prompt.push_back(low | high << 8);
+    }
+    samples.push_back(std::move(sample));
+  }
+  if (samples.empty()) throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
+  return samples;
+}
+
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::vector<Sample>& samples, int tail) {
+  const int vocabulary = engine.model.config().vocabulary_size;
+  std::vector<std::map<std::string, int>> hits(contenders.size());
+  std::map<std::string, int> total;
+  Progress progress("retrieval", static_cast<std::int64_t>(samples.size()));
+  for (const Sample& sample : samples) {
+    const std::size_t prompt = sample.prompt.size() - std::min(sample.prompt.size() - 1, static_cast<std::size_t>(tail));
+    prefill_all(engine, contenders, slice(sample.prompt, 0, prompt));
+    Ids rest = slice(sample.prompt, prompt, sample.prompt.size() - prompt);
+    const std::size_t question = rest.size();
+    rest.insert(rest.end(), sample.answer.begin(), sample.answer.end() - 1);
+    ++total[sample.task];
+    for (std::size_t c = 0; c < contenders.size(); ++c) {
+      KvStore& store = *contenders[c].store;
+      note_memory(engine, contenders[c]);
+      bool right = true;
+      for (std::size_t at = 0; at < rest.size() && right; at += kStep) {
+        const std::size_t count = std::min<std::size_t>(kStep, rest.size() - at);
+        const std::vector<float> hidden = decode(engine, store, kSequence, slice(rest, at, count));
+        const std::size_t first = std::max(at, question - 1);
+        if (first >= at + count) continue;
+        const std::vector<float> logits = engine.model.logits(hidden, static_cast<std::int64_t>(first - at), static_cast<std::int64_t>(at + count - first));
+        for (std::size_t i = first; i < at + count; ++i) {
+          const float* line = logits.data() + (i - first) * static_cast<std::size_t>(vocabulary);
+          right = right && argmax(line, vocabulary) == sample.answer[i + 1 - question];
+        }
+      }
+      hits[c][sample.task] += right ? 1 : 0;
+      store.erase(kSequence);
+    }
+    progress.step();
+  }
+  for (std::size_t c = 0; c < contenders.size(); ++c) {
+    for (const auto& [task, count] : total) {
+      contenders[c].row.exact_match[task] = static_cast<double>(hits[c][task]) / count;
+      contenders[c].row.samples[task] = count;
+    }
+  }
+}
+
+void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const Ids& prompt, int decode_tokens, int rounds) {
+  std::vector<std::vector<double>> prefill_seconds(contenders.size()), decode_seconds(contenders.size());
+  Progress progress("speed", static_cast<std::int64_t>(contenders.size()) * rounds);
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t c = 0; c < contenders.size(); ++c) {
+      KvStore& store = *contenders[c].store;
+      store.create(kSequence);
+      auto start = std::chrono::steady_clock::now();
+      prefill(engine, store, kSequence, prompt);
+      prefill_seconds[c].push_back(seconds_since(start));
+      start = std::chrono::steady_clock::now();
+      for (int i = 0; i < decode_tokens; ++i) {
+        const std::vector<float> hidden = decode(engine, store, kSequence, {prompt[static_cast<std::size_t>(i) % prompt.size()]});
+        engine.model.logits(hidden, 0, 1);
+      }
+      decode_seconds[c].push_back(seconds_since(start));
+      store.erase(kSequence);
+      progress.step();
+    }
+  }
+  for (std::size_t c = 0; c < contenders.size(); ++c) {
+    contenders[c].row.prefill_tokens_per_second = static_cast<double>(prompt.size()) / median(prefill_seconds[c]);
+    contenders[c].row.decode_tokens_per_second = decode_tokens / median(decode_seconds[c]);
+  }
+}
+
+Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_tokens, const Sampling& sampling, const std::function<void(std::int32_t)>& on_token) {
+  const Config& config = engine.model.config();
+  std::mt19937_64 random(sampling.seed);
+  store.create(kSequence);
+  std::vector<float> hidden = prefill(engine, store, kSequence, prompt);
+  std::int64_t last = static_cast<std::int64_t>(prompt.size()) - 1;
+  Ids out;
+  while (static_cast<int>(out.size()) < max_tokens) {
+    const std::vector<float> logits = engine.model.logits(hidden, last, 1);
+    std::int32_t next = argmax(logits.data(), config.vocabulary_size);
+    if (sampling.temperature > 0.0F) {
+      // Nucleus sampling: the smallest set of most likely tokens whose probability reaches top_p.
+      std::vector<std::pair<double, std::int32_t>> candidates;
+      const float top = logits[static_cast<std::size_t>(next)];
+      double sum = 0.0;
+      for (int i = 0; i < config.vocabulary_size; ++i) {
+        candidates.emplace_back(std::exp(static_cast<double>(logits[static_cast<std::size_t>(i)] - top) / sampling.temperature), i);
+        sum += candidates.back().first;
+      }
+      std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+      double kept = 0.0;
+      std::size_t count = 0;
+      while (count < candidates.size() && (count == 0 || kept < static_cast<double>(sampling.top_p) * sum)) kept += candidates[count++].first;
+      double draw = std::generate_canonical<double, 53>(random) * kept;
+      std::size_t chosen = 0;
+      while (chosen + 1 < count && draw >= candidates[chosen].first) draw -= candidates[chosen++].first;
+      next = candidates[chosen].second;
+    }
+    if (std::find(config.eos.begin(), config.eos.end(), next) != config.eos.end()) break;
+    out.push_back(next);
+    if (on_token) on_token(next);
+    if (store.num_tokens(kSequence) + 1 >= config.max_positions || static_cast<int>(out.size()) == max_tokens) break;
+    hidden = decode(engine, store, kSequence, {next});
+    last = 0;
+  }
+  store.erase(kSequence);
+  return out;
+}
+
+}  // namespace llama

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the programs measure: calibration moments, bits per byte, retrieval, speed. All through the public cache API.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kv_store.hpp"
+#include "model.hpp"
+#include "tokenizer.hpp"
+
+namespace llama {
+
+/// A model, its tokenizer and the threads both work on.
+struct Engine {
+  Engine(const std::string& folder, int num_threads);
+  std::shared_ptr<lowrankkv::cpu::ThreadPool> threads;
+  Tokenizer tokenizer;
+  Model model;
+};
+
+/// One row of every table: a method at a ratio, and what was measured of it. Only what was measured is written.
+struct Row {
+  std::string method;
+  double ratio = 1.0;                           ///< the method's knob; 1 for methods without one
+  double bytes_per_token = 0.0;                 ///< everything that belongs to the sequence, over its tokens
+  double ratio_measured = 0.0;                  ///< the same against f16 K and V
+  std::int64_t context = 0;                     ///< tokens at which the bytes were measured
+  std::map<std::string, double> bits_per_byte;  ///< by text
+  std::map<std::string, double> exact_match;    ///< by task, a fraction
+  std::map<std::string, int> samples;           ///< by task
+  double prefill_tokens_per_second = 0.0;
+  double decode_tokens_per_second = 0.0;
+  double mean_exact_match() const;
+};
+
+/// A method under test and its store.
+struct Contender {
+  MethodOptions options;
+  std::unique_ptr<KvStore> store;
+  Row row;
+};
+/// Every method at every ratio (methods without a ratio once).
+std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& methods, const std::vector<double>& ratios,
+                                       MethodOptions options, std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments);
+
+/// Text to ids; the separator of documents (the byte 0x1e and a newline) becomes the BOS token.
+std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text);
+std::string read_text(const std::string& path);
+/// Reads back a bundle, or nothing if the path is empty.
+std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path);
+
+/// Moments of the first `max_tokens` tokens of a text, in windows of 1024 that each begin with BOS.
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens);
+
+/// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced
+/// in steps of 16 through append and attend; scored is what those steps predict. Fills row.bits_per_byte[name] of all.
+void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders, const std::string& name, const std::string& text, int max_windows);
+
+/// One sample of an evaluation set.
+struct Sample {
+  std::string task;
+  std::vector<std::int32_t> prompt;
+  std::vector<std::int32_t> answer;
+};
+/// Reads PREFIX.json and PREFIX.bin; the first `per_task` samples of each of `tasks` (all if empty).
+std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks, int per_task);
+/// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the tail and the answer are
+/// teacher-forced; a sample counts when every answer token is the argmax. One exact prefill serves all contenders.
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::vector<Sample>& samples, int tail);
+
+/// Tokens/s of prefill and of single-token decode steps after it, medians over `rounds`, contenders in turn.
+void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const std::vector<std::int32_t>& prompt, int decode_tokens, int rounds);
+
+struct Sampling {
+  float temperature = 0.0F;  ///< 0: greedy
+  float top_p = 1.0F;
+  std::uint64_t seed = 0;
+};
+/// Generates up to max_tokens ids after `prompt`; stops at an end token. on_token is called with each.
+std::vector<std::int32_t> generate(const Engine& engine, KvStore& store, const std::vector<std::int32_t>& prompt, int max_tokens, const Sampling& sampling,
+                                   const std::function<void(std::int32_t)>& on_token);
+
+/// Exact prefill of `tokens` into an empty sequence of `store`; returns the hidden states.
+std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const std::vector<std::int32_t>& tokens);
+/// One decode step of some tokens; returns the hidden states.
+std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const std::vector<std::int32_t>& tokens);
+
+}  // namespace llama

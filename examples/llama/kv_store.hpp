@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model's KV cache behind one interface, whatever the method: lowrankkv's caches are templates, a command line is not.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/calibrate/layer_moments.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/thread_pool.hpp"
+
+namespace llama {
+
+/// One LayerStack of some method. Rows are dense: [n, heads, head_dim].
+class KvStore {
+ public:
+  virtual ~KvStore() = default;
+  virtual void create(lowrankkv::SequenceId seq) = 0;
+  virtual void erase(lowrankkv::SequenceId seq) = 0;
+  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  /// Stores a prompt that another store attended to; `query` holds all n queries.
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) = 0;
+  /// Appends n tokens and attends to everything up to each of them.
+  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  virtual void maintain(lowrankkv::SequenceId seq) = 0;
+  virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
+  virtual lowrankkv::MemoryUsage memory() const = 0;
+  virtual std::int64_t num_tokens(lowrankkv::SequenceId seq) const = 0;
+};
+
+/// How the rows that a key basis is fitted to are chosen.
+enum class KeyBasis { method_default, keys, queries_and_keys, query_aware };
+
+struct MethodOptions {
+  std::string method = "OjaKV";
+  double ratio = 0.6;             // rank / head_dim; FullKV has none
+  lowrankkv::DType storage = lowrankkv::DType::f16;  // coefficients, full rows and maps
+  KeyBasis key_basis = KeyBasis::method_default;
+  bool centred = false;
+  float prefill_rate = -1.0F;     // Oja; negative: the library's default
+  float decode_rate = -1.0F;
+  std::int64_t prefill_chunk = 0;
+};
+
+struct MethodInfo {
+  std::string name;
+  std::string description;
+  bool has_ratio = true;
+};
+
+/// What can be named.
+const std::vector<MethodInfo>& methods();
+const MethodInfo& find_method(const std::string& name);
+
+/// Builds the store of a model. `moments` may be empty for methods without a basis.
+std::unique_ptr<KvStore> make_store(const MethodOptions& options, const lowrankkv::CacheShape& shape, int num_layers, std::int64_t max_tokens,
+                                    const std::vector<lowrankkv::calibrate::LayerMoments>& moments,
+                                    const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads);
+
+}  // namespace llama

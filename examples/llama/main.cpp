@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// lowrankkv-llama: a Llama-architecture model on the CPU over a compressed KV cache.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <iostream>
+#include <map>
+
+#include "evaluate.hpp"
+#include "lowrankkv/calibrate/bundle.hpp"
+#include "report.hpp"
+
+namespace {
+
+/// What the subcommands have in common.
+struct Options {
+  std::string model;
+  std::vector<std::string> methods{"OjaKV"};
+  std::vector<double> ratios{0.6};
+  std::string bases;
+  std::string json;
+  int threads = 2;
+  std::uint64_t seed = 0;
+  llama::MethodOptions method;
+
+  void add_model(CLI::App* app) {
+    app->add_option("--model", model, "Hugging Face folder: config.json, *.safetensors, tokenizer.json")->required()->check(CLI::ExistingDirectory);
+    app->add_option("--threads", threads, "threads")->check(CLI::Range(1, 256))->capture_default_str();
+    app->add_option("--seed", seed, "seed of sampling; everything else is deterministic")->capture_default_str();
+    app->add_option("--json", json, "write the result to this file");
+  }
+  void add_method(CLI::App* app) {
+    app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")->delimiter(',')->capture_default_str();
+    app->add_option("--ratio", ratios, "rank / head_dim, or several separated by commas")->delimiter(',')->check(CLI::Range(0.001, 1.0))->capture_default_str();
+    app->add_option("--bases", bases, "bundle written by 'calibrate'; every method but FullKV needs one")->check(CLI::ExistingFile);
+    const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32}, {"f16", lowrankkv::DType::f16}, {"bf16", lowrankkv::DType::bf16}};
+    app->add_option("--storage", method.storage, "type of coefficients and full rows")->transform(CLI::CheckedTransformer(types))->option_text("f32|f16|bf16 [f16]");
+    const std::map<std::string, llama::KeyBasis> keys{{"keys", llama::KeyBasis::keys}, {"queries-and-keys", llama::KeyBasis::queries_and_keys}, {"query-aware", llama::KeyBasis::query_aware}};
+    app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")->transform(CLI::CheckedTransformer(keys))->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
+    app->add_flag("--centred", method.centred, "subtract the calibrated means");
+    app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
+    app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")->check(CLI::NonNegativeNumber);
+  }
+  std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens) const {
+    return llama::make_contenders(engine, methods, ratios, method, max_tokens, llama::load_bases(engine, bases));
+  }
+};
+
+void finish(const Options& options, const std::vector<llama::Contender>& contenders) {
+  std::vector<llama::Row> rows;
+  for (const llama::Contender& contender : contenders) rows.push_back(contender.row);
+  llama::print_table(rows);
+  if (!options.json.empty()) llama::write_json(options.json, rows);
+}
+
+std::string file_stem(const std::string& path) {
+  const std::size_t slash = path.find_last_of('/');
+  const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
+  return name.substr(0, name.find_last_of('.'));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  CLI::App app{"A Llama-architecture model on the CPU over lowrankkv's compressed KV cache"};
+  app.require_subcommand(1);
+  Options options;
+
+  CLI::App* generate = app.add_subcommand("generate", "continue a prompt");
+  std::string prompt;
+  int max_tokens = 64;
+  llama::Sampling sampling;
+  options.add_model(generate);
+  options.add_method(generate);
+  generate->add_option("--prompt", prompt, "text; '-' reads standard input")->required();
+  generate->add_option("--max-tokens", max_tokens, "tokens to generate")->check(CLI::PositiveNumber)->capture_default_str();
+  generate->add_option("--temperature", sampling.temperature, "0 is greedy")->check(CLI::NonNegativeNumber)->capture_default_str();
+  generate->add_option("--top-p", sampling.top_p, "nucleus")->check(CLI::Range(0.0, 1.0))->capture_default_str();
+
+  CLI::App* bpb = app.add_subcommand("bpb", "bits per byte of a text file");
+  std::string text;
+  int max_windows = 64;
+  options.add_model(bpb);
+  options.add_method(bpb);
+  bpb->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
+  bpb->add_option("--windows", max_windows, "windows of 1024 tokens at most")->check(CLI::PositiveNumber)->capture_default_str();
+
+  CLI::App* retrieve = app.add_subcommand("retrieve", "exact match on an evaluation set");
+  std::string eval;
+  std::vector<std::string> tasks;
+  int samples = 50;
+  int tail = 32;
+  options.add_model(retrieve);
+  options.add_method(retrieve);
+  retrieve->add_option("--eval", eval, "prefix of the set's .json and .bin")->required();
+  retrieve->add_option("--tasks", tasks, "tasks separated by commas; default: all")->delimiter(',');
+  retrieve->add_option("--samples", samples, "samples a task")->check(CLI::PositiveNumber)->capture_default_str();
+  retrieve->add_option("--tail", tail, "prompt tokens that are processed after compression")->check(CLI::PositiveNumber)->capture_default_str();
+
+  CLI::App* calibrate = app.add_subcommand("calibrate", "moments of a text's queries, keys and values, from which every basis follows");
+  std::string out = "bases.safetensors";
+  std::int64_t calibration_tokens = 65536;
+  options.add_model(calibrate);
+  calibrate->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
+  calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
+  calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")->check(CLI::PositiveNumber)->capture_default_str();
+
+  CLI::App* methods = app.add_subcommand("methods", "what --method can name");
+  methods->add_option("--json", options.json, "write the list to this file");
+  CLI11_PARSE(app, argc, argv);
+
+  if (methods->parsed()) {
+    std::vector<llama::Row> rows;
+    for (const llama::MethodInfo& info : llama::methods()) {
+      std::printf("%-16s %-9s %s\n", info.name.c_str(), info.has_ratio ? "--ratio" : "", info.description.c_str());
+      rows.emplace_back().method = info.name;
+    }
+    if (!options.json.empty()) llama::write_json(options.json, rows);
+    return 0;
+  }
+  const llama::Engine engine(options.model, options.threads);
+  if (calibrate->parsed()) {
+    const auto moments = llama::calibrate(engine, llama::read_text(text), calibration_tokens);
+    lowrankkv::calibrate::save_moments(out, moments, {{"source", file_stem(text)}});
+    std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
+    return 0;
+  }
+  if (bpb->parsed()) {
+    auto contenders = options.contenders(engine, 1024);
+    llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text), max_windows);
+    finish(options, contenders);
+    return 0;
+  }
+  if (retrieve->parsed()) {
+    const auto set = llama::load_samples(eval, tasks, samples);
+    auto contenders = options.contenders(engine, engine.model.config().max_positions);
+    llama::measure_retrieval(engine, contenders, set, tail);
+    finish(options, contenders);
+    return 0;
+  }
+  if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
+  std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
+  if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
+  auto contenders = options.contenders(engine, engine.model.config().max_positions);
+  sampling.seed = options.seed;
+  for (llama::Contender& contender : contenders) {
+    if (contenders.size() > 1) std::printf("--- %s %.2f\n", contender.row.method.c_str(), contender.row.ratio);
+    std::printf("%s", prompt.c_str());
+    llama::generate(engine, *contender.store, ids, max_tokens, sampling, [&](std::int32_t id) {
+      std::fputs(engine.tokenizer.bytes(id).c_str(), stdout);
+      std::fflush(stdout);
+    });
+    std::printf("\n");
+  }
+  return 0;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "lowrankkv-llama: %s\n", error.what());
+  return 1;
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Llama-architecture model from a Hugging Face folder: weights in f32, everything but attention's memory.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/cpu/thread_pool.hpp"
+
+namespace llama {
+
+struct Config {
+  int hidden_size = 0;
+  int intermediate_size = 0;
+  int num_layers = 0;
+  int num_qo_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  int vocabulary_size = 0;
+  int max_positions = 0;
+  float rms_norm_eps = 1e-5F;
+  std::int32_t bos = -1;  // none
+  std::vector<std::int32_t> eos;
+  std::vector<double> rope_frequencies;
+
+  /// Reads config.json. Throws std::runtime_error naming what is missing or not supported.
+  explicit Config(const std::string& path);
+  Config() = default;
+  lowrankkv::CacheShape cache_shape() const { return {num_qo_heads, num_kv_heads, head_dim}; }
+};
+
+/// out [rows, out_features] = in [rows, in_features] weight^T (+ bias).
+struct Linear {
+  int in_features = 0;
+  int out_features = 0;
+  std::vector<float> weight;  // [out_features, in_features]
+  std::vector<float> bias;    // [out_features] or empty
+};
+
+/// The attention of one layer over some new tokens: query [n, num_qo_heads, head_dim] and key, value
+/// [n, num_kv_heads, head_dim], rotated and dense; writes out [n, num_qo_heads, head_dim].
+using Attention = std::function<void(int layer, const float* query, const float* key, const float* value, float* out)>;
+
+class Model {
+ public:
+  /// Loads config.json and every *.safetensors of the folder.
+  Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads);
+
+  const Config& config() const { return config_; }
+  const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
+  /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised hidden states [n, hidden_size].
+  std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention) const;
+  /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
+  std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row, std::int64_t n) const;
+
+ private:
+  struct Layer {
+    std::vector<float> attention_norm, mlp_norm;
+    Linear query, key, value, output, gate, up, down;
+  };
+  void apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const;
+  void rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines, const std::vector<float>& sines) const;
+
+  Config config_;
+  std::shared_ptr<lowrankkv::cpu::ThreadPool> threads_;
+  std::vector<float> embedding_;  // [vocabulary_size, hidden_size]
+  std::vector<float> final_norm_;
+  Linear head_;                   // tied: no weights of its own
+  bool tied_ = false;
+  std::vector<Layer> layers_;
+};
+
+}  // namespace llama

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <stdexcept>
+
+namespace llama {
+namespace {
+
+std::ofstream open(const std::string& path) {
+  std::ofstream stream(path);
+  if (!stream) throw std::runtime_error("cannot write " + path);
+  return stream;
+}
+
+template <class Map>
+std::set<std::string> names(const std::vector<Row>& rows, Map Row::* member) {
+  std::set<std::string> all;
+  for (const Row& row : rows) {
+    for (const auto& [name, value] : row.*member) all.insert(name);
+  }
+  return all;
+}
+
+template <class Map>
+std::string cell(const Map& map, const std::string& name, double scale, int digits) {
+  const auto entry = map.find(name);
+  if (entry == map.end()) return "";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.*f", digits, scale * entry->second);
+  return text;
+}
+
+}  // namespace
+
+void print_table(const std::vector<Row>& rows) {
+  const auto texts = names(rows, &Row::bits_per_byte);
+  const auto tasks = names(rows, &Row::exact_match);
+  bool speed = false;
+  for (const Row& row : rows) speed = speed || row.decode_tokens_per_second > 0.0;
+  std::printf("%-16s %5s %9s %7s", "method", "ratio", "bytes/tok", "x f16");
+  for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), ("bpb " + name).c_str());
+  for (const auto& name : tasks) std::printf(" %5s", name.c_str());
+  if (!tasks.empty()) std::printf(" %6s", "mean %");
+  if (speed) std::printf(" %10s %9s", "prefill/s", "decode/s");
+  std::printf("\n");
+  for (const Row& row : rows) {
+    std::printf("%-16s %5.2f %9.1f %7.3f", row.method.c_str(), row.ratio, row.bytes_per_token, row.ratio_measured);
+    for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), cell(row.bits_per_byte, name, 1.0, 4).c_str());
+    for (const auto& name : tasks) std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
+    if (!tasks.empty()) std::printf(" %6.1f", 100.0 * row.mean_exact_match());
+    if (speed) std::printf(" %10.0f %9.1f", row.prefill_tokens_per_second, row.decode_tokens_per_second);
+    std::printf("\n");
+  }
+}
+
+void write_json(const std::string& path, const std::vector<Row>& rows) {
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+  for (const Row& row : rows) {
+    nlohmann::ordered_json object;
+    object["method"] = row.method;
+    object["ratio"] = row.ratio;
+    object["bytes_per_token"] = row.bytes_per_token;
+    object["ratio_measured"] = row.ratio_measured;
+    object["context"] = row.context;
+    if (!row.bits_per_byte.empty()) object["bits_per_byte"] = row.bits_per_byte;
+    if (!row.exact_match.empty()) {
+      object["exact_match"] = row.exact_match;
+      object["samples"] = row.samples;
+    }
+    if (row.decode_tokens_per_second > 0.0) {
+      object["tokens_per_second"] = {{"prefill", row.prefill_tokens_per_second}, {"decode", row.decode_tokens_per_second}};
+    }
+    list.push_back(std::move(object));
+  }
+  open(path) << list.dump(2) << '\n';
+}
+
+void write_csv(const std::string& path, const std::vector<Row>& rows) {
+  const auto texts = names(rows, &Row::bits_per_byte);
+  const auto tasks = names(rows, &Row::exact_match);
+  std::ofstream out = open(path);
+  out << "method,ratio,bytes_per_token,ratio_measured,context";
+  for (const auto& name : texts) out << ",bits_per_byte_" << name;
+  for (const auto& name : tasks) out << ",exact_match_" << name;
+  out << ",exact_match_mean,prefill_tokens_per_second,decode_tokens_per_second\n";
+  for (const Row& row : rows) {
+    out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured << ',' << row.context;
+    for (const auto& name : texts) out << ',' << cell(row.bits_per_byte, name, 1.0, 6);
+    for (const auto& name : tasks) out << ',' << cell(row.exact_match, name, 1.0, 4);
+    out << ',' << row.mean_exact_match() << ',' << row.prefill_tokens_per_second << ',' << row.decode_tokens_per_second << '\n';
+  }
+}
+
+bool write_plot(const std::string& prefix, const std::string& title, const std::vector<Row>& rows) {
+  std::vector<std::string> order;
+  for (const Row& row : rows) {
+    if (std::find(order.begin(), order.end(), row.method) == order.end()) order.push_back(row.method);
+  }
+  const auto texts = names(rows, &Row::bits_per_byte);
+  {
+    std::ofstream data = open(prefix + ".dat");
+    data << "# ratio_measured  mean exact match %";
+    for (const auto& name : texts) data << "  bits per byte of " << name;
+    data << '\n';
+    for (const std::string& method : order) {
+      for (const Row& row : rows) {
+        if (row.method != method) continue;
+        data << row.ratio_measured << ' ' << 100.0 * row.mean_exact_match();
+        for (const auto& name : texts) data << ' ' << cell(row.bits_per_byte, name, 1.0, 6);
+        data << '\n';
+      }
+      data << "\n\n";
+    }
+  }
+  std::ofstream script = open(prefix + ".gp");
+  const auto draw = [&](int column) {
+    script << "plot ";
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      script << (i ? ", " : "") << '\'' << prefix << ".dat' index " << i << " using 1:" << column << " with linespoints lw 2 pt " << 5 + 2 * i << " ps 1.2 title '" << order[i] << '\'';
+    }
+    script << '\n';
+  };
+  for (const char* terminal : {"svg", "png"}) {
+    const int panels = 1 + static_cast<int>(texts.size());
+    script << "set terminal " << terminal << " size " << 480 * panels << ",420" << (std::string(terminal) == "svg" ? " background 'white'" : "") << "\nset output '" << prefix << '.' << terminal << "'\n"
+           << "set grid\nset xrange [0:1.08]\nset xlabel 'measured bytes per token / f16 K and V'\n"
+           << "set multiplot layout 1," << panels << " title '" << title << "'\n"
+           << "set key bottom right\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange [0:105]\n";
+    draw(2);
+    script << "set key top right\nset yrange [*:*]\n";
+    int column = 3;
+    for (const auto& name : texts) {
+      script << "set ylabel 'bits per byte, " << name << "'\n";
+      draw(column++);
+    }
+    script << "unset multiplot\nset output\n";
+  }
+  script.close();
+  return std::system(("gnuplot '" + prefix + ".gp' > /dev/null 2>&1").c_str()) == 0;
+}
+
+}  // namespace llama

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file basis/layer_basis.hpp  The projection maps of one layer as plain numbers: what calibration makes and a cache takes.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief The linear maps of one KV head. All matrices are f32, row-major.
+///
+/// Encode: c_k = (k - key_mean) key_down, c_v = (v - value_mean) value_down.
+/// Decode: k = c_k query_down^T + key_mean, v = c_v output_up + value_mean.
+struct HeadBasis {
+  int key_rank = 0;
+  int value_rank = 0;
+  std::vector<float> key_down;      ///< [head_dim, key_rank]
+  std::vector<float> query_down;    ///< [head_dim, key_rank]; empty: the same as key_down
+  std::vector<float> value_down;    ///< [head_dim, value_rank]
+  std::vector<float> output_up;     ///< [value_rank, head_dim]; empty: the transpose of value_down
+  std::vector<float> key_mean;      ///< [head_dim]; empty: not centred
+  std::vector<float> value_mean;    ///< [head_dim]; empty: not centred
+  /// The metric of query-aware keys: R, the root of the queries' second moment, and its inverse, [head_dim, head_dim]
+  /// each; empty: keys live in the plain metric. Then key_down = R U and query_down = R^-1 U with U orthonormal.
+  std::vector<float> key_metric;
+  std::vector<float> key_metric_inverse;
+
+  std::size_t bytes() const {
+    return 4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() + key_mean.size() +
+                value_mean.size() + key_metric.size() + key_metric_inverse.size());
+  }
+};
+
+/// @brief The maps of all KV heads of one layer; ranks may differ from head to head.
+struct LayerBasis {
+  std::vector<HeadBasis> heads;
+};
+
+LOWRANKKV_NAMESPACE_END

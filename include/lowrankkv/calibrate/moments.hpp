@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file calibrate/moments.hpp  Second moments of a stream of rows, the eigenbasis they give, and roots for a metric.
+#pragma once
+
+#include <Eigen/Core>
+#include <Eigen/Eigenvalues>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/views.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace calibrate {
+
+/// @brief Sum of x x^T and of x over rows x [head_dim], in f64: one pass over the data, nothing kept of it.
+struct Moments {
+  Eigen::MatrixXd second;  ///< sum of x x^T, [head_dim, head_dim]
+  Eigen::VectorXd first;   ///< sum of x
+  double count = 0.0;
+
+  Moments() = default;
+  explicit Moments(int head_dim) : second(Eigen::MatrixXd::Zero(head_dim, head_dim)), first(Eigen::VectorXd::Zero(head_dim)) {}
+
+  /// @brief Adds rows [n, head_dim]. @throws ShapeError if head_dim differs. Cost: n head_dim^2.
+  void add(MatrixView rows) {
+    ::lowrankkv::detail::check_equal("head_dim", "moments", static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
+    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
+    const Eigen::MatrixXd wide = batch.cast<double>();
+    second.noalias() += wide.transpose() * wide;
+    first += wide.colwise().sum().transpose();
+    count += static_cast<double>(rows.rows);
+  }
+  /// @brief The moments of both streams together: bases of row-stacked [Q; K] come from the sum of their moments.
+  Moments& operator+=(const Moments& other) {
+    ::lowrankkv::detail::check_equal("head_dim", "moments", second.rows(), "other", other.second.rows());
+    second += other.second;
+    first += other.first;
+    count += other.count;
+    return *this;
+  }
+  Eigen::VectorXd mean() const { return first / (std::max)(count, 1.0); }
+  /// @brief Sum of (x - mean)(x - mean)^T.
+  Eigen::MatrixXd centred() const { return second - first * first.transpose() / (std::max)(count, 1.0); }
+};
+
+/// @brief Eigenvectors of a symmetric matrix, largest eigenvalue first.
+struct Spectrum {
+  Eigen::MatrixXd vectors;  ///< [head_dim, head_dim], orthonormal columns
+  Eigen::VectorXd values;   ///< descending, clamped to >= 0: sigma^2 of the stacked rows
+};
+
+/// @brief Principal axes of rows with second moment `matrix`: the right singular vectors of the stacked rows.
+/// @throws ValueError if the matrix is not finite. Cost: O(head_dim^3).
+inline Spectrum principal_axes(const Eigen::MatrixXd& matrix) {
+  if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ", matrix.trace(), ", finite expected");
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(matrix);
+  return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
+}
+
+/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
+/// raised to it: directions that no query uses must not make the inverse explode.
+struct MetricRoot {
+  Eigen::MatrixXd root, inverse;
+};
+inline MetricRoot metric_root(const Eigen::MatrixXd& matrix, double floor = 1e-3) {
+  const Spectrum spectrum = principal_axes(matrix);
+  const double mean = spectrum.values.mean();
+  if (!(mean > 0.0)) ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean, ", must be positive");
+  const Eigen::VectorXd roots = (spectrum.values / mean).cwiseMax(floor).cwiseSqrt();
+  return {spectrum.vectors * roots.asDiagonal() * spectrum.vectors.transpose(),
+          spectrum.vectors * roots.cwiseInverse().asDiagonal() * spectrum.vectors.transpose()};
+}
+
+}  // namespace calibrate
+LOWRANKKV_NAMESPACE_END

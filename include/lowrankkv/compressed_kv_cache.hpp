@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file compressed_kv_cache.hpp  CompressedKVCache: the KV cache of one attention layer, for many sequences.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/concepts/basis.hpp"
+#include "lowrankkv/concepts/quantizer.hpp"
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/backend.hpp"
+#include "lowrankkv/detail/sequence_table.hpp"
+#include "lowrankkv/fwd.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief The parameters of a cache's policies; each has the paper's defaults.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+struct Policies {
+  Basis basis{};
+  Updater updater{};
+  TokenPolicy token_policy{};
+  Quantizer quantizer{};
+};
+
+/// @brief Whether a prompt goes on in a later call.
+enum class Prompt : std::uint8_t { complete, continues };
+
+/// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the dropped rows.
+enum class TruncateResult : std::uint8_t { exact, inexact };
+
+/// @brief The KV cache of one attention layer: full-rank sinks and tail, and compressed rows that attention reads as they are.
+///
+/// A row is (sequence, KV head, token). It enters the tail at full rank; when the tail is flushed the token policy decides
+/// whether it stays full or is projected by the current epoch's maps and stored as coefficients. attend() is softmax
+/// attention over [full rows, decode(coefficients), tail], computed without decoding.
+///
+/// One thread calls a cache at a time; the work runs on its thread pool. After any error the cache is as it was.
+template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
+                          detail::DiagnoseUpdater<Updater, Backend>,
+                          detail::DiagnoseTokenPolicy<TokenPolicy, Backend>,
+                          detail::DiagnoseQuantizer<Quantizer, Backend> {
+  static constexpr bool usable = BasisFor<Basis, Backend> && UpdaterFor<Updater, Backend> &&
+                                 TokenPolicyFor<TokenPolicy, Backend> && QuantizerFor<Quantizer, Backend>;
+  // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
+  using Layer = typename detail::LayerOf<usable, Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>::type;
+
+ public:
+  // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
+  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
+  using Pool = typename Backend::Pool;
+  using Executor = typename Backend::Executor;
+
+  /// @brief Makes an empty cache.
+  /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token policy compresses nothing
+  /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
+  /// @param threads  threads shared with other layers and the engine; null: config.num_threads of its own
+  /// @throws ShapeError, ValueError, CapacityError naming both values
+  explicit CompressedKVCache(CacheConfig config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
+                             std::shared_ptr<Executor> threads = nullptr)
+      : layer_(checked(config, basis, policies, pool.get()), std::move(basis), policies.basis, policies.updater, policies.token_policy,
+               policies.quantizer, std::move(pool), std::move(threads)),
+        sequences_(config.max_sequences) {}
+
+  /// @brief Raises what the constructor would raise for these arguments.
+  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) { checked(config, basis, policies, nullptr); }
+  /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of max_tokens can ever need.
+  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).num_pages;
+  }
+  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).page_bytes;
+  }
+
+  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
+  void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
+  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
+  std::int64_t num_tokens(SequenceId seq) const { return lengths(seq).num_tokens; }
+  /// @brief Tokens that are at full rank at the end of the sequence.
+  int tail_length(SequenceId seq) const { return lengths(seq).tail_length; }
+
+  /// @brief Attends to a prompt exactly, then compresses it. out = causal softmax attention of `query` over what is
+  /// stored, the earlier rows of its chunk and itself.
+  ///
+  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends
+  /// exactly to itself and to the stored form of earlier ones. Memory: K and V of one chunk in f32.
+  /// @param query [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]
+  /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete only prefill, ingest and erase are allowed
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out,
+               const LseView& lse = {}, Prompt prompt = Prompt::complete) {
+    const int slot = sequences_.find(seq);
+    check_prompt(slot, key, value);
+    check_query(query, key.num_tokens);
+    detail::check_rows("out", out, key.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
+    check_lse(lse, key.num_tokens);
+    for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
+      layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
+      const typename Layer::Block block{query.tokens(first, count), out.tokens(first, count), lse.tokens(first, count),
+                                  layer_.config.shape.group_size(), layer_.config.scale(), own_row};
+      layer_.attend(1, [&](std::int64_t) { return slot; }, [&](std::int64_t) -> const typename Layer::Block& { return block; }, true);
+    });
+  }
+
+  /// @brief Stores a prompt that the engine attended to itself. As prefill(), without attention.
+  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that select prompt
+  /// rows by score (w >= the updater's window, or all tokens of a shorter prompt; all n tokens if chunks end inside the call)
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
+    const int slot = sequences_.find(seq);
+    check_prompt(slot, key, value);
+    check_query_window(slot, q_window, key.num_tokens);
+    const std::int64_t offset = key.num_tokens - q_window.num_tokens;
+    for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t) {
+      const std::int64_t begin = (std::max)(first, offset);
+      if (first + count > begin) layer_.sequence(slot).chunk.add_queries(q_window.tokens(begin - offset, first + count - begin));
+    });
+  }
+
+  /// @brief Compresses what is left of a prompt whose last part came with Prompt::continues.
+  void finish_prompt(SequenceId seq) {
+    const int slot = sequences_.find(seq);
+    if (!layer_.sequence(slot).chunk.empty()) commit_chunk(slot);
+  }
+
+  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Allocates nothing.
+  /// @param key, value [seqs.size() * m, num_kv_heads, head_dim]
+  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
+  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
+    const int m = check_append(seqs, key, value, layer_.config.tail_capacity);
+    for (std::size_t i = 0; i < seqs.size(); ++i) layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
+  }
+  void append(SequenceId seq, const KeyView& key, const ValueView& value) { append(std::span(&seq, 1), key, value); }
+
+  /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the updater sees them, epochs are
+  /// published and merged. Nothing is flushed unless the pool has the pages for all of it.
+  void maintain(std::span<const SequenceId> seqs) {
+    std::int64_t pages = 0;
+    for (const SequenceId seq : seqs) pages += pages_to_maintain(seq);
+    layer_.pool->allocator().require(pages);
+    for (const SequenceId seq : seqs) {
+      const int slot = sequences_.find(seq);
+      while (flush_due(slot)) compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
+    }
+  }
+  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
+  /// @brief Upper bound of the pages that maintain(seq) takes.
+  std::int64_t pages_to_maintain(SequenceId seq) const {
+    const int slot = idle_slot(seq);
+    return flush_due(slot) ? pages_for_rows(slot, 0, Phase::decode) : 0;
+  }
+
+  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end.
+  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
+    const int m = check_append(seqs, key, value, std::int64_t{1} << 40);
+    std::int64_t pages = 0;
+    for (const SequenceId seq : seqs) pages += pages_for_rows(sequences_.find(seq), m, Phase::decode);
+    layer_.pool->allocator().require(pages);
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const int slot = sequences_.find(seqs[i]);
+      for (int done = 0; done < m;) {
+        maintain(seqs[i]);
+        const int room = layer_.config.tail_capacity - layer_.table.lengths(slot).tail_length;
+        const int count = (std::min)(room, m - done);
+        layer_.append_tail(slot, key, value, static_cast<std::int64_t>(i) * m + done, count);
+        done += count;
+      }
+      maintain(seqs[i]);
+    }
+  }
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }
+
+  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Changes nothing, allocates nothing.
+  ///
+  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation.
+  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
+  /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}) {
+    const std::int64_t m = check_attend(seqs, query, out, lse);
+    layer_.attend(
+        static_cast<std::int64_t>(seqs.size()), [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); },
+        [&](std::int64_t i) {
+          const int slot = sequences_.find(seqs[static_cast<std::size_t>(i)]);
+          return typename Layer::Block{query.tokens(i * m, m), out.tokens(i * m, m), lse.tokens(i * m, m), layer_.config.shape.group_size(),
+                                 layer_.config.scale(), layer_.table.lengths(slot).tail_length - m};
+        },
+        false);
+  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}) { attend(std::span(&seq, 1), query, out, lse); }
+
+  /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into flushed rows.
+  std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(idle_slot(seq)); }
+  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and updater state stay.
+  TruncateResult truncate(SequenceId seq, std::int64_t length) {
+    const int slot = idle_slot(seq);
+    SequenceLengths& now = layer_.table.lengths(slot);
+    if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
+    const std::int64_t first_tail = layer_.first_tail_position(slot);
+    if (length < first_tail) {
+      truncate_stored(layer_, slot, length);
+      return TruncateResult::inexact;
+    }
+    now.tail_length = static_cast<std::int32_t>(length - first_tail);
+    now.num_tokens = length;
+    return TruncateResult::exact;
+  }
+
+  /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
+  void fork(SequenceId source, SequenceId target) {
+    const int from = idle_slot(source);
+    fork_slot(layer_, from, sequences_.add(target));
+  }
+  /// @brief Ends a sequence, also one whose prompt is unfinished, and frees what it alone used.
+  void erase(SequenceId seq) {
+    clear_slot(layer_, sequences_.find(seq));
+    sequences_.remove(seq);
+  }
+
+  /// @brief Writes the stored K and V of positions [first, first + key.num_tokens): full rows as stored, others decoded.
+  /// @param key, value [count, num_kv_heads, head_dim], f32
+  void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value) const {
+    const int slot = sequences_.find(seq);
+    detail::check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
+    detail::check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
+    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
+    if (first < 0 || first + key.num_tokens > tokens) {
+      detail::fail<ShapeError>("reconstruct: positions ", first, " to ", first + key.num_tokens, ", sequence has ", tokens, " tokens");
+    }
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
+  }
+
+  /// @brief Bytes of one sequence; pages shared with forks are counted in full.
+  MemoryUsage memory(SequenceId seq) const { return slot_memory(layer_, sequences_.find(seq)); }
+  /// @brief Bytes of all sequences, of what they share, and of what is reserved. Forks' shared pages and epochs count for each.
+  MemoryUsage memory() const {
+    MemoryUsage usage;
+    sequences_.for_each([&](SequenceId, int slot) { usage += slot_memory(layer_, slot); });
+    usage.shared_bytes = layer_.shared_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + static_cast<std::size_t>(layer_.pool->allocator().num_free()) * layer_.pool->page_bytes();
+    return usage;
+  }
+  /// @brief Tokens that fit in a page of this KV head, compressed.
+  int tokens_per_page(int kv_head) const { return layer_.compressed.layout(kv_head).rows_per_page; }
+  /// @brief Bytes of the pages that `tokens` compressed tokens take over all KV heads.
+  std::size_t bytes_for(std::int64_t tokens) const {
+    std::size_t pages = 0;
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) pages += static_cast<std::size_t>(layer_.compressed.pages_for(head, tokens));
+    return pages * layer_.pool->page_bytes();
+  }
+  const CacheConfig& config() const { return layer_.config; }
+  const CacheStatistics& statistics() const { return layer_.statistics; }
+  const Pool& pool() const { return *layer_.pool; }
+  int num_free_sequences() const { return sequences_.num_free(); }
+
+ private:
+  /// Fills in defaults, or raises what is wrong.
+  static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool);
+  const SequenceLengths& lengths(SequenceId seq) const { return layer_.table.lengths(sequences_.find(seq)); }
+  bool flush_due(int slot) const { return layer_.table.lengths(slot).tail_length > layer_.recent() + layer_.config.flush_interval; }
+  /// Upper bound of the pages taken until, after `added` more rows, only the recent window is left at full rank.
+  std::int64_t pages_for_rows(int slot, std::int64_t added, Phase phase) const;
+  void commit_chunk(int slot);
+  int idle_slot(SequenceId seq) const;
+  void check_prompt(int slot, const KeyView& key, const ValueView& value) const;
+  void check_stored_values(const KeyView& key, const ValueView& value) const;
+  void check_query(const QueryView& query, std::int64_t tokens) const;
+  void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const;
+  void check_lse(const LseView& lse, std::int64_t tokens) const;
+  int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, std::int64_t tail_capacity) const;
+  std::int64_t check_attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse) const;
+  template <class Function>
+  void for_each_piece(int slot, const KeyView& key, const ValueView& value, Prompt prompt, Function&& attend_piece);
+
+  Layer layer_;
+  detail::SequenceTable sequences_;
+  mutable std::vector<float> row_;
+};
+
+LOWRANKKV_NAMESPACE_END
+
+#include "lowrankkv/detail/cache_checks.hpp"

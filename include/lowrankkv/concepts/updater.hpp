@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file concepts/updater.hpp  What an updater must offer on a backend, and one readable line for each thing missing.
+///
+/// An updater is a parameter struct U plus `Impl<U, Backend>` with
+///   static constexpr bool adapts;                       // false: the basis never moves, nothing below is called
+///   using State = ...;                                  // one per (sequence, KV head, key or value); copied by fork
+///   static PromptSelection prompt_selection(const U&);  // which prompt rows observe() is to see
+///   static void observe(const U&, State&, MatrixView rows, Phase);       // rows [n, head_dim] in the basis's metric
+///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated, Phase);
+///                                                       // basis, updated [head_dim, rank] orthonormal; true: it moved
+///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/views.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+template <class U, class B>
+concept UpdaterHasAdapts = requires { { Impl<U, B>::adapts } -> std::convertible_to<bool>; };
+template <class U, class B>
+concept UpdaterHasState = requires { requires std::copyable<typename Impl<U, B>::State>; };
+template <class U, class B>
+concept UpdaterHasSelection =
+    requires(const U& policy) { { Impl<U, B>::prompt_selection(policy) } -> std::same_as<PromptSelection>; };
+template <class U, class B>
+concept UpdaterHasObserve = requires(const U& policy, typename Impl<U, B>::State& state, MatrixView rows) {
+  Impl<U, B>::observe(policy, state, rows, Phase::prefill);
+};
+template <class U, class B>
+concept UpdaterHasMaybeUpdate =
+    requires(const U& policy, typename Impl<U, B>::State& state, MatrixView basis, MutableMatrixView updated) {
+      { Impl<U, B>::maybe_update(policy, state, basis, updated, Phase::prefill) } -> std::same_as<bool>;
+    };
+template <class U, class B>
+concept UpdaterHasStateBytes = requires(const typename Impl<U, B>::State& state) {
+  { Impl<U, B>::state_bytes(state) } -> std::convertible_to<std::size_t>;
+};
+
+/// @brief U can be used as the Updater of a CompressedKVCache<B, ...>.
+template <class U, class B>
+concept UpdaterFor = HasImpl<U, B> && UpdaterHasAdapts<U, B> && UpdaterHasState<U, B> && UpdaterHasSelection<U, B> &&
+                     UpdaterHasObserve<U, B> && UpdaterHasMaybeUpdate<U, B> && UpdaterHasStateBytes<U, B>;
+
+namespace detail {
+
+/// Instantiating it raises one static_assert for each member that is missing.
+template <class U, class B>
+struct DiagnoseUpdater {
+  static_assert(HasImpl<U, B>,
+                "lowrankkv: this Updater has no Impl<Updater, Backend>; include the header that defines it or specialise "
+                "lowrankkv::Impl; see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || UpdaterHasAdapts<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing 'static constexpr bool adapts'; see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || UpdaterHasState<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing a copyable type 'State'; see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || UpdaterHasSelection<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing 'static PromptSelection prompt_selection(const Updater&)'; "
+                "see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasObserve<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing 'static void observe(const Updater&, State&, MatrixView, "
+                "Phase)'; see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasMaybeUpdate<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing 'static bool maybe_update(const Updater&, State&, "
+                "MatrixView, MutableMatrixView, Phase)'; see concepts/updater.hpp");
+  static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasStateBytes<U, B>,
+                "lowrankkv: Impl<Updater, Backend> is missing 'static std::size_t state_bytes(const State&)'; see "
+                "concepts/updater.hpp");
+};
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/cache_config.hpp  The shape of one attention layer and the capacities of its cache, validated once.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/scalar.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Names a sequence; chosen by the engine, shared by the layers of a model.
+using SequenceId = std::int64_t;
+
+/// @brief The shape of one attention layer.
+struct CacheShape {
+  int num_qo_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+
+  /// @brief Query heads that read one KV head: 1 is MHA, num_qo_heads is MQA.
+  int group_size() const { return num_qo_heads / num_kv_heads; }
+  friend bool operator==(const CacheShape&, const CacheShape&) = default;
+};
+
+/// @brief Capacities and storage of a cache. A zero means the default that the comment names.
+struct CacheConfig {
+  CacheShape shape;
+  int max_sequences = 1;
+  std::int64_t max_tokens = 4096;   ///< per sequence
+  std::size_t page_bytes = 0;       ///< one size for all layers of a pool; default: 16 full-rank rows
+  std::int64_t num_pages = 0;       ///< default: what max_sequences of max_tokens can ever need
+  DType full_type = DType::f16;     ///< type of the rows kept at full rank (sinks, tail)
+  DType epoch_type = DType::f16;    ///< type of the stored projection maps
+  int flush_interval = 32;          ///< T: rows that leave the tail at a time; also the updater's period
+  int tail_capacity = 0;            ///< rows; default: recent + 2 T, so that T appends fit between two maintains
+  std::int64_t prefill_chunk = 0;   ///< tokens; default: the whole prompt is one chunk
+  float softmax_scale = 0.0F;       ///< default: 1 / sqrt(head_dim)
+  std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
+  bool check_finite = true;         ///< refuse NaN, Inf and values that full_type cannot hold
+  int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
+
+  float scale() const {
+    return softmax_scale != 0.0F ? softmax_scale : 1.0F / std::sqrt(static_cast<float>(shape.head_dim));
+  }
+};
+
+namespace detail {
+
+/// Raises ShapeError or CapacityError for a configuration that no cache can have.
+inline void validate(const CacheConfig& config) {
+  const CacheShape& shape = config.shape;
+  if (shape.num_qo_heads < 1 || shape.num_kv_heads < 1 || shape.head_dim < 1) {
+    fail<ShapeError>("shape: num_qo_heads ", shape.num_qo_heads, ", num_kv_heads ", shape.num_kv_heads, ", head_dim ",
+                     shape.head_dim, "; all must be at least 1");
+  }
+  if (shape.num_qo_heads % shape.num_kv_heads != 0) {
+    fail<ShapeError>("num_qo_heads ", shape.num_qo_heads, " is not a multiple of num_kv_heads ", shape.num_kv_heads);
+  }
+  if (config.max_sequences < 1) fail<CapacityError>("max_sequences: at least 1, given ", config.max_sequences);
+  if (config.max_tokens < 1 || config.max_tokens > (std::int64_t{1} << 31) - 1) {
+    fail<CapacityError>("max_tokens: 1 to 2147483647, given ", config.max_tokens);
+  }
+  if (config.flush_interval < 1) fail<CapacityError>("flush_interval: at least 1, given ", config.flush_interval);
+  if (config.num_threads < 1) fail<CapacityError>("num_threads: at least 1, given ", config.num_threads);
+  if (config.prefill_chunk < 0) fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
+  if (config.publish_interval < 0) fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);
+  if (!(std::isfinite(config.softmax_scale))) fail<ValueError>("softmax_scale: finite, given ", config.softmax_scale);
+}
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END

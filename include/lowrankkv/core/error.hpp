@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/error.hpp  Typed errors whose text names both values, for example `head_dim: basis 128, key 64`.
+///
+/// Every public function checks its arguments before it changes anything, so that after an error the cache is as it
+/// was before the call.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Base of every error that the library raises.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+/// @brief Extents or strides do not fit together (head_dim, number of heads, number of tokens, rank).
+class ShapeError : public Error {
+ public:
+  using Error::Error;
+};
+/// @brief A value is not usable: NaN or Inf, too large for the stored type, a basis that is not orthonormal.
+class ValueError : public Error {
+ public:
+  using Error::Error;
+};
+/// @brief A fixed capacity would be exceeded: tokens, sequences, pages, tail.
+class CapacityError : public Error {
+ public:
+  using Error::Error;
+};
+/// @brief An unknown sequence, or one that exists already.
+class SequenceError : public Error {
+ public:
+  using Error::Error;
+};
+/// @brief The call does not fit the state of the sequence (for example an unfinished prefill).
+class StateError : public Error {
+ public:
+  using Error::Error;
+};
+/// @brief A file or buffer is truncated, inconsistent or of another kind.
+class FormatError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// @brief Called instead of throwing where exceptions are off. It must not return; if it does, the program aborts.
+using ErrorHandler = void (*)(const char* message);
+
+/// @brief The replaceable handler; by default it prints the message. Only used where exceptions are off.
+inline ErrorHandler& error_handler() {
+  static ErrorHandler handler = [](const char* message) { std::fprintf(stderr, "lowrankkv: %s\n", message); };
+  return handler;
+}
+
+namespace detail {
+
+/// Joins its arguments as a stream would print them.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+/// Raises `E` with a message put together from `parts`.
+template <class E, class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+#if defined(LOWRANKKV_NO_EXCEPTIONS)
+  error_handler()(text(parts...).c_str());
+  std::abort();
+#else
+  throw E(text(parts...));
+#endif
+}
+
+/// Raises ShapeError `what: left_name left, right_name right` unless the two are equal.
+template <class Left, class Right>
+void check_equal(const char* what, const char* left_name, Left left, const char* right_name, Right right) {
+  if (left != static_cast<Left>(right)) {
+    fail<ShapeError>(what, ": ", left_name, " ", left, ", ", right_name, " ", right);
+  }
+}
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/page_allocator.hpp  Which pages of a pool are free, and how many sequences share each of the others.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Bookkeeping of a page pool; knows page numbers and nothing of their memory, so every backend can use it.
+/// Not thread-safe: the layers of a model call it one after the other.
+class PageAllocator {
+ public:
+  /// @param num_pages  pages in the pool, numbered from 0
+  explicit PageAllocator(std::int64_t num_pages) : references_(static_cast<std::size_t>(num_pages), 0) {
+    free_.reserve(static_cast<std::size_t>(num_pages));
+    for (std::int64_t page = num_pages; page-- > 0;) free_.push_back(static_cast<std::int32_t>(page));
+  }
+
+  std::int64_t num_pages() const { return static_cast<std::int64_t>(references_.size()); }
+  std::int64_t num_free() const { return static_cast<std::int64_t>(free_.size()); }
+
+  /// @brief Raises CapacityError unless `count` pages are free.
+  void require(std::int64_t count) const {
+    if (count > num_free()) detail::fail<CapacityError>("page pool: ", count, " pages needed, ", num_free(), " free");
+  }
+  /// @brief Takes a free page; the caller has called require().
+  std::int32_t take() {
+    require(1);
+    const std::int32_t page = free_.back();
+    free_.pop_back();
+    references_[static_cast<std::size_t>(page)] = 1;
+    return page;
+  }
+  /// @brief One more sequence reads this page.
+  void share(std::int32_t page) { ++references_[static_cast<std::size_t>(page)]; }
+  /// @brief One sequence fewer; the last one frees the page.
+  void release(std::int32_t page) {
+    if (--references_[static_cast<std::size_t>(page)] == 0) free_.push_back(page);
+  }
+  /// @brief True when a write would be seen by another sequence.
+  bool shared(std::int32_t page) const { return references_[static_cast<std::size_t>(page)] > 1; }
+
+ private:
+  std::vector<std::int32_t> references_;
+  std::vector<std::int32_t> free_;
+};
+
+LOWRANKKV_NAMESPACE_END

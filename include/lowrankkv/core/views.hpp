@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/views.hpp  What crosses the border: host pointers with named extents and strides in elements.
+///
+/// A KeyView is not a ValueView and neither is a device view: swapping two arguments does not compile.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/scalar.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Read-only rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16 in host memory, any strides.
+template <class Tag>
+struct RowsView {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t num_tokens = 0;
+  int num_heads = 0;
+  int head_dim = 0;
+  std::int64_t token_stride = 0;    ///< elements from a token to the next
+  std::int64_t head_stride = 0;     ///< elements from a head to the next
+  std::int64_t element_stride = 1;  ///< elements from a channel to the next
+
+  RowsView() = default;
+  /// @brief Dense token-major rows: [num_tokens, num_heads, head_dim].
+  RowsView(const float* rows, std::int64_t tokens, int heads, int dim)
+      : RowsView(rows, DType::f32, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  RowsView(const Half* rows, std::int64_t tokens, int heads, int dim)
+      : RowsView(rows, DType::f16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  RowsView(const BFloat16* rows, std::int64_t tokens, int heads, int dim)
+      : RowsView(rows, DType::bf16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  /// @brief Any layout; strides in elements, not bytes.
+  RowsView(const void* rows, DType type, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token,
+           std::int64_t stride_of_head, std::int64_t stride_of_element = 1)
+      : data(rows), dtype(type), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token),
+        head_stride(stride_of_head), element_stride(stride_of_element) {}
+
+  /// @brief The tokens [first, first + count) of this view.
+  RowsView tokens(std::int64_t first, std::int64_t count) const {
+    RowsView part = *this;
+    part.data = static_cast<const char*>(data) + first * token_stride * static_cast<std::int64_t>(size_of(dtype));
+    part.num_tokens = count;
+    return part;
+  }
+};
+
+/// @brief Writable f32 rows [num_tokens, num_heads, head_dim] in host memory, any strides.
+template <class Tag>
+struct MutableRowsView {
+  float* data = nullptr;
+  std::int64_t num_tokens = 0;
+  int num_heads = 0;
+  int head_dim = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+
+  MutableRowsView() = default;
+  MutableRowsView(float* rows, std::int64_t tokens, int heads, int dim)
+      : MutableRowsView(rows, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  MutableRowsView(float* rows, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token,
+                  std::int64_t stride_of_head)
+      : data(rows), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token),
+        head_stride(stride_of_head) {}
+
+  float* row(std::int64_t token, int head) const { return data + token * token_stride + head * head_stride; }
+  MutableRowsView tokens(std::int64_t first, std::int64_t count) const {
+    MutableRowsView part = *this;
+    part.data = data + first * token_stride;
+    part.num_tokens = count;
+    return part;
+  }
+};
+
+using KeyView = RowsView<struct KeyTag>;            ///< [num_tokens, num_kv_heads, head_dim]
+using ValueView = RowsView<struct ValueTag>;        ///< [num_tokens, num_kv_heads, head_dim]
+using QueryView = RowsView<struct QueryTag>;        ///< [num_tokens, num_qo_heads, head_dim]
+using OutputView = MutableRowsView<struct OutTag>;  ///< [num_tokens, num_qo_heads, head_dim], f32
+using MutableKeyView = MutableRowsView<struct MutableKeyTag>;      ///< [num_tokens, num_kv_heads, head_dim], f32
+using MutableValueView = MutableRowsView<struct MutableValueTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
+
+/// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Empty when not wanted.
+struct LseView {
+  float* data = nullptr;
+  std::int64_t num_tokens = 0;
+  int num_heads = 0;
+  std::int64_t token_stride = 0;
+
+  LseView() = default;
+  LseView(float* values, std::int64_t tokens, int heads)
+      : data(values), num_tokens(tokens), num_heads(heads), token_stride(heads) {}
+  LseView tokens(std::int64_t first, std::int64_t count) const {
+    LseView part = *this;
+    if (data != nullptr) part.data = data + first * token_stride;
+    part.num_tokens = count;
+    return part;
+  }
+};
+
+/// @brief A row-major f32 matrix owned by somebody else; what updaters and bases are given.
+struct MatrixView {
+  const float* data = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t row_stride = 0;
+  MatrixView() = default;
+  MatrixView(const float* values, std::int64_t num_rows, std::int64_t num_cols)
+      : MatrixView(values, num_rows, num_cols, num_cols) {}
+  MatrixView(const float* values, std::int64_t num_rows, std::int64_t num_cols, std::int64_t stride)
+      : data(values), rows(num_rows), cols(num_cols), row_stride(stride) {}
+  const float* row(std::int64_t index) const { return data + index * row_stride; }
+};
+
+/// @brief A writable row-major f32 matrix owned by somebody else.
+struct MutableMatrixView {
+  float* data = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t row_stride = 0;
+  MutableMatrixView() = default;
+  MutableMatrixView(float* values, std::int64_t num_rows, std::int64_t num_cols)
+      : data(values), rows(num_rows), cols(num_cols), row_stride(num_cols) {}
+  float* row(std::int64_t index) const { return data + index * row_stride; }
+  operator MatrixView() const { return {data, rows, cols, row_stride}; }
+};
+
+namespace detail {
+
+/// Checks a view of `tokens` tokens against the cache's shape; `name` is the argument's name in the message.
+template <class View>
+void check_rows(const char* name, const View& view, std::int64_t tokens, int heads, int head_dim) {
+  check_equal("head_dim", "cache", head_dim, name, view.head_dim);
+  check_equal("num_heads", "cache", heads, name, view.num_heads);
+  check_equal("num_tokens", "expected", tokens, name, view.num_tokens);
+  if (view.data == nullptr && tokens > 0) fail<ShapeError>(name, ": null pointer with num_tokens ", tokens);
+}
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/attend.hpp  Attention of query rows over everything a sequence stores: full rows, segments, tail, prompt chunk.
+///
+/// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space: a query is projected
+/// once per segment, q~ = q query_down, logits are q~ c_k, and sum p c_v is expanded once, by output_up (OjaKV A.3).
+/// With centred maps a segment adds q mean_k to its logits and (sum p) mean_v to its output.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/attention_block.hpp"
+#include "lowrankkv/cpu/epoch_store.hpp"
+#include "lowrankkv/cpu/paged_rows.hpp"
+#include "lowrankkv/cpu/quantizer/no_quantizer.hpp"
+#include "lowrankkv/cpu/tail_rows.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief What one (sequence, KV head) stores, as attention reads it.
+template <class Quantizer>
+struct StoredHead {
+  const PagedRows<NoQuantizer>* full = nullptr;
+  const PagedRows<Quantizer>* compressed = nullptr;
+  const EpochStore* epochs = nullptr;
+  const TailRows* tail = nullptr;
+  const PromptChunk* chunk = nullptr;  ///< null: no unfinished prompt chunk
+  std::span<const Segment> segments;
+  int slot = 0;
+  int head = 0;
+  int head_dim = 0;
+  int tail_length = 0;
+};
+
+/// @brief Where the query tokens of one call stand: token t sees all stored rows and, of the tail (or of the chunk while
+/// a prompt is being prefilled), the rows up to and including its own.
+struct QueryBlock {
+  QueryView query;     ///< [num_tokens, num_qo_heads, head_dim]
+  OutputView out;
+  LseView lse;
+  int group_size = 1;
+  float scale = 1.0F;
+  std::int64_t own_row = 0;  ///< row of the first query token in the tail (or chunk)
+};
+
+namespace detail {
+
+/// Rows of `list` from `first` on, tile by tile, into `state`.
+template <class Rows>
+void attend_rows(const Rows& list, int slot, int head, std::int32_t first, std::int32_t count, const QueryRows& query,
+                 AttentionWorkspace& work, const PartialState& state) {
+  for (std::int32_t done = 0; done < count; done += kTile) {
+    const int rows = (std::min)(kTile, count - done);
+    list.load_keys(slot, head, first + done, rows, work.keys.data(), kTile);
+    list.load_values(slot, head, first + done, rows, work.values.data(), query.value_width);
+    const Tile tile{work.keys.data(), work.values.data(), query.value_width, rows};
+    absorb_tile(query, tile, [rows](int) { return rows; }, work.logits.data(), state);
+  }
+}
+
+/// One segment: project the queries, attend over coefficients, expand, merge into state 0.
+template <class Quantizer>
+void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query,
+                    AttentionWorkspace& work) {
+  const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
+  const RowLayout& layout = stored.compressed->layout(stored.head);
+  const int key_stride = padded(layout.key_rank);
+  const int value_stride = padded(layout.value_rank);
+  const PartialState state = work.state(0);
+  PartialState part = work.state(1);
+  part.stride = value_stride;
+  part.reset(full_query.rows);
+
+  maps.load_query_map(work.map.data(), key_stride);
+  matmul<false>(full_query.rows, key_stride, stored.head_dim, full_query.data, full_query.stride, work.map.data(), key_stride,
+                work.projected.data(), key_stride);
+  QueryRows query{work.projected.data(), key_stride, full_query.rows, layout.key_rank, value_stride, nullptr};
+  if (!maps.key_mean.empty()) {
+    maps.key_mean.load(work.row.data(), padded(stored.head_dim));
+    for (int row = 0; row < full_query.rows; ++row) {
+      float product = 0.0F;
+      for (int channel = 0; channel < stored.head_dim; ++channel) {
+        product += full_query.data[row * full_query.stride + channel] * work.row[static_cast<std::size_t>(channel)];
+      }
+      work.bias[static_cast<std::size_t>(row)] = product;
+    }
+    query.bias = work.bias.data();
+  }
+  attend_rows(*stored.compressed, stored.slot, stored.head, segment.first_row, segment.num_rows, query, work, part);
+
+  const int width = padded(stored.head_dim);
+  maps.load_output_map(work.map.data(), width, work.row.data());
+  matmul<false>(full_query.rows, width, layout.value_rank, part.accumulator, part.stride, work.map.data(), width,
+                work.expanded.data(), width);
+  if (!maps.value_mean.empty()) {
+    maps.value_mean.load(work.row.data(), width);
+    for (int row = 0; row < full_query.rows; ++row) {
+      for (int channel = 0; channel < stored.head_dim; ++channel) {
+        work.expanded[static_cast<std::size_t>(row * width + channel)] += part.sum[row] * work.row[static_cast<std::size_t>(channel)];
+      }
+    }
+  }
+  part.accumulator = work.expanded.data();
+  part.stride = width;
+  merge_states(full_query.rows, width, state, part);
+}
+
+}  // namespace detail
+
+/// @brief Attention of one KV head's queries: tokens [first_token, first_token + num_tokens) of `block`, which together
+/// with the group's heads fill at most work.max_rows() rows. Writes out and, if wanted, lse (natural logarithm).
+/// Allocates nothing. Cost: 2 (head_dim or rank) products per stored row, query row and K or V.
+template <class Quantizer>
+void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, std::int64_t first_token, int num_tokens,
+                  AttentionWorkspace& work) {
+  const int group = block.group_size;
+  const int rows = num_tokens * group;
+  const int width = padded(stored.head_dim);
+  for (int row = 0; row < rows; ++row) {
+    float* target = work.query.data() + row * width;
+    load_row(block.query, first_token + row / group, stored.head * group + row % group, target);
+    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] *= block.scale;
+  }
+  const QueryRows query{work.query.data(), width, rows, stored.head_dim, width, nullptr};
+  const PartialState state = work.state(0);
+  state.reset(rows);
+
+  detail::attend_rows(*stored.full, stored.slot, stored.head, 0, stored.full->size(stored.slot, stored.head), query, work, state);
+  for (const Segment& segment : stored.segments) {
+    if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, work);
+  }
+  const bool prompt = stored.chunk != nullptr;
+  const auto own_row = [&](int row) { return block.own_row + first_token + row / group; };
+  for (int done = 0; done < stored.tail_length; done += kTile) {
+    const int count = (std::min)(kTile, stored.tail_length - done);
+    stored.tail->load_keys(stored.slot, stored.head, done, count, work.keys.data(), kTile, work.row.data());
+    stored.tail->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
+    const Tile tile{work.keys.data(), work.values.data(), width, count};
+    absorb_tile(query, tile,
+                [&](int row) { return prompt ? count : static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
+                work.logits.data(), state);
+  }
+  if (prompt) {
+    const std::int64_t last = own_row(rows - 1);
+    for (std::int64_t done = 0; done <= last; done += kTile) {
+      const int count = static_cast<int>((std::min)(std::int64_t{kTile}, last + 1 - done));
+      const Tile tile{stored.chunk->key_tile(stored.head, done / kTile), stored.chunk->values(stored.head, done),
+                      stored.chunk->value_stride(), count};
+      absorb_tile(query, tile, [&](int row) { return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
+                  work.logits.data(), state);
+    }
+  }
+  for (int row = 0; row < rows; ++row) {
+    const std::int64_t token = first_token + row / group;
+    const int head = stored.head * group + row % group;
+    float* target = block.out.row(token, head);
+    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] = state.accumulator[row * width + channel] / state.sum[row];
+    if (block.lse.data != nullptr) block.lse.data[token * block.lse.token_stride + head] = state.max[row] + std::log(state.sum[row]);
+  }
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

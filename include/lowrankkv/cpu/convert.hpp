@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/convert.hpp  Arrays of f32 to and from the stored types, and rows out of strided views.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "lowrankkv/core/scalar.hpp"
+#include "lowrankkv/core/views.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief dst[i] = src[i] for `count` values of `type`, contiguous.
+inline void to_f32(DType type, const void* src, std::int64_t count, float* dst) {
+  if (type == DType::f32) {
+    if (count > 0) std::memcpy(dst, src, static_cast<std::size_t>(count) * 4);
+    return;
+  }
+  const std::uint16_t* bits = static_cast<const std::uint16_t*>(src);
+  std::int64_t i = 0;
+  if (type == DType::bf16) {
+    for (; i < count; ++i) dst[i] = to_float(BFloat16{bits[i]});
+    return;
+  }
+#if defined(__AVX512F__)
+  for (; i + 16 <= count; i += 16) {
+    _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + i))));
+  }
+#endif
+#if defined(__F16C__)
+  for (; i + 8 <= count; i += 8) {
+    _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits + i))));
+  }
+#endif
+  for (; i < count; ++i) dst[i] = to_float(Half{bits[i]});
+}
+
+/// @brief dst[i] = src[i] rounded to nearest even, finite values saturating, for `count` values, contiguous.
+inline void from_f32(DType type, const float* src, std::int64_t count, void* dst) {
+  if (type == DType::f32) {
+    if (count > 0) std::memcpy(dst, src, static_cast<std::size_t>(count) * 4);
+    return;
+  }
+  std::uint16_t* bits = static_cast<std::uint16_t*>(dst);
+  for (std::int64_t i = 0; i < count; ++i) bits[i] = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
+}
+
+/// @brief One row of a view as f32 [head_dim], whatever its type and strides.
+template <class Tag>
+inline void load_row(const RowsView<Tag>& view, std::int64_t token, int head, float* dst) {
+  const std::int64_t offset = token * view.token_stride + head * view.head_stride;
+  const std::size_t size = size_of(view.dtype);
+  const char* base = static_cast<const char*>(view.data) + offset * static_cast<std::int64_t>(size);
+  if (view.element_stride == 1) {
+    to_f32(view.dtype, base, view.head_dim, dst);
+    return;
+  }
+  for (int channel = 0; channel < view.head_dim; ++channel) {
+    to_f32(view.dtype, base + channel * view.element_stride * static_cast<std::int64_t>(size), 1, dst + channel);
+  }
+}
+
+/// @brief Raises ValueError if the view holds NaN, Inf or a value beyond `limit`. `scratch` holds one row.
+template <class Tag>
+inline void check_finite(const char* name, const RowsView<Tag>& view, float limit, float* scratch) {
+  for (std::int64_t token = 0; token < view.num_tokens; ++token) {
+    for (int head = 0; head < view.num_heads; ++head) {
+      load_row(view, token, head, scratch);
+      bool good = true;
+      for (int channel = 0; channel < view.head_dim; ++channel) good = good && std::abs(scratch[channel]) <= limit;
+      if (good) continue;
+      for (int channel = 0; channel < view.head_dim; ++channel) {
+        if (!(std::abs(scratch[channel]) <= limit)) {
+          ::lowrankkv::detail::fail<ValueError>(name, ": token ", token, ", head ", head, ", channel ", channel, " is ",
+                                                scratch[channel], ", largest storable value ", limit);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/layer.hpp  One attention layer on the CPU: sizes, storage, and the steps that CompressedKVCache calls.
+///
+/// Nothing here checks arguments or capacities: the cache has done so before it changes anything.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lowrankkv/cpu/attend.hpp"
+#include "lowrankkv/cpu/compress.hpp"
+#include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/sequence_ops.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief How large a layer's lists are, from its configuration.
+struct LayerSizes {
+  std::size_t page_bytes = 0;
+  std::vector<RowLayout> full, compressed;  ///< per KV head
+  std::int32_t max_full_pages = 0, max_compressed_pages = 0;  ///< per sequence and head
+  std::int64_t num_pages = 0;               ///< what all sequences at full length can need
+};
+
+/// @brief The CPU backend's layer.
+template <class BasisPolicy, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+ public:
+  using State = LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Block = QueryBlock;
+
+  static LayerSizes sizes(const CacheConfig& config, const LayerBasis& basis, const TokenPolicy& token_policy, const Quantizer& quantizer) {
+    LayerSizes result;
+    const int dim = config.shape.head_dim;
+    const NoQuantizer plain{config.full_type};
+    const std::size_t full_row = 2 * Impl<NoQuantizer, Cpu>::row_bytes(plain, dim);
+    result.page_bytes = config.page_bytes != 0 ? config.page_bytes : 16 * full_row;
+    const std::int64_t max_full = State::TokenImpl::max_full_rows(token_policy, config.max_tokens);
+    for (int head = 0; head < config.shape.num_kv_heads; ++head) {
+      const bool has = State::TokenImpl::compresses;
+      const int key_rank = has ? basis.heads[static_cast<std::size_t>(head)].key_rank : dim;
+      const int value_rank = has ? basis.heads[static_cast<std::size_t>(head)].value_rank : dim;
+      result.full.push_back(make_row_layout(plain, dim, dim, result.page_bytes));
+      result.compressed.push_back(make_row_layout(quantizer, key_rank, value_rank, result.page_bytes));
+      const auto pages = [](std::int64_t rows, const RowLayout& layout) {
+        return static_cast<std::int32_t>((rows + layout.rows_per_page - 1) / layout.rows_per_page);
+      };
+      const std::int32_t full_pages = pages(max_full, result.full.back());
+      const std::int32_t compressed_pages = has ? pages(config.max_tokens, result.compressed.back()) : 0;
+      result.max_full_pages = (std::max)(result.max_full_pages, full_pages);
+      result.max_compressed_pages = (std::max)(result.max_compressed_pages, compressed_pages);
+      result.num_pages += config.max_sequences * (std::int64_t{full_pages} + compressed_pages);
+    }
+    return result;
+  }
+
+  Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis, const Updater& of_updates, const TokenPolicy& of_tokens,
+        const Quantizer& of_codes, std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
+    const LayerSizes layout = sizes(settings, basis, of_tokens, of_codes);
+    this->config = settings;
+    this->basis_policy = of_basis;
+    this->updater = of_updates;
+    this->token_policy = of_tokens;
+    this->quantizer = of_codes;
+    this->calibrated = std::move(basis);
+    const std::int64_t num_pages = settings.num_pages != 0 ? settings.num_pages : layout.num_pages;
+    this->pool = pages ? std::move(pages) : std::make_shared<PagePool>(layout.page_bytes, num_pages);
+    this->threads = workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
+    const int heads = settings.shape.num_kv_heads;
+    // Room for the calibrated segment and for one that is about to be merged away.
+    this->table = DescriptorTable(settings.max_sequences, heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
+    this->full = PagedRows<NoQuantizer>(NoQuantizer{settings.full_type}, RowList::full, layout.full, this->pool.get(), &this->table);
+    this->compressed = PagedRows<Quantizer>(of_codes, RowList::compressed, layout.compressed, this->pool.get(), &this->table);
+    this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity, settings.shape.head_dim, settings.full_type);
+    this->epochs = EpochStore(settings.epoch_type);
+    if (State::TokenImpl::compresses) this->epochs.add(this->calibrated.heads, settings.shape.head_dim);
+    this->slots.resize(static_cast<std::size_t>(settings.max_sequences));
+    for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
+      this->workspaces.emplace_back(settings.shape.head_dim, settings.shape.group_size());
+    }
+  }
+  Layer(const Layer&) = delete;  // the row lists point into this object
+  Layer& operator=(const Layer&) = delete;
+
+  /// @brief Rounds m rows of both views, from row `first`, into the tail.
+  void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first, int count) {
+    SequenceLengths& lengths = this->table.lengths(slot);
+    float* row = this->workspaces[0].row.data();
+    for (int token = 0; token < count; ++token) {
+      for (int head = 0; head < this->num_kv_heads(); ++head) {
+        load_row(key, first + token, head, row);
+        this->tail.write(slot, head, Part::key, lengths.tail_length + token, row);
+        load_row(value, first + token, head, row);
+        this->tail.write(slot, head, Part::value, lengths.tail_length + token, row);
+      }
+    }
+    lengths.tail_length += count;
+    lengths.num_tokens += count;
+  }
+
+  /// @brief Adds prompt rows to the unfinished chunk.
+  void extend_chunk(int slot, const KeyView& key, const ValueView& value) {
+    this->sequence(slot).chunk.add(key, value, this->workspaces[0].row.data());
+    this->table.lengths(slot).num_tokens += key.num_tokens;
+  }
+
+  /// @brief Attention of the blocks' queries; block i belongs to slots[i]. Heads and blocks of rows run in parallel.
+  template <class Slots, class Blocks>
+  void attend(std::int64_t count, Slots&& slot_of, Blocks&& block_of, bool prompt) {
+    const int group = this->config.shape.group_size();
+    const int per_task = (std::max)(1, kQueryRows / group);
+    const std::int64_t tokens = count > 0 ? block_of(0).query.num_tokens : 0;
+    const std::int64_t pieces = (tokens + per_task - 1) / per_task;
+    const std::int64_t heads = this->num_kv_heads();
+    this->threads->run(count * heads * pieces, [&](std::int64_t task, int thread) {
+      // Later pieces see more rows: take them first, so that the threads finish together.
+      const std::int64_t piece = pieces - 1 - task / (count * heads);
+      const std::int64_t index = task / heads % count;
+      const int head = static_cast<int>(task % heads);
+      const int slot = slot_of(index);
+      StoredHead<Quantizer> stored{&this->full, &this->compressed, &this->epochs, &this->tail,
+                                   prompt ? &this->sequence(slot).chunk : nullptr, this->used_segments(slot, head),
+                                   slot, head, this->head_dim(), this->table.lengths(slot).tail_length};
+      const std::int64_t first = piece * per_task;
+      attend_block(stored, block_of(index), first, static_cast<int>((std::min)(std::int64_t{per_task}, tokens - first)),
+                   this->workspaces[static_cast<std::size_t>(thread)]);
+    });
+  }
+
+  /// @brief Capacity that is set aside and in nobody's use, besides the pool's free pages.
+  std::size_t reserved_bytes() const {
+    std::size_t tails = this->tail.bytes();
+    for (int slot = 0; slot < this->config.max_sequences; ++slot) {
+      tails -= static_cast<std::size_t>(this->table.lengths(slot).tail_length) * this->tail.token_bytes();
+    }
+    std::size_t work = 0;
+    for (const AttentionWorkspace& workspace : this->workspaces) work += workspace.bytes();
+    return tails + work + this->table.bytes();
+  }
+  /// @brief The calibrated maps as stored, and the f32 copy that updaters start from.
+  std::size_t shared_bytes() const {
+    if (!State::TokenImpl::compresses) return 0;
+    std::size_t bytes = this->epochs.bytes(0);
+    for (const HeadBasis& head : this->calibrated.heads) bytes += head.bytes();
+    return bytes;
+  }
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/page_pool.hpp  Pages of one size in host memory, owned or lent by the caller, shared by the layers of a model.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "lowrankkv/core/page_allocator.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief A pool of pages. Not thread-safe: layers use it one after the other.
+class PagePool {
+ public:
+  /// @brief Owns its memory. The operating system commits a page of it at the first write.
+  PagePool(std::size_t page_bytes, std::int64_t num_pages)
+      : allocator_(num_pages), page_bytes_(page_bytes),
+        owned_(new std::byte[page_bytes * static_cast<std::size_t>(num_pages)]), memory_(owned_.get()) {}
+  /// @brief Uses the caller's memory of page_bytes x num_pages bytes, which must outlive the pool.
+  PagePool(std::byte* memory, std::size_t page_bytes, std::int64_t num_pages)
+      : allocator_(num_pages), page_bytes_(page_bytes), memory_(memory) {
+    if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
+  }
+
+  std::size_t page_bytes() const { return page_bytes_; }
+  PageAllocator& allocator() { return allocator_; }
+  const PageAllocator& allocator() const { return allocator_; }
+  std::byte* page(std::int32_t number) { return memory_ + page_bytes_ * static_cast<std::size_t>(number); }
+  const std::byte* page(std::int32_t number) const { return memory_ + page_bytes_ * static_cast<std::size_t>(number); }
+
+  /// @brief The page to write instead of `number`: itself, or a private copy if another sequence reads it too.
+  std::int32_t exclusive(std::int32_t number) {
+    if (!allocator_.shared(number)) return number;
+    const std::int32_t copy = allocator_.take();
+    std::memcpy(page(copy), page(number), page_bytes_);
+    allocator_.release(number);
+    return copy;
+  }
+
+ private:
+  PageAllocator allocator_;
+  std::size_t page_bytes_;
+  std::unique_ptr<std::byte[]> owned_;
+  std::byte* memory_;
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

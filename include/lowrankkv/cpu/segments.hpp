@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/segments.hpp  Opening a segment under a new epoch, and merging old segments by re-projection.
+///
+/// Merge of an older segment into the next: C' = (C query_down_old^T + mean_old - mean_new) key_down_new for keys and
+/// C' = (C output_up_old + mean_old - mean_new) value_down_new for values, through the r x r product of the two maps.
+/// What a decoded row loses is its part outside the newer basis, plus one rounding to the stored type.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/matmul.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief Rows of the compressed list, row-major f32: out [count, rank].
+template <class Rows>
+void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int32_t first, std::int32_t count, float* out, int stride) {
+  if (part == Part::value) {
+    rows.load_values(slot, head, first, count, out, stride);
+    return;
+  }
+  const int rank = rows.layout(head).key_rank;
+  std::vector<float> tile(static_cast<std::size_t>(rank) * static_cast<std::size_t>(count));
+  rows.load_keys(slot, head, first, count, tile.data(), count);
+  for (std::int32_t row = 0; row < count; ++row) {
+    for (int channel = 0; channel < rank; ++channel) out[row * stride + channel] = tile[static_cast<std::size_t>(channel * count + row)];
+  }
+}
+
+/// @brief Which segment a new one would push over the edge: it is merged into its successor. -1: none.
+/// Neighbours of equal level first (newest such pair), else the two newest; the new segment only if there is no other.
+template <class State>
+int merge_for_new_segment(const State& state, int slot) {
+  const auto segments = state.used_segments(slot, 0);
+  int first_own = 0;
+  if (!State::Epochs::rotates_calibrated_rows) {
+    while (first_own < static_cast<int>(segments.size()) && segments[static_cast<std::size_t>(first_own)].epoch == 0) ++first_own;
+  }
+  const int count = static_cast<int>(segments.size());
+  if (count - first_own + 1 <= State::Epochs::max_epochs) return -1;
+  for (int index = count - 2; index >= first_own; --index) {
+    if (segments[static_cast<std::size_t>(index)].level == segments[static_cast<std::size_t>(index + 1)].level) return index;
+  }
+  return count - first_own >= 2 ? count - 2 : count - 1;
+}
+
+/// @brief Pages that the merge before a new segment takes: copies of pages that a fork shares.
+template <class State>
+std::int64_t pages_to_merge(const State& state, int slot) {
+  const int index = merge_for_new_segment(state, slot);
+  if (index < 0) return 0;
+  std::int64_t pages = 0;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const Segment& segment = state.used_segments(slot, head)[static_cast<std::size_t>(index)];
+    pages += state.compressed.pages_to_overwrite(slot, head, segment.first_row, segment.num_rows);
+  }
+  return pages;
+}
+
+namespace detail {
+
+/// [rank_old, rank_new] product of two maps over head_dim, and the constant that differing means leave.
+struct Transition {
+  std::vector<float> matrix, shift;
+  int rank = 0, stride = 0;
+};
+
+inline Transition make_transition(const EpochHead& from, const EpochHead& to, Part part, int head_dim) {
+  const StoredMatrix& encode = part == Part::key ? to.key_down : to.value_down;
+  const bool keys = part == Part::key;
+  const int old_rank = keys ? from.key_down.cols : from.value_down.cols;
+  Transition result;
+  result.rank = encode.cols;
+  result.stride = padded(encode.cols);
+  const int width = padded(head_dim);
+  std::vector<float> decode(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(width));
+  std::vector<float> scratch(static_cast<std::size_t>(width));
+  if (keys) {
+    from.query_map().load_transposed(decode.data(), width, scratch.data());
+  } else {
+    from.load_output_map(decode.data(), width, scratch.data());
+  }
+  std::vector<float> encoder(static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(result.stride));
+  encode.load(encoder.data(), result.stride);
+  result.matrix.resize(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(result.stride));
+  matmul<false>(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(), result.stride, result.matrix.data(), result.stride);
+  result.shift.resize(static_cast<std::size_t>(result.stride));
+  const StoredMatrix& old_mean = keys ? from.key_mean : from.value_mean;
+  const StoredMatrix& new_mean = keys ? to.key_mean : to.value_mean;
+  std::vector<float> difference(static_cast<std::size_t>(head_dim));
+  if (!old_mean.empty()) difference = old_mean.values();
+  if (!new_mean.empty()) {
+    const std::vector<float> mean = new_mean.values();
+    for (std::size_t i = 0; i < mean.size(); ++i) difference[i] -= mean[i];
+  }
+  matmul<false>(1, result.stride, head_dim, difference.data(), head_dim, encoder.data(), result.stride, result.shift.data(), result.stride);
+  return result;
+}
+
+}  // namespace detail
+
+/// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages were checked before.
+template <class State>
+void merge_segment(State& state, int slot, int index) {
+  const std::size_t older = static_cast<std::size_t>(index);
+  std::int32_t released = 0;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    auto segments = state.used_segments(slot, head);
+    const Segment from = segments[older];
+    Segment& into = segments[older + 1];
+    released = from.epoch;
+    const RowLayout& layout = state.compressed.layout(head);
+    const EpochHead& old_maps = state.epochs.head(from.epoch, head);
+    const EpochHead& new_maps = state.epochs.head(into.epoch, head);
+    const detail::Transition keys = detail::make_transition(old_maps, new_maps, Part::key, state.head_dim());
+    const detail::Transition values = detail::make_transition(old_maps, new_maps, Part::value, state.head_dim());
+    std::vector<float> coefficients(static_cast<std::size_t>(kTile) * static_cast<std::size_t>((std::max)(keys.stride, values.stride)));
+    std::vector<float> new_keys(static_cast<std::size_t>(kTile) * static_cast<std::size_t>(keys.stride));
+    std::vector<float> new_values(static_cast<std::size_t>(kTile) * static_cast<std::size_t>(values.stride));
+    const auto project = [&](const detail::Transition& map, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
+      load_coefficients(state.compressed, slot, head, part, first, count, coefficients.data(), map.stride);
+      for (std::int32_t row = 0; row < count; ++row) std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
+      matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(), map.stride, out.data(), map.stride);
+    };
+    for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
+      const std::int32_t count = (std::min)(kTile, from.num_rows - done);
+      project(keys, Part::key, from.first_row + done, count, new_keys);
+      project(values, Part::value, from.first_row + done, count, new_values);
+      state.compressed.overwrite(slot, head, from.first_row + done, count, new_keys.data(), keys.stride, new_values.data(), values.stride);
+    }
+    into.first_row = from.first_row;
+    into.num_rows += from.num_rows;
+    into.level = (std::max)(into.level, from.level) + 1;
+    std::copy(segments.begin() + index + 1, segments.end(), segments.begin() + index);
+    state.statistics.rows_reprojected += from.num_rows;
+    state.statistics.bytes_reprojected += 2 * std::int64_t{from.num_rows} * static_cast<std::int64_t>(layout.row_bytes());
+  }
+  state.epochs.release(released);
+  --state.table.lengths(slot).num_segments;
+  ++state.statistics.merges;
+}
+
+/// @brief Makes the sequence's current epoch the one that the last segment is under, merging old ones if need be.
+template <class State>
+void open_segment(State& state, int slot) {
+  SequenceLengths& lengths = state.table.lengths(slot);
+  const std::int32_t epoch = state.sequence(slot).epoch;
+  if (lengths.num_segments > 0) {
+    const auto last = state.used_segments(slot, 0).back();
+    if (last.epoch == epoch) return;
+  }
+  const int merge = merge_for_new_segment(state, slot);
+  ++lengths.num_segments;
+  state.epochs.share(epoch);
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    state.used_segments(slot, head).back() = Segment{epoch, state.compressed.size(slot, head), 0, 0};
+  }
+  if (merge >= 0) merge_segment(state, slot, merge);
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

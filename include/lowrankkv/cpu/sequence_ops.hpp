@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/sequence_ops.hpp  Fork, truncate, erase, reconstruct and byte counts of one sequence.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/segments.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief Frees everything of a slot.
+template <class State>
+void clear_slot(State& state, int slot) {
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    state.full.truncate(slot, head, 0);
+    state.compressed.truncate(slot, head, 0);
+  }
+  if (state.num_kv_heads() > 0) {
+    for (const Segment& segment : state.used_segments(slot, 0)) state.epochs.release(segment.epoch);
+  }
+  if (State::TokenImpl::compresses) state.epochs.release(state.sequence(slot).epoch);
+  state.table.lengths(slot) = {};
+  state.sequence(slot) = {};
+}
+
+/// @brief Makes an unused slot an empty sequence under the calibrated epoch.
+template <class State>
+void open_slot(State& state, int slot) {
+  const std::size_t heads = static_cast<std::size_t>(state.num_kv_heads());
+  auto& sequence = state.sequence(slot);
+  sequence = {};
+  sequence.used = true;
+  sequence.adaptation.resize(heads);
+  sequence.full_prefix.resize(heads);
+  sequence.full_positions.resize(heads);
+  const int window = State::UpdaterImpl::adapts ? State::UpdaterImpl::prompt_selection(state.updater).window : 0;
+  sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads, state.head_dim(), window);
+  if (State::TokenImpl::compresses) state.epochs.share(0);
+}
+
+/// @brief Lets the empty slot `target` continue from what `source` stores. Pages are shared until one of them writes.
+template <class State>
+void fork_slot(State& state, int source, int target) {
+  state.table.lengths(target) = state.table.lengths(source);
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    state.full.share(source, target, head);
+    state.compressed.share(source, target, head);
+    const auto from = state.used_segments(source, head);
+    std::copy(from.begin(), from.end(), state.used_segments(target, head).begin());
+  }
+  for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
+  state.sequence(target) = state.sequence(source);
+  if (State::TokenImpl::compresses) state.epochs.share(state.sequence(target).epoch);
+  state.tail.copy(source, target);
+}
+
+/// @brief Compressed pages that a fork shares: what rewriting all of them would take from the pool.
+template <class State>
+std::int64_t shared_pages(const State& state, int slot) {
+  std::int64_t pages = 0;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    pages += state.compressed.pages_to_overwrite(slot, head, 0, state.compressed.size(slot, head));
+  }
+  return pages;
+}
+
+/// @brief Drops the positions from `length` on, which is below the tail: rows go, epochs and updater state stay.
+template <class State>
+void truncate_stored(State& state, int slot, std::int64_t length) {
+  SequenceLengths& lengths = state.table.lengths(slot);
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const std::size_t h = static_cast<std::size_t>(head);
+    const std::int32_t full = state.full_rows_before(slot, head, length);
+    const std::int32_t compressed = static_cast<std::int32_t>(length) - full;
+    state.full.truncate(slot, head, full);
+    state.compressed.truncate(slot, head, compressed);
+    auto& sequence = state.sequence(slot);
+    sequence.full_positions[h].resize(static_cast<std::size_t>((std::max)(0, full - sequence.full_prefix[h])));
+    sequence.full_prefix[h] = (std::min)(sequence.full_prefix[h], full);
+    for (Segment& segment : state.used_segments(slot, head)) {
+      segment.num_rows = (std::max)(0, (std::min)(segment.num_rows, compressed - segment.first_row));
+      segment.first_row = (std::min)(segment.first_row, compressed);
+    }
+  }
+  while (lengths.num_segments > 0) {
+    bool last_empty = true;
+    for (int head = 0; head < state.num_kv_heads(); ++head) last_empty = last_empty && state.used_segments(slot, head).back().num_rows == 0;
+    if (!last_empty) break;
+    state.epochs.release(state.used_segments(slot, 0).back().epoch);
+    --lengths.num_segments;
+  }
+  lengths.tail_length = 0;
+  lengths.num_tokens = length;
+}
+
+namespace detail {
+
+/// Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
+template <class State>
+void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
+  const bool keys = part == Part::key;
+  const int dim = state.head_dim();
+  const int width = padded(dim);
+  const RowLayout& layout = state.compressed.layout(head);
+  const int rank = keys ? layout.key_rank : layout.value_rank;
+  std::vector<float> coefficients(static_cast<std::size_t>(count * rank)), map(static_cast<std::size_t>(rank * width)),
+      mean(static_cast<std::size_t>(width));
+  load_coefficients(state.compressed, slot, head, part, row, count, coefficients.data(), rank);
+  if (keys) {
+    maps.query_map().load_transposed(map.data(), width, mean.data());
+  } else {
+    maps.load_output_map(map.data(), width, mean.data());
+  }
+  std::fill(mean.begin(), mean.end(), 0.0F);
+  const StoredMatrix& stored_mean = keys ? maps.key_mean : maps.value_mean;
+  if (!stored_mean.empty()) stored_mean.load(mean.data(), width);
+  for (std::int32_t i = 0; i < count; ++i) std::copy(mean.begin(), mean.end(), out + i * width);
+  matmul<true>(count, width, rank, coefficients.data(), rank, map.data(), width, out, width);
+}
+
+}  // namespace detail
+
+/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they are, others decoded.
+/// Cost: O(head_dim rank) per compressed row, in runs of up to kTile rows.
+template <class State>
+void reconstruct_head(const State& state, int slot, int head, std::int64_t first, std::int64_t count, const MutableKeyView& key,
+                      const MutableValueView& value) {
+  const int dim = state.head_dim();
+  const int width = padded(dim);
+  const PromptChunk& chunk = state.sequence(slot).chunk;
+  const std::int64_t tail_position = state.first_tail_position(slot);
+  const std::int64_t chunk_position = tail_position + state.table.lengths(slot).tail_length;
+  std::vector<float> rows(static_cast<std::size_t>(kTile * width));
+  for (std::int64_t token = 0; token < count;) {
+    const std::int64_t position = first + token;
+    float* k = key.row(token, head);
+    float* v = value.row(token, head);
+    if (position >= chunk_position) {
+      chunk.read_key(head, position - chunk_position, k);
+      std::copy_n(chunk.values(head, position - chunk_position), dim, v);
+      ++token;
+      continue;
+    }
+    if (position >= tail_position) {
+      state.tail.read(slot, head, Part::key, static_cast<int>(position - tail_position), k);
+      state.tail.read(slot, head, Part::value, static_cast<int>(position - tail_position), v);
+      ++token;
+      continue;
+    }
+    const RowPlace place = state.locate(slot, head, position);
+    if (place.list == RowList::full) {
+      load_coefficients(state.full, slot, head, Part::key, place.row, 1, k, dim);
+      load_coefficients(state.full, slot, head, Part::value, place.row, 1, v, dim);
+      ++token;
+      continue;
+    }
+    const auto segments = state.used_segments(slot, head);
+    const auto segment = std::find_if(segments.begin(), segments.end(),
+                                      [&](const Segment& s) { return place.row < s.first_row + s.num_rows; });
+    const std::int32_t limit = (std::min)(segment->first_row + segment->num_rows - place.row, kTile);
+    std::int32_t run = 1;
+    while (run < limit && token + run < count && position + run < tail_position) {
+      const RowPlace next = state.locate(slot, head, position + run);
+      if (next.list != RowList::compressed) break;
+      ++run;
+    }
+    const EpochHead& maps = state.epochs.head(segment->epoch, head);
+    for (const Part part : {Part::key, Part::value}) {
+      detail::decode_rows(state, slot, head, maps, part, place.row, run, rows.data());
+      for (std::int32_t i = 0; i < run; ++i) {
+        std::copy_n(rows.data() + i * width, dim, part == Part::key ? key.row(token + i, head) : value.row(token + i, head));
+      }
+    }
+    token += run;
+  }
+}
+
+/// @brief Bytes of one sequence, by what they hold.
+template <class State>
+MemoryUsage slot_memory(const State& state, int slot) {
+  const auto& sequence = state.sequence(slot);
+  const SequenceLengths& lengths = state.table.lengths(slot);
+  MemoryUsage usage;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const std::size_t h = static_cast<std::size_t>(head);
+    const HeadRows& rows = state.table.rows(slot, head);
+    const std::size_t coefficients = static_cast<std::size_t>(rows.num_compressed) * state.compressed.layout(head).row_bytes();
+    const std::size_t full = static_cast<std::size_t>(rows.num_full) * state.full.layout(head).row_bytes();
+    const std::size_t pages = static_cast<std::size_t>(state.full.num_pages(slot, head) + state.compressed.num_pages(slot, head));
+    usage.coefficient_bytes += coefficients;
+    usage.full_row_bytes += full + sequence.full_positions[h].size() * sizeof(std::int32_t);
+    usage.slack_bytes += pages * state.pool->page_bytes() - coefficients - full;
+    const auto& adaptation = sequence.adaptation[h];
+    usage.updater_bytes += 4 * (adaptation.key_basis.size() + adaptation.value_basis.size()) +
+                           State::UpdaterImpl::state_bytes(adaptation.key_state) + State::UpdaterImpl::state_bytes(adaptation.value_state);
+  }
+  usage.tail_bytes = static_cast<std::size_t>(lengths.tail_length) * state.tail.token_bytes();
+  usage.pending_bytes = sequence.chunk.bytes();
+  bool current_counted = sequence.epoch == 0;
+  for (const Segment& segment : state.used_segments(slot, 0)) {
+    if (segment.epoch != 0) usage.epoch_bytes += state.epochs.bytes(segment.epoch);
+    current_counted = current_counted || segment.epoch == sequence.epoch;
+  }
+  if (!current_counted) usage.epoch_bytes += state.epochs.bytes(sequence.epoch);
+  return usage;
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/updater/oja.hpp  The Oja step on Eigen matrices, and Oja as an updater of the CPU backend.
+#pragma once
+
+#include <Eigen/Core>
+#include <Eigen/QR>
+
+#include <cmath>
+#include <vector>
+
+#include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/updater/oja.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
+/// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
+inline Eigen::MatrixXd orthonormal_columns(const Eigen::MatrixXd& matrix) {
+  const Eigen::HouseholderQR<Eigen::MatrixXd> qr(matrix);
+  Eigen::MatrixXd q = qr.householderQ() * Eigen::MatrixXd::Identity(matrix.rows(), matrix.cols());
+  for (Eigen::Index column = 0; column < q.cols(); ++column) {
+    if (qr.matrixQR()(column, column) < 0.0) q.col(column) = -q.col(column);
+  }
+  return q;
+}
+
+/// @brief One Oja step. moment = K^T K of the batch [d, d]; basis [d, r] with orthonormal columns.
+/// @return the new basis, orthonormal; the old one if the batch has no energy or no step is safe (printed_normalised).
+/// Equation and source: updater/oja.hpp. Cost: O(d^2 r). Accumulates in f64.
+inline Eigen::MatrixXd oja_step(const Eigen::MatrixXd& moment, const Eigen::MatrixXd& basis, double rate, OjaForm form) {
+  const double energy = moment.trace();
+  if (!(energy > 0.0) || !(rate > 0.0) || !std::isfinite(energy)) return basis;
+  const Eigen::MatrixXd pull = moment * basis;  // K^T K U
+  const double scale = form == OjaForm::printed_raw ? 1.0 : static_cast<double>(moment.rows()) / energy;
+  if (form == OjaForm::power) {
+    // Divided by (1 + rate): the same span, and no overflow however large the rate.
+    return orthonormal_columns(basis / (1.0 + rate) + (rate / (1.0 + rate) * scale) * pull);
+  }
+  const Eigen::MatrixXd residual = pull - basis * (basis.transpose() * pull);  // (I - U U^T) K^T K U
+  if (form == OjaForm::printed_raw) return orthonormal_columns(basis + rate * residual);
+  const auto captured = [&](const Eigen::MatrixXd& u) { return (u.transpose() * moment * u).trace(); };
+  const double before = captured(basis);
+  for (int attempt = 0; attempt < 20; ++attempt, rate *= 0.5) {
+    const Eigen::MatrixXd moved = orthonormal_columns(basis + rate * scale * residual);
+    if (captured(moved) >= before) return moved;
+  }
+  return basis;
+}
+
+/// @brief The same from the batch itself: rows [n, d], for use on a matrix of one's own.
+/// `basis = lowrankkv::cpu::oja_update(keys, basis, 0.1);`
+inline Eigen::MatrixXd oja_update(const Eigen::Ref<const Eigen::MatrixXd>& rows, const Eigen::MatrixXd& basis, double rate,
+                                  OjaForm form = OjaForm::power) {
+  if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
+  if (basis.cols() > basis.rows()) ::lowrankkv::detail::fail<ShapeError>("rank: ", basis.cols(), ", head_dim ", basis.rows());
+  return oja_step(rows.transpose() * rows, basis, rate, form);
+}
+
+}  // namespace cpu
+
+template <>
+struct Impl<Oja, Cpu> {
+  static constexpr bool adapts = true;
+  /// K^T K of the rows seen since the last step; empty between steps.
+  struct State {
+    Eigen::MatrixXd moment;
+  };
+
+  static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, policy.importance_window}; }
+
+  static void observe(const Oja&, State& state, MatrixView rows, Phase) {
+    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
+    const Eigen::MatrixXd wide = batch.cast<double>();
+    if (state.moment.size() == 0) state.moment = Eigen::MatrixXd::Zero(rows.cols, rows.cols);
+    state.moment.noalias() += wide.transpose() * wide;
+  }
+
+  static bool maybe_update(const Oja& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase phase) {
+    if (state.moment.size() == 0) return false;
+    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> current(basis.data, basis.rows, basis.cols, Eigen::OuterStride<>(basis.row_stride));
+    const double rate = phase == Phase::prefill ? policy.prefill_rate : policy.decode_rate;
+    const Eigen::MatrixXd moved = cpu::oja_step(state.moment, current.cast<double>(), rate, policy.form);
+    Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>(updated.data, updated.rows, updated.cols, Eigen::OuterStride<>(updated.row_stride)) =
+        moved.cast<float>();
+    state.moment.resize(0, 0);
+    return true;
+  }
+
+  static std::size_t state_bytes(const State& state) { return static_cast<std::size_t>(state.moment.size()) * sizeof(double); }
+};
+
+static_assert(UpdaterFor<Oja, Cpu>);
+
+LOWRANKKV_NAMESPACE_END

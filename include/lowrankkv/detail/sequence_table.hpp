@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file detail/sequence_table.hpp  From the engine's sequence ids to the slots of a cache; and a cache's layer type.
+#pragma once
+
+#include <cstddef>
+#include <unordered_map>
+#include <vector>
+
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/error.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace detail {
+
+/// Ids in use and free slots.
+class SequenceTable {
+ public:
+  explicit SequenceTable(int max_sequences) : max_sequences_(max_sequences) {
+    for (int slot = max_sequences; slot-- > 0;) free_.push_back(slot);
+  }
+  int add(SequenceId seq) {
+    if (contains(seq)) fail<SequenceError>("sequence ", seq, " exists already");
+    if (free_.empty()) fail<CapacityError>("max_sequences: ", max_sequences_, " in use, no room for sequence ", seq);
+    const int slot = free_.back();
+    slots_.emplace(seq, slot);
+    free_.pop_back();
+    return slot;
+  }
+  void remove(SequenceId seq) {
+    free_.push_back(find(seq));
+    slots_.erase(seq);
+  }
+  bool contains(SequenceId seq) const { return slots_.find(seq) != slots_.end(); }
+  int find(SequenceId seq) const {
+    const auto entry = slots_.find(seq);
+    if (entry == slots_.end()) fail<SequenceError>("unknown sequence ", seq, "; ", slots_.size(), " sequences exist");
+    return entry->second;
+  }
+  int num_free() const { return static_cast<int>(free_.size()); }
+  template <class Function>
+  void for_each(Function&& function) const {
+    for (const auto& [seq, slot] : slots_) function(seq, slot);
+  }
+
+ private:
+  int max_sequences_;
+  std::vector<int> free_;
+  std::unordered_map<SequenceId, int> slots_;
+};
+
+/// The backend's layer type, or nothing if the policies cannot be used.
+template <bool usable, class Backend, class... Policies>
+struct LayerOf {
+  using type = typename Backend::template Layer<Policies...>;
+};
+template <class Backend, class... Policies>
+struct LayerOf<false, Backend, Policies...> {
+  struct type {};
+};
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END

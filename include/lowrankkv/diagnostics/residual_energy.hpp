@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file diagnostics/residual_energy.hpp  How much of a set of rows a subspace misses (OjaKV section 4, RER).
+#pragma once
+
+#include <Eigen/Core>
+
+#include "lowrankkv/core/error.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace diagnostics {
+
+/// @brief ||X - X U U^T||_F^2 / ||X||_F^2 for rows X [n, d] and a basis U [d, r] with orthonormal columns; 0 if X is 0.
+/// @throws ShapeError if the dimensions differ
+inline double residual_energy_ratio(const Eigen::Ref<const Eigen::MatrixXd>& rows, const Eigen::Ref<const Eigen::MatrixXd>& basis) {
+  if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
+  const double energy = rows.squaredNorm();
+  if (energy == 0.0) return 0.0;
+  return (rows - (rows * basis) * basis.transpose()).squaredNorm() / energy;
+}
+
+}  // namespace diagnostics
+LOWRANKKV_NAMESPACE_END

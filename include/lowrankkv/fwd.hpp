@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file fwd.hpp  Forward declarations and every default template argument.
+#pragma once
+
+#include "lowrankkv/config.hpp"
+#include "lowrankkv/updater/epoch_policy.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+struct Cpu;
+
+struct PerHead;
+struct Static;
+struct Oja;
+struct SinkRecent;
+struct CompressAll;
+struct KeepFull;
+struct NoQuantizer;
+
+/// @brief The implementation of a policy on a backend. The primary is undefined on purpose: a policy that has none is
+/// named in one line by the diagnostics in concepts/. Specialise it to add a policy of your own.
+template <class Policy, class Backend>
+struct Impl;
+
+template <class Backend, class Basis = PerHead, class Updater = Static, class TokenPolicy = SinkRecent,
+          class Quantizer = NoQuantizer, class EpochPolicy = KeepEpochs<8>>
+class CompressedKVCache;
+
+LOWRANKKV_NAMESPACE_END

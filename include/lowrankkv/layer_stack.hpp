@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file layer_stack.hpp  LayerStack: the caches of all layers of a model, with one page pool and one set of sequence ids.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Owns one Cache per layer. Prefill, append and attend go to layer(i), one layer after the other; what concerns a
+/// sequence as a whole (create, fork, erase, truncate, maintain, memory) is done here for all layers or for none.
+template <class Cache>
+class LayerStack {
+ public:
+  using Pool = typename Cache::Pool;
+  using Executor = typename Cache::Executor;
+
+  /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0: enough for all layers)
+  /// @param bases     one LayerBasis per layer
+  /// @param policies  one set for all layers
+  /// @throws what the Cache constructor throws; ShapeError if there is no layer
+  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases, const typename Cache::PolicySet& policies = {},
+             std::shared_ptr<Executor> threads = nullptr) {
+    if (bases.empty()) detail::fail<ShapeError>("LayerStack: num_layers 0, at least 1 needed");
+    for (const LayerBasis& basis : bases) Cache::check(config, basis, policies);
+    std::int64_t pages = 0;
+    for (const LayerBasis& basis : bases) pages += Cache::num_pages(config, basis, policies);
+    pool_ = std::make_shared<Pool>(Cache::page_bytes(config, bases.front(), policies), config.num_pages != 0 ? config.num_pages : pages);
+    if (!threads) threads = std::make_shared<Executor>(config.num_threads);
+    for (LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, threads));
+  }
+
+  int num_layers() const { return static_cast<int>(layers_.size()); }
+  Cache& layer(int index) { return *layers_[static_cast<std::size_t>(index)]; }
+  const Cache& layer(int index) const { return *layers_[static_cast<std::size_t>(index)]; }
+  std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }
+
+  /// @brief Starts an empty sequence in every layer.
+  void create(SequenceId seq) {
+    check_room(seq);
+    for (auto& layer : layers_) layer->create(seq);
+  }
+  /// @brief Copy-on-write copy of `source` in every layer.
+  void fork(SequenceId source, SequenceId target) {
+    check_room(target);
+    for (auto& layer : layers_) static_cast<void>(layer->rollback_limit(source));  // raises unless known and idle
+    for (auto& layer : layers_) layer->fork(source, target);
+  }
+  /// @brief Ends a sequence in every layer.
+  void erase(SequenceId seq) {
+    for (auto& layer : layers_) static_cast<void>(layer->num_tokens(seq));
+    for (auto& layer : layers_) layer->erase(seq);
+  }
+  /// @brief The shortest length that truncate() reaches exactly in every layer.
+  std::int64_t rollback_limit(SequenceId seq) const {
+    std::int64_t limit = 0;
+    for (const auto& layer : layers_) limit = (std::max)(limit, layer->rollback_limit(seq));
+    return limit;
+  }
+  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of them.
+  TruncateResult truncate(SequenceId seq, std::int64_t length) {
+    static_cast<void>(rollback_limit(seq));
+    for (auto& layer : layers_) {
+      if (length < 0 || length > layer->num_tokens(seq)) {
+        detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", layer->num_tokens(seq), " tokens");
+      }
+    }
+    TruncateResult result = TruncateResult::exact;
+    for (auto& layer : layers_) {
+      if (layer->truncate(seq, length) == TruncateResult::inexact) result = TruncateResult::inexact;
+    }
+    return result;
+  }
+  /// @brief maintain() in every layer; the pool is checked for all of them before anything is flushed.
+  void maintain(std::span<const SequenceId> seqs) {
+    std::int64_t pages = 0;
+    for (const auto& layer : layers_) {
+      for (const SequenceId seq : seqs) pages += layer->pages_to_maintain(seq);
+    }
+    pool_->allocator().require(pages);
+    for (auto& layer : layers_) layer->maintain(seqs);
+  }
+  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
+
+  /// @brief Bytes of one sequence over all layers.
+  MemoryUsage memory(SequenceId seq) const {
+    MemoryUsage usage;
+    for (const auto& layer : layers_) usage += layer->memory(seq);
+    return usage;
+  }
+  /// @brief Bytes of all sequences over all layers; the shared pool's free pages are counted once.
+  MemoryUsage memory() const {
+    MemoryUsage usage;
+    const std::size_t free_bytes = static_cast<std::size_t>(pool_->allocator().num_free()) * pool_->page_bytes();
+    for (const auto& layer : layers_) {
+      usage += layer->memory();
+      usage.reserved_bytes -= free_bytes;
+    }
+    usage.reserved_bytes += free_bytes;
+    return usage;
+  }
+  const Pool& pool() const { return *pool_; }
+
+ private:
+  void check_room(SequenceId seq) const {
+    for (const auto& layer : layers_) {
+      if (layer->contains(seq)) detail::fail<SequenceError>("sequence ", seq, " exists already");
+      if (layer->num_free_sequences() == 0) {
+        detail::fail<CapacityError>("max_sequences: ", layer->config().max_sequences, " in use, no room for sequence ", seq);
+      }
+    }
+  }
+
+  std::shared_ptr<Pool> pool_;
+  std::vector<std::unique_ptr<Cache>> layers_;
+};
+
+LOWRANKKV_NAMESPACE_END

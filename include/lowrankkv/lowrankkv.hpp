@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file lowrankkv.hpp  The whole library for the CPU.
+#pragma once
+
+#include "lowrankkv/calibrate/bundle.hpp"
+#include "lowrankkv/calibrate/choose_rank.hpp"
+#include "lowrankkv/calibrate/layer_moments.hpp"
+#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/core/online_softmax.hpp"
+#include "lowrankkv/core/rope.hpp"
+#include "lowrankkv/diagnostics/residual_energy.hpp"
+#include "lowrankkv/diagnostics/subspace_overlap.hpp"
+#include "lowrankkv/io/safetensors.hpp"
+#include "lowrankkv/layer_stack.hpp"
+#include "lowrankkv/presets.hpp"

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file updater/oja.hpp  Oja: the parameters of the online subspace rule of OjaKV (section 5.2, algorithm 1).
+///
+/// Symbols of the paper: U basis, K batch of keys (or values), eta learning rate, w importance window, k_pre selected
+/// prompt tokens, T update period (CacheConfig::flush_interval).
+#pragma once
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Which step is taken. K is the batch [n, d], s = d / ||K||_F^2 (the inverse of the batch's mean energy a
+/// channel), so that a rate means the same for any scale of the data and any batch size.
+enum class OjaForm {
+  power,               ///< U <- orth(U + eta s K^T K U). Never raises the batch's residual energy, for any eta > 0.
+  printed_normalised,  ///< U <- orth(U + eta s (I - U U^T) K^T K U), halved until the residual does not rise
+  printed_raw,         ///< the same with s = 1 and no check: as printed in algorithm 1, for ablation
+};
+
+/// @brief Updater policy: one Oja step on the selected prompt tokens, then one every flush_interval decoded tokens.
+struct Oja {
+  float prefill_rate = 0.1F;      ///< eta_pre
+  float decode_rate = 0.05F;      ///< eta_dec
+  float prefill_share = 0.05F;    ///< k_pre / n: share of the prompt (or chunk) that the prefill step sees
+  int importance_window = 32;     ///< w: queries at the end of the prompt (or chunk) that score its tokens
+  OjaForm form = OjaForm::power;
+  friend bool operator==(const Oja&, const Oja&) = default;
+};
+
+LOWRANKKV_NAMESPACE_END
