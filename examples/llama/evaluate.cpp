@@ -139,12 +139,12 @@ std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::Seque
   return hidden;
 }
 
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens) {
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens) {
   const Config& config = engine.model.config();
   std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(config.num_layers), lowrankkv::calibrate::LayerMoments(config.cache_shape()));
   const Ids ids = encode_documents(engine, text);
-  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), config.num_layers, kWindow, {}, engine.threads);
-  const std::size_t body = config.bos >= 0 ? kWindow - 1 : kWindow;
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), config.num_layers, window_tokens, {}, engine.threads);
+  const std::size_t body = static_cast<std::size_t>(config.bos >= 0 ? window_tokens - 1 : window_tokens);
   const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
   Progress progress("calibrate", static_cast<std::int64_t>((limit + body - 1) / body));

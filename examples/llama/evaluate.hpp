@@ -53,8 +53,9 @@ std::string read_text(const std::string& path);
 /// Reads back a bundle, or nothing if the path is empty.
 std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path);
 
-/// Moments of the first `max_tokens` tokens of a text, in windows of 1024 that each begin with BOS.
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens);
+/// Moments of the first `max_tokens` tokens of a text, in windows of `window` tokens that each begin with BOS. Keys are
+/// rotated by their position: bases must have seen the positions at which they will be used, so windows are long.
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window);
 
 /// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced
 /// in steps of 16 through append and attend; scored is what those steps predict. Fills row.bits_per_byte[name] of all.

@@ -104,6 +104,9 @@ int main(int argc, char** argv) try {
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
   calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")->check(CLI::PositiveNumber)->capture_default_str();
 
+  int calibration_window = 0;
+  calibrate->add_option("--window", calibration_window, "tokens of a window; default: the model's context")->check(CLI::Range(2, 1 << 20));
+
   CLI::App* methods = app.add_subcommand("methods", "what --method can name");
   methods->add_option("--json", options.json, "write the list to this file");
   CLI11_PARSE(app, argc, argv);
@@ -119,7 +122,8 @@ int main(int argc, char** argv) try {
   }
   const llama::Engine engine(options.model, options.threads);
   if (calibrate->parsed()) {
-    const auto moments = llama::calibrate(engine, llama::read_text(text), calibration_tokens);
+    const auto moments = llama::calibrate(engine, llama::read_text(text), calibration_tokens,
+                                          calibration_window != 0 ? calibration_window : engine.model.config().max_positions);
     lowrankkv::calibrate::save_moments(out, moments, {{"source", file_stem(text)}});
     std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
     return 0;
