@@ -188,6 +188,7 @@ void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contend
         }
       }
       note_memory(engine, contenders[c]);
+      contenders[c].row.text_ratio_measured = contenders[c].row.ratio_measured;
       contenders[c].store->erase(kSequence);
       progress.step();
     }

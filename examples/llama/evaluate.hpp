@@ -30,6 +30,7 @@ struct Row {
   double ratio_measured = 0.0;                  ///< the same against f16 K and V
   std::int64_t context = 0;                     ///< tokens at which the bytes were measured
   std::map<std::string, double> bits_per_byte;  ///< by text
+  double text_ratio_measured = 0.0;             ///< ratio_measured at the end of the windows of bits_per_byte
   std::map<std::string, double> exact_match;    ///< by task, a fraction
   std::map<std::string, int> samples;           ///< by task
   double prefill_tokens_per_second = 0.0;

@@ -89,6 +89,7 @@ std::unique_ptr<KvStore> make_store(const MethodOptions& options, const CacheSha
   config.full_type = options.storage;
   config.epoch_type = options.storage == DType::f32 ? DType::f32 : DType::f16;
   config.prefill_chunk = options.prefill_chunk;
+  config.publish_interval = options.publish_interval;
   std::vector<LayerBasis> bases(static_cast<std::size_t>(num_layers));
   PerHead policy;
   policy.centred = options.centred;

@@ -43,7 +43,8 @@ struct MethodOptions {
   bool centred = false;
   float prefill_rate = -1.0F;     // Oja; negative: the library's default
   float decode_rate = -1.0F;
-  std::int64_t prefill_chunk = 0;
+  std::int64_t prefill_chunk = 0;     // 0: the whole prompt
+  std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };
 
 struct MethodInfo {

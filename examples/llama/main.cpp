@@ -38,6 +38,8 @@ struct Options {
     app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")->transform(CLI::CheckedTransformer(keys))->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
+    app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);
+    app->add_option("--prefill-chunk", method.prefill_chunk, "prompt tokens compressed at a time; 0: the whole prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")->check(CLI::NonNegativeNumber);
   }
   std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens) const {

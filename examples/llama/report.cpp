@@ -43,6 +43,7 @@ void print_table(const std::vector<Row>& rows) {
   bool speed = false;
   for (const Row& row : rows) speed = speed || row.decode_tokens_per_second > 0.0;
   std::printf("%-16s %5s %9s %7s", "method", "ratio", "bytes/tok", "x f16");
+  if (!texts.empty() && !tasks.empty()) std::printf(" %7s", "text x");
   for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), ("bpb " + name).c_str());
   for (const auto& name : tasks) std::printf(" %5s", name.c_str());
   if (!tasks.empty()) std::printf(" %6s", "mean %");
@@ -50,6 +51,7 @@ void print_table(const std::vector<Row>& rows) {
   std::printf("\n");
   for (const Row& row : rows) {
     std::printf("%-16s %5.2f %9.1f %7.3f", row.method.c_str(), row.ratio, row.bytes_per_token, row.ratio_measured);
+    if (!texts.empty() && !tasks.empty()) std::printf(" %7.3f", row.text_ratio_measured);
     for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), cell(row.bits_per_byte, name, 1.0, 4).c_str());
     for (const auto& name : tasks) std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
     if (!tasks.empty()) std::printf(" %6.1f", 100.0 * row.mean_exact_match());
@@ -67,7 +69,10 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
     object["bytes_per_token"] = row.bytes_per_token;
     object["ratio_measured"] = row.ratio_measured;
     object["context"] = row.context;
-    if (!row.bits_per_byte.empty()) object["bits_per_byte"] = row.bits_per_byte;
+    if (!row.bits_per_byte.empty()) {
+      object["bits_per_byte"] = row.bits_per_byte;
+      object["text_ratio_measured"] = row.text_ratio_measured;
+    }
     if (!row.exact_match.empty()) {
       object["exact_match"] = row.exact_match;
       object["samples"] = row.samples;
@@ -84,12 +89,12 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
   const auto texts = names(rows, &Row::bits_per_byte);
   const auto tasks = names(rows, &Row::exact_match);
   std::ofstream out = open(path);
-  out << "method,ratio,bytes_per_token,ratio_measured,context";
+  out << "method,ratio,bytes_per_token,ratio_measured,context,text_ratio_measured";
   for (const auto& name : texts) out << ",bits_per_byte_" << name;
   for (const auto& name : tasks) out << ",exact_match_" << name;
   out << ",exact_match_mean,prefill_tokens_per_second,decode_tokens_per_second\n";
   for (const Row& row : rows) {
-    out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured << ',' << row.context;
+    out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured << ',' << row.context << ',' << row.text_ratio_measured;
     for (const auto& name : texts) out << ',' << cell(row.bits_per_byte, name, 1.0, 6);
     for (const auto& name : tasks) out << ',' << cell(row.exact_match, name, 1.0, 4);
     out << ',' << row.mean_exact_match() << ',' << row.prefill_tokens_per_second << ',' << row.decode_tokens_per_second << '\n';
@@ -104,13 +109,13 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
   const auto texts = names(rows, &Row::bits_per_byte);
   {
     std::ofstream data = open(prefix + ".dat");
-    data << "# ratio_measured  mean exact match %";
+    data << "# ratio_measured  mean exact match %  text_ratio_measured";
     for (const auto& name : texts) data << "  bits per byte of " << name;
     data << '\n';
     for (const std::string& method : order) {
       for (const Row& row : rows) {
         if (row.method != method) continue;
-        data << row.ratio_measured << ' ' << 100.0 * row.mean_exact_match();
+        data << row.ratio_measured << ' ' << 100.0 * row.mean_exact_match() << ' ' << row.text_ratio_measured;
         for (const auto& name : texts) data << ' ' << cell(row.bits_per_byte, name, 1.0, 6);
         data << '\n';
       }
@@ -118,10 +123,10 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
     }
   }
   std::ofstream script = open(prefix + ".gp");
-  const auto draw = [&](int column) {
+  const auto draw = [&](int x, int column) {
     script << "plot ";
     for (std::size_t i = 0; i < order.size(); ++i) {
-      script << (i ? ", " : "") << '\'' << prefix << ".dat' index " << i << " using 1:" << column << " with linespoints lw 2 pt " << 5 + 2 * i << " ps 1.2 title '" << order[i] << '\'';
+      script << (i ? ", " : "") << '\'' << prefix << ".dat' index " << i << " using " << x << ':' << column << " with linespoints lw 2 pt " << 5 + 2 * i << " ps 1.2 title '" << order[i] << '\'';
     }
     script << '\n';
   };
@@ -131,12 +136,12 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
            << "set grid\nset xrange [0:1.08]\nset xlabel 'measured bytes per token / f16 K and V'\n"
            << "set multiplot layout 1," << panels << " title '" << title << "'\n"
            << "set key bottom right\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange [0:105]\n";
-    draw(2);
+    draw(1, 2);
     script << "set key top right\nset yrange [*:*]\n";
-    int column = 3;
+    int column = 4;
     for (const auto& name : texts) {
       script << "set ylabel 'bits per byte, " << name << "'\n";
-      draw(column++);
+      draw(3, column++);
     }
     script << "unset multiplot\nset output\n";
   }

@@ -115,11 +115,11 @@ bool publication_due(const State& state, int slot, std::int64_t rows, Phase phas
 
 /// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are written under it from now on.
 template <class State>
-void publish(State& state, int slot) {
+bool publish(State& state, int slot) {
   auto& sequence = state.sequence(slot);
   bool moved = false;
   for (const auto& adaptation : sequence.adaptation) moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();
-  if (!moved) return;
+  if (!moved) return false;
   std::vector<HeadBasis> maps;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     maps.push_back(State::BasisImpl::with_working_bases(
@@ -133,8 +133,8 @@ void publish(State& state, int slot) {
   const std::int32_t epoch = state.epochs.add(maps, state.head_dim());
   state.epochs.release(sequence.epoch);
   sequence.epoch = epoch;
-  sequence.rows_since_publication = 0;
   ++state.statistics.publications;
+  return true;
 }
 
 }  // namespace cpu

@@ -158,8 +158,9 @@ void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
       compressed[head] = static_cast<std::int32_t>(std::count(rows[head].states.begin(), rows[head].states.end(), RowState::compressed));
       most_compressed = (std::max)(most_compressed, std::int64_t{compressed[head]});
     }
-    if (publication_due(state, slot, most_compressed, phase)) publish(state, slot);
-    sequence.rows_since_publication += most_compressed;
+    // The rows that an epoch was published for do not count towards the next one.
+    const bool published = publication_due(state, slot, most_compressed, phase) && publish(state, slot);
+    sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + most_compressed;
     if (most_compressed > 0) open_segment(state, slot);
 
     const std::int64_t first_position = state.first_tail_position(slot);

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an engine relies on besides the numbers: bytes, allocation, layouts and types of its tensors, stacks of layers.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"  // the replacements below do match
+#endif
+#define EIGEN_RUNTIME_NO_MALLOC
+#include "../support/random_layer.hpp"
+#include "lowrankkv/layer_stack.hpp"
+#include "lowrankkv/presets.hpp"
+
+namespace {
+std::atomic<long> allocations{0};
+}
+void* operator new(std::size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+using namespace lowrankkv;
+
+namespace {
+constexpr CacheShape kShape{8, 2, 64};
+LayerBasis basis(int key_rank = 24, int value_rank = 32) {
+  support::Random random(1);
+  LayerBasis layer = support::random_basis(random, kShape, {}, key_rank, value_rank);
+  return layer;
+}
+}  // namespace
+
+TEST_CASE("memory counts every byte once") {
+  support::Random random(2);
+  const int n = 500;
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  OjaKV<> cache({.shape = kShape, .max_sequences = 2}, basis());
+  cache.create(0);
+  const std::size_t reserved = cache.memory().reserved_bytes;
+  cache.ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {q.data(), n, 8, 64});
+  const MemoryUsage usage = cache.memory(0);
+  const LayerBasis maps = basis();
+  std::size_t row = 0, epoch = 0, pages = 0;
+  for (const HeadBasis& head : maps.heads) {
+    const std::size_t ranks = static_cast<std::size_t>(head.key_rank + head.value_rank);
+    row += 2 * ranks;
+    epoch += 2 * 64 * ranks;
+    const std::size_t per_page = 4096 / (2 * ranks);  // a page: 16 rows of 2 x 64 f16
+    pages += (n - 64 + per_page - 1) / per_page + 2;  // and 32 sinks in 2 pages
+  }
+  CHECK(cache.statistics().publications == 1);
+  CHECK(usage.coefficient_bytes == (n - 64) * row);
+  CHECK(usage.full_row_bytes == 32 * 512);
+  CHECK(usage.tail_bytes == 32 * 512);
+  CHECK(usage.epoch_bytes == epoch);
+  CHECK(usage.updater_bytes == 0);
+  CHECK(usage.pending_bytes == 0);
+  CHECK(usage.slack_bytes == pages * 4096 - usage.coefficient_bytes - usage.full_row_bytes);
+  CHECK(usage.total() == pages * 4096 + 32 * 512 + epoch);
+  CHECK(cache.memory().reserved_bytes == reserved - pages * 4096 - 32 * 512);
+  CHECK(cache.memory().shared_bytes == epoch + 2 * epoch);  // the stored maps, and their f32 originals
+  CHECK(cache.tokens_per_page(0) == static_cast<int>(4096 / (2 * (maps.heads[0].key_rank + maps.heads[0].value_rank))));
+  CHECK(cache.bytes_for(n - 64) == (pages - 4) * 4096);
+  // One flush: the updater's working bases appear, in f32.
+  cache.append_maintained(0, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
+  CHECK(cache.memory(0).updater_bytes == 2 * epoch);
+  cache.fork(0, 1);
+  CHECK(cache.memory(1).total() == cache.memory(0).total());
+  cache.erase(0);
+  cache.erase(1);
+  CHECK(cache.memory().total() == 0);
+  CHECK(cache.memory().reserved_bytes == reserved);
+}
+
+TEST_CASE("append and attend allocate nothing") {
+  support::Random random(3);
+  const int n = 700;
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  for (const int threads : {1, 2}) {
+    OjaKV<> cache({.shape = kShape, .max_sequences = 2, .num_threads = threads}, basis());
+    cache.create(0);
+    cache.ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {q.data(), n, 8, 64});
+    std::vector<float> out(8 * 64 * 8);
+    cache.append(0, {k.data(), 1, 2, 64}, {v.data(), 1, 2, 64});
+    cache.attend(0, {q.data(), 1, 8, 64}, {out.data(), 1, 8, 64});
+    const long before = allocations;
+    Eigen::internal::set_is_malloc_allowed(false);
+    cache.append(0, {k.data(), 8, 2, 64}, {v.data(), 8, 2, 64});
+    cache.attend(0, {q.data(), 8, 8, 64}, {out.data(), 8, 8, 64});
+    Eigen::internal::set_is_malloc_allowed(true);
+    CHECK(allocations == before);
+  }
+}
+
+TEST_CASE("tensors of any type and layout are taken as they are") {
+  support::Random random(4);
+  const int n = 90;
+  const auto q = support::random_rows(random, n, 8, 64);
+  auto k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  for (float& x : k) x = round_to(DType::bf16, x);
+  for (float& x : v) x = round_to(DType::f16, x);
+  StaticPCAHybrid<> plain({.shape = kShape}, basis()), foreign({.shape = kShape}, basis());
+  std::vector<float> out(q.size()), transposed(q.size());
+  plain.create(0);
+  foreign.create(0);
+  plain.prefill(0, {q.data(), n, 8, 64}, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {out.data(), n, 8, 64});
+  // Keys as bf16 head-major, values as f16 with channels outermost, outputs head-major.
+  std::vector<BFloat16> keys(k.size());
+  std::vector<Half> values(v.size());
+  for (int t = 0; t < n; ++t) {
+    for (int h = 0; h < 2; ++h) {
+      for (int i = 0; i < 64; ++i) {
+        const std::size_t from = static_cast<std::size_t>((t * 2 + h) * 64 + i);
+        keys[static_cast<std::size_t>((h * n + t) * 64 + i)] = to_bfloat16(k[from]);
+        values[static_cast<std::size_t>((i * 2 + h) * n + t)] = to_half(v[from]);
+      }
+    }
+  }
+  foreign.prefill(0, {q.data(), n, 8, 64}, {keys.data(), DType::bf16, n, 2, 64, 64, n * 64}, {values.data(), DType::f16, n, 2, 64, 1, n, 2 * n},
+                  {transposed.data(), n, 8, 64, 64, n * 64});
+  for (int t = 0; t < n; ++t) {
+    for (int h = 0; h < 8; ++h) {
+      for (int i = 0; i < 64; ++i) CHECK(out[static_cast<std::size_t>((t * 8 + h) * 64 + i)] == transposed[static_cast<std::size_t>((h * n + t) * 64 + i)]);
+    }
+  }
+}
+
+TEST_CASE("a caller's memory can be the pool") {
+  std::vector<std::byte> memory(64 * 4096);
+  auto pool = std::make_shared<Cpu::Pool>(memory.data(), 4096, 64);
+  StaticPCAHybrid<> cache({.shape = kShape}, basis(), {}, pool);
+  support::Random random(5);
+  const auto k = support::random_rows(random, 200, 2, 64);
+  cache.create(0);
+  cache.ingest(0, {k.data(), 200, 2, 64}, {k.data(), 200, 2, 64});
+  bool touched = false;
+  for (const std::byte byte : memory) touched = touched || byte != std::byte{0};
+  CHECK(touched);
+  CHECK_THROWS_AS(Cpu::Pool(nullptr, 4096, 1), ShapeError);
+}
+
+TEST_CASE("the rates and the selection of Oja act") {
+  support::Random random(6);
+  const int n = 600;
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  const auto stored = [&](const Oja& updater, bool decode) {
+    OjaKV<>::PolicySet policies;
+    policies.updater = updater;
+    OjaKV<> cache({.shape = kShape, .publish_interval = 64}, basis(), policies);
+    cache.create(0);
+    const int prompt = decode ? 300 : n;
+    cache.ingest(0, {k.data(), prompt, 2, 64}, {v.data(), prompt, 2, 64}, {q.data(), prompt, 8, 64});
+    if (decode) cache.append_maintained(0, KeyView(k.data(), n, 2, 64).tokens(300, 300), ValueView(v.data(), n, 2, 64).tokens(300, 300));
+    std::vector<float> rows(static_cast<std::size_t>(2 * n * 128));
+    cache.reconstruct(0, 0, {rows.data(), n, 2, 64}, {rows.data() + n * 128, n, 2, 64});
+    return rows;
+  };
+  const auto base = stored({}, false);
+  CHECK(base == stored({}, false));
+  CHECK(base != stored({.prefill_rate = 0.3F}, false));
+  CHECK(base != stored({.prefill_share = 0.5F}, false));
+  CHECK(base != stored({.importance_window = 8}, false));
+  CHECK(base != stored({.form = OjaForm::printed_normalised}, false));
+  CHECK(base == stored({.decode_rate = 0.5F}, false));  // nothing was decoded
+  CHECK(stored({}, true) != stored({.decode_rate = 0.5F}, true));
+}
+
+TEST_CASE("a stack of layers shares a pool and the sequences") {
+  support::Random random(7);
+  const auto q = support::random_rows(random, 150, 8, 64), k = support::random_rows(random, 150, 2, 64), v = support::random_rows(random, 150, 2, 64);
+  LayerStack<OjaKV<>> stack({.shape = kShape, .max_sequences = 2}, {basis(), basis(12, 12), basis(40, 8)});
+  CHECK(stack.num_layers() == 3);
+  stack.create(5);
+  CHECK_THROWS_AS(stack.create(5), SequenceError);
+  for (int layer = 0; layer < 3; ++layer) {
+    std::vector<float> out(q.size());
+    stack.layer(layer).prefill(5, {q.data(), 150, 8, 64}, {k.data(), 150, 2, 64}, {v.data(), 150, 2, 64}, {out.data(), 150, 8, 64});
+  }
+  std::size_t sum = 0;
+  for (int layer = 0; layer < 3; ++layer) sum += stack.layer(layer).memory(5).total();
+  CHECK(stack.memory(5).total() == sum);
+  CHECK(stack.memory().total() == sum);
+  stack.fork(5, 6);
+  CHECK_THROWS_AS(stack.fork(5, 7), CapacityError);
+  CHECK_THROWS_WITH_AS(stack.truncate(6, 200), "truncate: length 200, sequence has 150 tokens", ShapeError);
+  CHECK(stack.rollback_limit(6) == 118);
+  CHECK(stack.truncate(6, 120) == TruncateResult::exact);
+  CHECK(stack.truncate(6, 100) == TruncateResult::inexact);
+  CHECK(stack.num_tokens(6) == 100);
+  CHECK(stack.num_tokens(5) == 150);
+  for (int layer = 0; layer < 3; ++layer) stack.layer(layer).append(5, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
+  stack.maintain(5);
+  CHECK(stack.layer(2).tail_length(5) == 40);
+  stack.erase(5);
+  stack.erase(6);
+  CHECK(stack.pool().allocator().num_free() == stack.pool().allocator().num_pages());
+  CHECK_THROWS_AS(stack.erase(6), SequenceError);
+  CHECK_THROWS_WITH_AS(LayerStack<OjaKV<>>({.shape = kShape}, {}), "LayerStack: num_layers 0, at least 1 needed", ShapeError);
+}
