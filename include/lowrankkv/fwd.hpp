@@ -22,6 +22,7 @@ struct NoQuantizer;
 template <class Policy, class Backend>
 struct Impl;
 
+/// @brief The KV cache of one attention layer; see compressed_kv_cache.hpp. Only the backend must be named.
 template <class Backend, class Basis = PerHead, class Updater = Static, class TokenPolicy = SinkRecent,
           class Quantizer = NoQuantizer, class EpochPolicy = KeepEpochs<8>>
 class CompressedKVCache;

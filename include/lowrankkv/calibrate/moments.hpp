@@ -61,11 +61,12 @@ inline Spectrum principal_axes(const Eigen::MatrixXd& matrix) {
   return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
 }
 
-/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
-/// raised to it: directions that no query uses must not make the inverse explode.
+/// @brief R and R^-1 of query-aware keys, [head_dim, head_dim] each.
 struct MetricRoot {
   Eigen::MatrixXd root, inverse;
 };
+/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
+/// raised to it: directions that no query uses must not make the inverse explode. @throws ValueError without energy
 inline MetricRoot metric_root(const Eigen::MatrixXd& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
   const double mean = spectrum.values.mean();

@@ -13,7 +13,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
+/// @brief Eigen's widest f32 register for the instruction set at hand.
 using Packet = Eigen::internal::packet_traits<float>::type;
+/// @brief f32 values in a Packet.
 inline constexpr int kLanes = Eigen::internal::packet_traits<float>::size;
 /// Leading dimensions of scratch matrices are multiples of this, whatever the packet size.
 inline constexpr int kPadding = 16;

@@ -196,7 +196,8 @@ class SafetensorsWriter {
     }
     header += '}';
     for (const auto& [name, tensor] : tensors_) {
-      header += "," + detail::quoted(name) + ":{\"dtype\":\"" + tensor.dtype + "\",\"shape\":" + Safetensors::shape_text(tensor.shape) +
+      header += ',';
+      header += detail::quoted(name) + ":{\"dtype\":\"" + tensor.dtype + "\",\"shape\":" + Safetensors::shape_text(tensor.shape) +
                 ",\"data_offsets\":[" + std::to_string(tensor.begin) + "," + std::to_string(tensor.end) + "]}";
     }
     header += '}';

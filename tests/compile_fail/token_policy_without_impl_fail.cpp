@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// expected-error: this TokenPolicy has no Impl<TokenPolicy, Backend>
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+namespace lowrankkv {
+struct Mine {};
+
+std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, Mine>); }
+}  // namespace lowrankkv

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// expected-error: missing 'static std::size_t state_bytes(const State&)'
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+namespace lowrankkv {
+struct Mine {};
+
+template <>
+struct Impl<Mine, Cpu> {
+  static constexpr bool adapts = true;
+  struct State {};
+  static PromptSelection prompt_selection(const Mine&) { return {}; }
+  template <class S> static void observe(const Mine&, S&, MatrixView, Phase) {}
+  template <class S> static bool maybe_update(const Mine&, S&, MatrixView, MutableMatrixView, Phase) { return false; }
+};
+
+std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Mine>); }
+}  // namespace lowrankkv

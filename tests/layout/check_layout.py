@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout rules of include/: line budget, no include cycles, includes point down only, macro prefix, docstrings."""
+import pathlib
+import re
+import sys
+
+root = pathlib.Path(sys.argv[1]) / "include"
+headers = sorted(root.rglob("*.hpp"))
+faults = []
+
+# Who may include whom: a header's layer may include its own layer and lower ones.
+LAYERS = [
+    {"version.hpp", "config.hpp"},
+    {"core", "io"},
+    {"fwd.hpp", "basis", "updater", "token_policy", "quantizer"},
+    {"concepts"},
+    {"cpu", "diagnostics"},
+    {"calibrate", "detail", "compressed_kv_cache.hpp"},
+    {"layer_stack.hpp", "presets.hpp"},
+    {"lowrankkv.hpp"},
+]
+
+
+def layer(path):
+    top = path.split("/")[1]
+    return next((i for i, names in enumerate(LAYERS) if top in names), None)
+
+
+includes = {}
+for header in headers:
+    name = str(header.relative_to(root))
+    text = header.read_text()
+    lines = text.splitlines()
+    if len(lines) > 400:
+        faults.append(f"{name}: {len(lines)} lines, at most 400")
+    if "#pragma once" not in text and name != "lowrankkv/version.hpp":
+        faults.append(f"{name}: no #pragma once")
+    if "/// @file" not in text:
+        faults.append(f"{name}: no @file docstring")
+    for macro in re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M):
+        if not macro.startswith("LOWRANKKV_"):
+            faults.append(f"{name}: macro {macro} lacks the prefix LOWRANKKV_")
+    if re.search(r"^namespace\s*\{", text, re.M):
+        faults.append(f"{name}: an anonymous namespace")
+    if re.search(r"(?<![(\w:])std::(min|max)\(", text):
+        faults.append(f"{name}: std::min or std::max without parentheses around the name")
+    includes[name] = re.findall(r'#include "(lowrankkv/[^"]+)"', text)
+    if layer(name) is None:
+        faults.append(f"{name}: belongs to no layer; see LAYERS in this script")
+    for target in includes[name]:
+        if not (root / target).exists():
+            faults.append(f"{name}: includes {target}, which does not exist")
+        elif layer(name) is not None and layer(target) is not None and layer(target) > layer(name):
+            faults.append(f"{name}: includes {target}, which is above it")
+    # Policy headers are shared with other backends and must not need Eigen.
+    if layer(name) is not None and layer(name) <= 3 and "<Eigen" in text:
+        faults.append(f"{name}: needs Eigen, but is shared by all backends")
+    # Every class, struct, function and alias at namespace scope has a docstring.
+    previous = ""
+    depth_detail = False
+    for line in lines:
+        if re.match(r"namespace (detail|io::detail)", line):
+            depth_detail = True
+        if re.match(r"}\s*// namespace (detail|io::detail)", line):
+            depth_detail = False
+        public = re.match(r"(struct|class|enum class|using|inline|constexpr|template)\b", line)
+        forward = re.match(r"(struct|class) \w+;", line)
+        if public and not forward and not depth_detail and not previous.startswith(("///", "template", "//")) and "///<" not in line \
+                and not previous.startswith("LOWRANKKV_CACHE_MEMBER"):
+            specialisation = line == "template <>"
+            sibling = re.match(r"(using|inline|template|concept|constexpr)", line) and previous and not previous.startswith("}") and previous != ""
+            concept = line.startswith("template <class") and "concepts/" in name
+            if not (specialisation or sibling or concept):
+                faults.append(f"{name}: no docstring before: {line[:70]}")
+        previous = line
+
+WHITE, GREY, BLACK = 0, 1, 2
+colour = dict.fromkeys(includes, WHITE)
+# The cache's member definitions follow its class: this one pair includes both ways, guarded by #pragma once.
+ALLOWED = {("lowrankkv/detail/cache_checks.hpp", "lowrankkv/compressed_kv_cache.hpp")}
+
+
+def visit(name, path):
+    colour[name] = GREY
+    for target in includes.get(name, ()):
+        if (name, target) in ALLOWED:
+            continue
+        if colour.get(target) == GREY:
+            faults.append("include cycle: " + " -> ".join(path + [name, target]))
+        elif colour.get(target) == WHITE:
+            visit(target, path + [name])
+    colour[name] = BLACK
+
+
+for name in includes:
+    if colour[name] == WHITE:
+        visit(name, [])
+
+for fault in faults:
+    print(fault)
+print(f"{len(headers)} headers, longest {max(len(h.read_text().splitlines()) for h in headers)} lines, {len(faults)} faults")
+sys.exit(1 if faults else 0)

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// The example engine on the real model in examples/data (and on more, if LOWRANKKV_TEST_MODELS names folders, ':' between them).
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "evaluate.hpp"
+
+using namespace llama;
+
+namespace {
+
+const std::string kData = LOWRANKKV_EXAMPLE_DATA;
+
+std::vector<std::string> models() {
+  std::vector<std::string> list{kData + "/nano"};
+  if (const char* more = std::getenv("LOWRANKKV_TEST_MODELS")) {
+    std::istringstream stream(more);
+    for (std::string folder; std::getline(stream, folder, ':');) list.push_back(folder);
+  }
+  return list;
+}
+nlohmann::json json_of(const std::string& path) { return nlohmann::json::parse(std::ifstream(path)); }
+
+const Engine& nano() {
+  static const Engine engine(kData + "/nano", 2);
+  return engine;
+}
+const std::vector<lowrankkv::calibrate::LayerMoments>& nano_moments() {
+  static const auto moments = calibrate(nano(), read_text(kData + "/text/calibration_prose.txt"), 16384, 4096);
+  return moments;
+}
+
+}  // namespace
+
+TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whether prefilled or decoded") {
+  for (const std::string& folder : models()) {
+    CAPTURE(folder);
+    const Engine engine(folder, 2);
+    const auto reference = json_of(folder + "/reference_logits.json");
+    for (const auto& prompt : reference.at("prompts")) {
+      const std::vector<std::int32_t> ids = prompt.at("ids");
+      if (prompt.at("text").is_string()) {  // one prompt is given by its ids alone
+        std::vector<std::int32_t> own = engine.tokenizer.encode(prompt.at("text").get<std::string>());
+        own.insert(own.begin(), engine.model.config().bos);
+        CHECK(own == ids);
+      }
+      for (const bool decoded : {false, true}) {
+        const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, engine.model.config().cache_shape(), engine.model.config().num_layers, static_cast<std::int64_t>(ids.size()), {}, engine.threads);
+        store->create(0);
+        std::vector<float> hidden;
+        if (decoded) {
+          hidden = prefill(engine, *store, 0, {ids.begin(), ids.begin() + 1});
+          for (std::size_t i = 1; i < ids.size(); ++i) {
+            const auto row = decode(engine, *store, 0, {ids[i]});
+            hidden.insert(hidden.end(), row.begin(), row.end());
+          }
+        } else {
+          hidden = prefill(engine, *store, 0, ids);
+        }
+        for (std::size_t p = 0; p < prompt.at("positions").size(); ++p) {
+          const auto logits = engine.model.logits(hidden, prompt.at("positions").at(p).get<std::int64_t>(), 1);
+          for (std::size_t k = 0; k < prompt.at("top5_ids").at(p).size(); ++k) {
+            const std::size_t id = prompt.at("top5_ids").at(p).at(k);
+            CHECK(std::abs(static_cast<double>(logits[id]) - prompt.at("top5_logits").at(p).at(k).get<double>()) <= 2e-3);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("text to ids to text is the identity") {
+  for (const std::string& folder : models()) {
+    const Tokenizer tokenizer(folder + "/tokenizer.json");
+    std::vector<std::string> texts{"", " ", "\n\n \t x", "naïve café — 数学 🙂 \xff\xfe broken", std::string("nul\0byte", 8), "I'LL we've don't 12345  spaces   end "};
+    for (const char* name : {"prose", "code", "dialogue", "calibration_prose"}) texts.push_back(read_text(kData + "/text/" + name + ".txt"));
+    if (const char* more = std::getenv("LOWRANKKV_TEST_TEXTS")) {
+      std::istringstream stream(more);
+      for (std::string path; std::getline(stream, path, ':');) texts.push_back(read_text(path));
+    }
+    for (const std::string& text : texts) CHECK((tokenizer.decode(tokenizer.encode(text)) == text));
+    CHECK(tokenizer.encode("a<|endoftext|>b").size() == 3);
+    CHECK(tokenizer.decode(tokenizer.encode("a<|endoftext|>b")) == "ab");
+  }
+}
+
+TEST_CASE("exact match under FullKV is that of the model's report, and compression is really read") {
+  auto contenders = make_contenders(nano(), {"FullKV", "StaticPCA", "OjaKV"}, {0.25}, {}, 1100, nano_moments());
+  const auto report = json_of(kData + "/nano/report.json").at("em");
+  const std::vector<std::string> tasks{"s1", "s3", "mk2", "vt"};
+  measure_retrieval(nano(), contenders, load_samples(kData + "/nano/eval/retrieval_1024", tasks, 20), 32);
+  for (const std::string& task : tasks) {
+    CAPTURE(task);
+    const double expected = report.at(task).at("1024");
+    // 20 samples of a share p: four standard deviations, and one sample of slack where p is 0 or 1.
+    CHECK(std::abs(contenders[0].row.exact_match.at(task) - expected) <= 4.0 * std::sqrt(expected * (1.0 - expected) / 20.0) + 0.051);
+    CHECK(contenders[1].row.exact_match.at(task) <= contenders[0].row.exact_match.at(task));
+  }
+  CHECK(contenders[0].row.mean_exact_match() > contenders[1].row.mean_exact_match() + 0.3);
+  measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 4);
+  const double full = contenders[0].row.bits_per_byte.at("prose");
+  CHECK(full == doctest::Approx(0.95).epsilon(0.15));
+  CHECK(contenders[1].row.bits_per_byte.at("prose") > full + 0.05);
+  CHECK(contenders[2].row.bits_per_byte.at("prose") > full + 0.01);
+  CHECK(contenders[2].row.bits_per_byte.at("prose") < contenders[1].row.bits_per_byte.at("prose"));
+  CHECK(contenders[1].row.ratio_measured < 0.35);
+}
+
+TEST_CASE("at full rank in f32 every method is FullKV") {
+  const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
+  std::vector<std::int32_t> answer;
+  for (const MethodInfo& method : methods()) {
+    const auto store = make_store({.method = method.name, .ratio = 1.0, .storage = lowrankkv::DType::f32}, nano().model.config().cache_shape(), nano().model.config().num_layers, 1100, nano_moments(), nano().threads);
+    const auto ids = generate(nano(), *store, samples[0].prompt, 24, {}, {});
+    if (answer.empty()) answer = ids;
+    CHECK(ids == answer);
+  }
+  CHECK(std::equal(samples[0].answer.begin(), samples[0].answer.end(), answer.begin()));
+}
+
+TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
+  const auto store = make_store({.method = "FullKV"}, nano().model.config().cache_shape(), nano().model.config().num_layers, 256, {}, nano().threads);
+  const auto prompt = nano().tokenizer.encode("The history of");
+  const auto run = [&](float temperature, float top_p, std::uint64_t seed) { return generate(nano(), *store, prompt, 20, {temperature, top_p, seed}, {}); };
+  const auto greedy = run(0.0F, 1.0F, 1);
+  CHECK(greedy == run(0.0F, 1.0F, 2));
+  CHECK(run(1.0F, 1.0F, 1) == run(1.0F, 1.0F, 1));
+  CHECK(run(1.0F, 1.0F, 1) != run(1.0F, 1.0F, 2));
+  CHECK(run(1.0F, 1e-6F, 3) == greedy);  // a nucleus of one token
+}
