@@ -93,6 +93,10 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
     }
   }
   if (contenders.empty()) throw std::runtime_error("no method named");
+  // One exact prefill is shared by all; in chunks it is not exact, and each method's would be another.
+  if (options.prefill_chunk > 0 && contenders.size() > 1) {
+    throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) + " methods, one at a time is possible");
+  }
   return contenders;
 }
 

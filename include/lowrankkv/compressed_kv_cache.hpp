@@ -52,6 +52,10 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
                           detail::DiagnoseUpdater<Updater, Backend>,
                           detail::DiagnoseTokenPolicy<TokenPolicy, Backend>,
                           detail::DiagnoseQuantizer<Quantizer, Backend> {
+  static constexpr bool compresses = [] {
+    if constexpr (TokenPolicyFor<TokenPolicy, Backend>) return Impl<TokenPolicy, Backend>::compresses;
+    else return true;
+  }();
   static constexpr bool usable = BasisFor<Basis, Backend> && UpdaterFor<Updater, Backend> &&
                                  TokenPolicyFor<TokenPolicy, Backend> && QuantizerFor<Quantizer, Backend>;
   // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
@@ -78,9 +82,11 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) { checked(config, basis, policies, nullptr); }
   /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of max_tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    check(config, basis, policies);
     return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).num_pages;
   }
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    check(config, basis, policies);
     return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).page_bytes;
   }
 
@@ -96,7 +102,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// stored, the earlier rows of its chunk and itself.
   ///
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends
-  /// exactly to itself and to the stored form of earlier ones. Memory: K and V of one chunk in f32.
+  /// exactly to itself and to the stored form of earlier ones. Memory: twice K and V of one chunk in f32.
   /// @param query [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete only prefill, ingest and erase are allowed
@@ -132,7 +138,11 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// @brief Compresses what is left of a prompt whose last part came with Prompt::continues.
   void finish_prompt(SequenceId seq) {
     const int slot = sequences_.find(seq);
+    PageDemand demand;
+    demand_rows(slot, 0, Phase::prefill, demand);
+    layer_.pool->allocator().require(demand.total());  // other sequences may have taken pages since the last call
     if (!layer_.sequence(slot).chunk.empty()) commit_chunk(slot);
+    layer_.sequence(slot).prompt_open = false;
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Allocates nothing.
@@ -147,37 +157,36 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the updater sees them, epochs are
   /// published and merged. Nothing is flushed unless the pool has the pages for all of it.
   void maintain(std::span<const SequenceId> seqs) {
-    std::int64_t pages = 0;
-    for (const SequenceId seq : seqs) pages += pages_to_maintain(seq);
-    layer_.pool->allocator().require(pages);
-    for (const SequenceId seq : seqs) {
-      const int slot = sequences_.find(seq);
-      while (flush_due(slot)) compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
-    }
+    layer_.pool->allocator().require(pages_to_maintain(seqs));
+    for (const SequenceId seq : seqs) flush(sequences_.find(seq));
   }
   void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
-  /// @brief Upper bound of the pages that maintain(seq) takes.
-  std::int64_t pages_to_maintain(SequenceId seq) const {
-    const int slot = idle_slot(seq);
-    return flush_due(slot) ? pages_for_rows(slot, 0, Phase::decode) : 0;
+  /// @brief Upper bound of the pages that maintain(seqs) takes.
+  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const {
+    PageDemand demand;
+    for (const SequenceId seq : seqs) {
+      const int slot = idle_slot(seq);
+      if (flush_due(slot)) demand_rows(slot, 0, Phase::decode, demand);
+    }
+    return demand.total();
   }
 
   /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end.
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
     const int m = check_append(seqs, key, value, std::int64_t{1} << 40);
-    std::int64_t pages = 0;
-    for (const SequenceId seq : seqs) pages += pages_for_rows(sequences_.find(seq), m, Phase::decode);
-    layer_.pool->allocator().require(pages);
+    PageDemand demand;
+    for (const SequenceId seq : seqs) demand_rows(sequences_.find(seq), m, Phase::decode, demand);
+    layer_.pool->allocator().require(demand.total());
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const int slot = sequences_.find(seqs[i]);
       for (int done = 0; done < m;) {
-        maintain(seqs[i]);
+        flush(slot);
         const int room = layer_.config.tail_capacity - layer_.table.lengths(slot).tail_length;
         const int count = (std::min)(room, m - done);
         layer_.append_tail(slot, key, value, static_cast<std::int64_t>(i) * m + done, count);
         done += count;
       }
-      maintain(seqs[i]);
+      flush(slot);
     }
   }
   void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }
@@ -235,8 +244,8 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
     detail::check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     detail::check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (first < 0 || first + key.num_tokens > tokens) {
-      detail::fail<ShapeError>("reconstruct: positions ", first, " to ", first + key.num_tokens, ", sequence has ", tokens, " tokens");
+    if (first < 0 || first > tokens || key.num_tokens > tokens - first) {
+      detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first, ", sequence has ", tokens, " tokens");
     }
     for (int head = 0; head < layer_.num_kv_heads(); ++head) reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
   }
@@ -252,11 +261,17 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
     return usage;
   }
   /// @brief Tokens that fit in a page of this KV head, compressed.
-  int tokens_per_page(int kv_head) const { return layer_.compressed.layout(kv_head).rows_per_page; }
-  /// @brief Bytes of the pages that `tokens` compressed tokens take over all KV heads.
+  int tokens_per_page(int kv_head) const {
+    return compresses ? layer_.compressed.layout(kv_head).rows_per_page : layer_.full.layout(kv_head).rows_per_page;
+  }
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless
+  /// the token policy keeps all at full rank).
   std::size_t bytes_for(std::int64_t tokens) const {
     std::size_t pages = 0;
-    for (int head = 0; head < layer_.num_kv_heads(); ++head) pages += static_cast<std::size_t>(layer_.compressed.pages_for(head, tokens));
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) {
+      const std::int64_t per_page = tokens_per_page(head);
+      pages += static_cast<std::size_t>((tokens + per_page - 1) / per_page);
+    }
     return pages * layer_.pool->page_bytes();
   }
   const CacheConfig& config() const { return layer_.config; }
@@ -269,8 +284,11 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool);
   const SequenceLengths& lengths(SequenceId seq) const { return layer_.table.lengths(sequences_.find(seq)); }
   bool flush_due(int slot) const { return layer_.table.lengths(slot).tail_length > layer_.recent() + layer_.config.flush_interval; }
-  /// Upper bound of the pages taken until, after `added` more rows, only the recent window is left at full rank.
-  std::int64_t pages_for_rows(int slot, std::int64_t added, Phase phase) const;
+  void flush(int slot) {
+    while (flush_due(slot)) compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
+  }
+  /// Upper bound of what is taken until, after `added` more rows, only the recent window is left at full rank.
+  void demand_rows(int slot, std::int64_t added, Phase phase, PageDemand& demand) const;
   void commit_chunk(int slot);
   int idle_slot(SequenceId seq) const;
   void check_prompt(int slot, const KeyView& key, const ValueView& value) const;

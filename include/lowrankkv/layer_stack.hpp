@@ -80,9 +80,7 @@ class LayerStack {
   /// @brief maintain() in every layer; the pool is checked for all of them before anything is flushed.
   void maintain(std::span<const SequenceId> seqs) {
     std::int64_t pages = 0;
-    for (const auto& layer : layers_) {
-      for (const SequenceId seq : seqs) pages += layer->pages_to_maintain(seq);
-    }
+    for (const auto& layer : layers_) pages += layer->pages_to_maintain(seqs);
     pool_->allocator().require(pages);
     for (auto& layer : layers_) layer->maintain(seqs);
   }

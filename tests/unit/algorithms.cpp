@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
+#include <limits>
 
 #include "../support/random_layer.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
@@ -32,7 +33,7 @@ TEST_CASE("the default Oja step never raises the residual energy of its batch, f
     const Eigen::MatrixXd rows = 20.0 * spread_rows(random, std::uniform_int_distribution<int>(1, 300)(random), dim, 0.05);
     const Eigen::MatrixXd basis = support::random_orthonormal(random, dim, rank);
     const double before = diagnostics::residual_energy_ratio(rows, basis);
-    for (const double rate : {1e-6, 0.01, 0.1, 1.0, 30.0, 1e6, 1e300}) {
+    for (const double rate : {1e-6, 0.01, 0.1, 1.0, 30.0, 1e6, 1e300, std::numeric_limits<double>::infinity()}) {
       const Eigen::MatrixXd moved = cpu::oja_update(rows, basis, rate);
       CHECK((moved.transpose() * moved - Eigen::MatrixXd::Identity(rank, rank)).cwiseAbs().maxCoeff() < 1e-12);
       CHECK(diagnostics::residual_energy_ratio(rows, moved) <= before + 1e-12);

@@ -75,7 +75,7 @@ TEST_CASE_FIXTURE(Fixture, "views that do not fit") {
   CHECK(raised<ShapeError>([&] { cache.prefill(1, query(5), key(6), value(6), {out.data(), 6, 4, 16}); }) == "num_tokens: expected 6, query 5");
   CHECK(raised<ShapeError>([&] { cache.truncate(1, 101); }) == "truncate: length 101, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.truncate(1, -1); }) == "truncate: length -1, sequence has 100 tokens");
-  CHECK(raised<ShapeError>([&] { cache.reconstruct(1, 90, {out.data(), 11, 2, 16}, {out.data(), 11, 2, 16}); }) == "reconstruct: positions 90 to 101, sequence has 100 tokens");
+  CHECK(raised<ShapeError>([&] { cache.reconstruct(1, 90, {out.data(), 11, 2, 16}, {out.data(), 11, 2, 16}); }) == "reconstruct: 11 tokens from position 90, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.ingest(1, key(40), value(40), query(31)); }) == "q_window: the updater selects prompt rows by the scores of 32 queries, given 31");
 }
 
@@ -87,6 +87,9 @@ TEST_CASE_FIXTURE(Fixture, "sequences and capacities") {
   cache.create(2);
   CHECK(raised<CapacityError>([&] { cache.fork(1, 3); }) == "max_sequences: 2 in use, no room for sequence 3");
   cache.erase(2);
+  CHECK(raised<ShapeError>([&] { cache.append(1, key(-3), value(-3)); }) == "num_tokens: at least 0, key -3");
+  CHECK(raised<CapacityError>([&] { cache.append(1, key(std::numeric_limits<std::int64_t>::max()), value(std::numeric_limits<std::int64_t>::max())); }).find("tail_capacity: 48") == 0);
+  CHECK(raised<ShapeError>([&] { cache.reconstruct(1, std::numeric_limits<std::int64_t>::max(), {k.data(), 4, 2, 16}, {v.data(), 4, 2, 16}); }).find("reconstruct: 4 tokens from") == 0);
   const SequenceId twice[] = {1, 1};
   CHECK(raised<SequenceError>([&] { cache.append(twice, key(2), value(2)); }) == "append: sequence 1 stands at places 0 and 1");
   CHECK(raised<CapacityError>([&] { cache.append(1, key(17), value(17)); }) == "tail_capacity: 48, sequence 1 has 32 rows in its tail, given 17; call maintain");
@@ -111,11 +114,93 @@ TEST_CASE_FIXTURE(Fixture, "values that cannot be stored") {
 TEST_CASE_FIXTURE(Fixture, "an unfinished prompt allows nothing but going on with it") {
   cache.create(2);
   cache.ingest(2, key(10), value(10), query(10), Prompt::continues);
-  CHECK(raised<StateError>([&] { cache.append(2, key(1), value(1)); }) == "sequence 2: 10 prompt tokens are unfinished, 0 allowed here; call finish_prompt");
-  CHECK(raised<StateError>([&] { cache.maintain(2); }).find("sequence 2: 10 prompt tokens") == 0);
-  CHECK(raised<StateError>([&] { cache.fork(2, 3); }).find("sequence 2: 10 prompt tokens") == 0);
-  CHECK(raised<StateError>([&] { cache.truncate(2, 0); }).find("sequence 2: 10 prompt tokens") == 0);
+  CHECK(raised<StateError>([&] { cache.append(2, key(1), value(1)); }) == "sequence 2: its prompt of 10 tokens so far continues, a complete one is expected; call finish_prompt");
+  CHECK(raised<StateError>([&] { cache.maintain(2); }).find("sequence 2: its prompt of 10 tokens") == 0);
+  CHECK(raised<StateError>([&] { cache.fork(2, 3); }).find("sequence 2: its prompt of 10 tokens") == 0);
+  CHECK(raised<StateError>([&] { cache.truncate(2, 0); }).find("sequence 2: its prompt of 10 tokens") == 0);
   cache.erase(2);
+}
+
+TEST_CASE("a prompt that continues does so at the end of a chunk too") {
+  support::Random random(4);
+  const auto k = support::random_rows(random, 64, 2, 16);
+  StaticPCAHybrid<> cache({.shape = kShape, .prefill_chunk = 64}, basis());
+  cache.create(0);
+  cache.ingest(0, {k.data(), 64, 2, 16}, {k.data(), 64, 2, 16}, {}, Prompt::continues);
+  CHECK(raised<StateError>([&] { cache.append(0, {k.data(), 1, 2, 16}, {k.data(), 1, 2, 16}); }).find("sequence 0: its prompt of 64") == 0);
+  cache.finish_prompt(0);
+  cache.append(0, {k.data(), 1, 2, 16}, {k.data(), 1, 2, 16});
+}
+
+TEST_CASE("a prompt whose pages another sequence took in the meantime is refused whole, and can be finished later") {
+  support::Random random(5);
+  const auto k = support::random_rows(random, 200, 2, 16);
+  StaticPCAHybrid<> cache({.shape = kShape, .max_sequences = 2, .num_pages = 14}, basis());
+  cache.create(0);
+  cache.create(1);
+  cache.ingest(0, {k.data(), 120, 2, 16}, {k.data(), 120, 2, 16}, {}, Prompt::continues);
+  cache.ingest(1, {k.data(), 120, 2, 16}, {k.data(), 120, 2, 16});
+  const std::int64_t free = cache.pool().allocator().num_free();
+  CHECK(raised<CapacityError>([&] { cache.finish_prompt(0); }).find("page pool: ") == 0);
+  CHECK(cache.memory(0).full_row_bytes == 0);
+  CHECK(cache.pool().allocator().num_free() == free);
+  cache.erase(1);
+  cache.finish_prompt(0);
+  CHECK(cache.memory(0).full_row_bytes == 32 * 128);
+  cache.erase(0);
+  CHECK(cache.pool().allocator().num_free() == 14);
+}
+
+TEST_CASE("the default pool serves forks that all write, and a cache gives its pages back to a shared pool") {
+  support::Random random(6);
+  const auto q = support::random_rows(random, 512, 4, 16), k = support::random_rows(random, 512, 2, 16);
+  const auto run = [&](auto& cache, int sequences) {
+    cache.create(0);
+    cache.ingest(0, {k.data(), 470, 2, 16}, {k.data(), 470, 2, 16}, {q.data(), 470, 4, 16});
+    std::vector<SequenceId> seqs{0};
+    for (int seq = 1; seq < sequences; ++seq) {
+      cache.fork(0, seq);
+      seqs.push_back(seq);
+    }
+    for (const SequenceId seq : seqs) cache.append(seq, {k.data(), 33, 2, 16}, {k.data(), 33, 2, 16});
+    cache.maintain(seqs);
+    for (const SequenceId seq : seqs) CHECK(cache.tail_length(seq) == 33);
+  };
+  for (const int sequences : {2, 4}) {
+    StaticPCAHybrid<> plain({.shape = kShape, .max_sequences = sequences, .max_tokens = 512}, basis());
+    run(plain, sequences);
+    OjaKV<> adapting({.shape = kShape, .max_sequences = sequences, .max_tokens = 512, .publish_interval = 16}, basis());
+    run(adapting, sequences);
+  }
+  auto pool = std::make_shared<Cpu::Pool>(1024, 200);
+  {
+    OjaKV<> cache({.shape = kShape, .max_sequences = 4, .max_tokens = 512}, basis(), {}, pool);
+    run(cache, 4);
+    CHECK(pool->allocator().num_free() < 200);
+  }
+  CHECK(pool->allocator().num_free() == 200);
+}
+
+TEST_CASE("policies whose parameters make no sense") {
+  const auto oja = [](const Oja& updater) {
+    return [updater] {
+      OjaKV<>::PolicySet policies;
+      policies.updater = updater;
+      OjaKV<> cache({.shape = kShape}, basis(), policies);
+    };
+  };
+  CHECK(raised<ValueError>(oja({.prefill_share = -0.5F})) == "Oja: prefill_share is in [0, 1], given -0.5");
+  CHECK(raised<ValueError>(oja({.decode_rate = -1.0F})) == "Oja: rates are at least 0, given prefill_rate 0.1 and decode_rate -1");
+  CHECK(raised<ValueError>(oja({.importance_window = 0})) == "Oja: importance_window is at least 1, given 0");
+  const auto tokens = [](const SinkRecent& policy) {
+    return [policy] {
+      StaticPCAHybrid<>::PolicySet policies;
+      policies.token_policy = policy;
+      StaticPCAHybrid<> cache({.shape = kShape}, basis(), policies);
+    };
+  };
+  CHECK(raised<CapacityError>(tokens({-4, 32})) == "sinks: at least 0, given -4");
+  CHECK(raised<CapacityError>(tokens({4, -1})) == "recent: 0 to 16777216, given -1");
 }
 
 TEST_CASE("a pool that is too small refuses before anything moves") {
@@ -170,6 +255,14 @@ TEST_CASE("bases that cannot be used") {
   CHECK(raised<ShapeError>(with([](HeadBasis&) {}, {.centred = true})) == "basis: key_mean has 0 elements, expected 16");
   CHECK(raised<ValueError>(with([](HeadBasis& h) { h.key_down[3] += 0.1F; })).find("basis: not orthonormal: max |U^T U - I| is ") == 0);
   CHECK(raised<ValueError>(with([](HeadBasis& h) { h.value_down[3] = std::numeric_limits<float>::quiet_NaN(); })).find("basis: not orthonormal") == 0);
+  CHECK(raised<ValueError>([&] {
+          LayerBasis wrong = basis();
+          for (HeadBasis& h : wrong.heads) h.key_mean = h.value_mean = std::vector<float>(16, 0.0F);
+          wrong.heads[0].key_mean[2] = std::numeric_limits<float>::quiet_NaN();
+          StaticPCA<>::PolicySet policies;
+          policies.basis.centred = true;
+          StaticPCA<> cache({.shape = kShape}, wrong, policies);
+        }) == "basis: a map or mean holds nan, epoch_type f16 holds at most 65504");
   CHECK(raised<ShapeError>([] { StaticPCA<> cache({.shape = {4, 1, 16}}, basis()); }) == "num_kv_heads: cache 1, basis 2");
   CHECK(raised<ShapeError>([] { StaticPCA<> cache({.shape = {4, 2, 24}}, basis()); }).find("expected") != std::string::npos);
 }
@@ -181,6 +274,11 @@ TEST_CASE("configurations that cannot work") {
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .max_tokens = 0}); }) == "max_tokens: 1 to 2147483647, given 0");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .page_bytes = 16}); }) == "page_bytes: a row needs 64, a page has 16");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 8, .tail_capacity = 40}); }) == "tail_capacity: 40, must exceed recent + flush_interval = 40");
+  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .num_pages = -1}); }) == "num_pages: 0 to 2147483647, given -1");
+  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 2147483647}); }) == "flush_interval: 1 to 16777216, given 2147483647");
+  CHECK(raised<ValueError>([] { FullKV<> cache({.shape = kShape, .softmax_scale = -1.0F}); }) == "softmax_scale: finite and at least 0, given -1");
+  CHECK(raised<CapacityError>([] { Cpu::Pool pool(0, 5); }) == "page pool: 5 pages of 0 bytes, each at most 2147483647");
+  CHECK(raised<ShapeError>([] { static_cast<void>(StaticPCA<>::num_pages({.shape = kShape}, {}, {})); }) == "num_kv_heads: cache 2, basis 0");
   auto pool = std::make_shared<Cpu::Pool>(1024, 10);
   CHECK(raised<ShapeError>([&] { FullKV<> cache({.shape = kShape, .page_bytes = 2048}, {}, {}, pool); }) == "page_bytes: cache 2048, pool 1024");
 }

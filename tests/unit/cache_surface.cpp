@@ -78,6 +78,46 @@ TEST_CASE("memory counts every byte once") {
   CHECK(cache.memory().reserved_bytes == reserved);
 }
 
+TEST_CASE("what FullKV says of its pages is what it takes") {
+  support::Random random(8);
+  const auto k = support::random_rows(random, 352, 2, 64);
+  FullKV<> cache({.shape = kShape, .full_type = DType::f32}, {}, {.token_policy = {.recent = 32}});
+  cache.create(0);
+  cache.ingest(0, {k.data(), 352, 2, 64}, {k.data(), 352, 2, 64});
+  CHECK(cache.bytes_for(320) == cache.memory(0).full_row_bytes + cache.memory(0).slack_bytes);
+}
+
+namespace {
+/// An updater that returns nonsense.
+struct Broken {};
+}  // namespace
+template <>
+struct lowrankkv::Impl<Broken, lowrankkv::Cpu> {
+  static constexpr bool adapts = true;
+  struct State {};
+  static PromptSelection prompt_selection(const Broken&) { return {}; }
+  static void observe(const Broken&, State&, MatrixView, Phase) {}
+  static bool maybe_update(const Broken&, State&, MatrixView, MutableMatrixView updated, Phase) {
+    for (std::int64_t row = 0; row < updated.rows; ++row) std::fill_n(updated.row(row), updated.cols, row % 2 == 0 ? 1.0F : 0.0F / 0.0F);
+    return true;
+  }
+  static std::size_t state_bytes(const State&) { return 0; }
+};
+
+TEST_CASE("a basis that is no basis is not published") {
+  support::Random random(9);
+  const auto k = support::random_rows(random, 500, 2, 64), v = support::random_rows(random, 500, 2, 64);
+  CompressedKVCache<Cpu, PerHead, Broken> cache({.shape = kShape}, basis());
+  StaticPCAHybrid<> plain({.shape = kShape}, basis());
+  cache.create(0);
+  plain.create(0);
+  cache.ingest(0, {k.data(), 500, 2, 64}, {v.data(), 500, 2, 64});
+  plain.ingest(0, {k.data(), 500, 2, 64}, {v.data(), 500, 2, 64});
+  CHECK(cache.statistics().rejected_updates == 4);
+  CHECK(cache.statistics().publications == 0);
+  CHECK(cache.memory(0).total() == plain.memory(0).total());
+}
+
 TEST_CASE("append and attend allocate nothing") {
   support::Random random(3);
   const int n = 700;

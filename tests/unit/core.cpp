@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <random>
 #include <vector>
 
@@ -139,6 +141,14 @@ TEST_CASE("merging attention over disjoint sets is associative and commutative, 
   merge_attention(a, la, b, none, 2);
   CHECK(la == none);
   CHECK(a[0] == 0.0F);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  float c[2] = {nan, nan}, lc = none;  // an empty part, normalised by 0
+  const float d[2] = {1.0F, 2.0F};
+  merge_attention(c, lc, d, 3.0F, 2);
+  CHECK((c[0] == 1.0F && c[1] == 2.0F && lc == 3.0F));
+  float e[2] = {nan, nan};
+  merge_attention(c, lc, e, none, 2);
+  CHECK((c[0] == 1.0F && lc == 3.0F));
 }
 
 TEST_CASE("rope turns pairs by position times frequency, in both pairings, and scaling follows Llama 3") {
@@ -184,6 +194,14 @@ TEST_CASE("the thread pool runs every task once, whatever the number of threads"
         ++count[static_cast<std::size_t>(task)];
       });
       for (const int n : count) CHECK(n == 1);
+      if (tasks == 1000) {
+        std::atomic<int> ran{0};
+        CHECK_THROWS_AS(pool.run(tasks, [&](std::int64_t task, int) {
+          ++ran;
+          if (task == 500) throw std::runtime_error("a task");
+        }), std::runtime_error);
+        CHECK((threads == 1 || ran == tasks));
+      }
     }
   }
 }

@@ -61,6 +61,8 @@ TEST_CASE("damaged and hostile files are refused with what does not fit") {
   CHECK(error_of(file(R"({"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8)).find("no non-negative integer at byte") != std::string::npos);
   CHECK(error_of(file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}})", 6)).find("begins at byte 2") != std::string::npos);
   CHECK(error_of(file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8)).find("a second time") != std::string::npos);
+  CHECK(error_of(file(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4)) == "safetensors: tensor a has 0 shapes, expected 1");
+  CHECK_THROWS_WITH_AS(io::Safetensors::read("/"), "safetensors: / is no regular file, one is expected", FormatError);
   CHECK(error_of(file("[1,2]", 0)).find("no '{'") != std::string::npos);
   CHECK(error_of(file("{\"a", 0)).find("the end of the header in a string") != std::string::npos);
   CHECK(error_of(file("{\"\\u12g4\":1}", 0)).find("a bad \\u escape") != std::string::npos);

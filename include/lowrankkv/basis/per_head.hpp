@@ -11,6 +11,7 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/scalar.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -75,8 +76,30 @@ inline void validate_head(const PerHead& policy, const HeadBasis& head, int head
                      " for values, tolerance ", policy.orthonormal_tolerance);
   }
   if (aware) {
+    // query_down may be tiny where key_down is large; what f16 cannot resolve would decode to nothing.
+    std::vector<float> keys_stored = head.key_down, queries_stored = head.query_down;
+    for (float& value : keys_stored) value = round_to(DType::f16, value);
+    for (float& value : queries_stored) value = round_to(DType::f16, value);
+    const double stored_error = biorthogonality_error(keys_stored, queries_stored, head_dim, head.key_rank);
+    if (stored_error > 0.05) fail<ValueError>("basis: in f16 the key maps' product differs from I by ", stored_error, ", limit 0.05; scale the metric to mean 1");
     const double metric_error = biorthogonality_error(head.key_metric, head.key_metric_inverse, head_dim, head_dim);
     if (metric_error > 0.05) fail<ValueError>("basis: key_metric times its inverse differs from I by ", metric_error, ", limit 0.05");
+  }
+}
+
+}  // namespace detail
+
+namespace detail {
+
+/// Raises ValueError if a map or mean is not finite, or too large for the type that epochs are stored in.
+inline void check_storable(const LayerBasis& basis, DType epoch_type) {
+  const float limit = max_finite(epoch_type);
+  for (const HeadBasis& head : basis.heads) {
+    for (const auto* values : {&head.key_down, &head.query_down, &head.value_down, &head.output_up, &head.key_mean, &head.value_mean}) {
+      for (const float value : *values) {
+        if (!(std::abs(value) <= limit)) fail<ValueError>("basis: a map or mean holds ", value, ", epoch_type ", name_of(epoch_type), " holds at most ", limit);
+      }
+    }
   }
 }
 

@@ -26,6 +26,9 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
   if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: num_layers 0, at least 1 needed");
   io::SafetensorsWriter writer;
   const CacheShape& shape = layers.front().shape();
+  for (const LayerMoments& layer : layers) {
+    if (!(layer.shape() == shape)) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim, " and ", layer.shape().head_dim, ": layers differ in shape");
+  }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
   writer.set_metadata("version", "1");
@@ -88,6 +91,9 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
         moments.second = Eigen::Map<const Eigen::MatrixXd>(second.data() + head * dim * dim, dim, dim);
         moments.first = Eigen::Map<const Eigen::VectorXd>(sum.data() + head * dim, dim);
         moments.count = count[static_cast<std::size_t>(head)];
+        if (!moments.second.allFinite() || !moments.first.allFinite() || !(moments.count >= 0.0)) {
+          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* of head ", head, " is not finite, or counts ", moments.count, " rows");
+        }
       }
     };
     read("query", &HeadMoments::query);

@@ -7,6 +7,7 @@
 ///   static void encode(const Q&, Part, BlockShape, std::byte* block, int first, int count, const float* rows, int stride);
 ///   static void decode(const Q&, Part, BlockShape, const std::byte* block, int first, int count, float* tile, int stride);
 /// encode takes rows row-major; decode gives keys channel-major [rank, stride] and values row-major [count, stride].
+/// Optional: `static void validate(const Policy&)`, which raises what is wrong with the parameters.
 #pragma once
 
 #include <concepts>

@@ -6,6 +6,7 @@
 ///   static int recent(const P&);                                     // rows that always stay in the tail
 ///   static std::int64_t max_full_rows(const P&, std::int64_t tokens);  // upper bound outside the tail
 ///   static void classify(const P&, const RowBatch&, std::span<RowState>);  // the fate of rows leaving the tail
+/// Optional: `static void validate(const Policy&)`, which raises what is wrong with the parameters.
 #pragma once
 
 #include <concepts>

@@ -9,6 +9,7 @@
 ///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated, Phase);
 ///                                                       // basis, updated [head_dim, rank] orthonormal; true: it moved
 ///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
+/// Optional: `static void validate(const Policy&)`, which raises what is wrong with the parameters.
 #pragma once
 
 #include <concepts>

@@ -39,7 +39,9 @@ struct CacheConfig {
   std::int64_t prefill_chunk = 0;   ///< tokens; default: the whole prompt is one chunk
   float softmax_scale = 0.0F;       ///< default: 1 / sqrt(head_dim)
   std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
-  bool check_finite = true;         ///< refuse NaN, Inf and values that full_type cannot hold
+  /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach earlier queries of its call.
+  /// Coefficients of very long rows saturate in f16 either way; they are at most the row's norm.
+  bool check_finite = true;
   int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
   float scale() const {
@@ -67,7 +69,12 @@ inline void validate(const CacheConfig& config) {
   if (config.num_threads < 1) fail<CapacityError>("num_threads: at least 1, given ", config.num_threads);
   if (config.prefill_chunk < 0) fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
   if (config.publish_interval < 0) fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);
-  if (!(std::isfinite(config.softmax_scale))) fail<ValueError>("softmax_scale: finite, given ", config.softmax_scale);
+  if (!(std::isfinite(config.softmax_scale) && config.softmax_scale >= 0.0F)) {
+    fail<ValueError>("softmax_scale: finite and at least 0, given ", config.softmax_scale);
+  }
+  constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
+  if (config.num_pages < 0 || config.num_pages > limit) fail<CapacityError>("num_pages: 0 to ", limit, ", given ", config.num_pages);
+  if (config.page_bytes > static_cast<std::size_t>(limit)) fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);
 }
 
 }  // namespace detail

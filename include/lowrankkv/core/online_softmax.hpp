@@ -2,6 +2,7 @@
 /// @file core/online_softmax.hpp  Merging attention over disjoint sets of tokens, one query row at a time.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -18,8 +19,14 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @param[in]     other [width] f32
 /// Cost: 2 exponentials and 2 x width products.
 inline void merge_attention(float* out, float& lse, const float* other, float other_lse, int width) {
+  constexpr float none = -std::numeric_limits<float>::infinity();
+  if (other_lse == none) return;  // whatever its values are: an empty part may hold 0 / 0
+  if (lse == none) {
+    std::copy(other, other + width, out);
+    lse = other_lse;
+    return;
+  }
   const float top = lse > other_lse ? lse : other_lse;
-  if (top == -std::numeric_limits<float>::infinity()) return;  // (-inf) - (-inf) would be NaN
   const float weight = std::exp(lse - top);
   const float other_weight = std::exp(other_lse - top);
   const float sum = weight + other_weight;

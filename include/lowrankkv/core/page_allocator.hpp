@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
@@ -40,12 +41,33 @@ class PageAllocator {
   void release(std::int32_t page) {
     if (--references_[static_cast<std::size_t>(page)] == 0) free_.push_back(page);
   }
+  /// @brief Sequences that read this page.
+  int references(std::int32_t page) const { return references_[static_cast<std::size_t>(page)]; }
   /// @brief True when a write would be seen by another sequence.
-  bool shared(std::int32_t page) const { return references_[static_cast<std::size_t>(page)] > 1; }
+  bool shared(std::int32_t page) const { return references(page) > 1; }
 
  private:
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;
+};
+
+/// @brief Counts the pages that a batch of operations will take before any of them runs: new pages, and copies of shared
+/// ones. When several sharers of a page write, the last one keeps the original.
+class PageDemand {
+ public:
+  void add_new(std::int64_t pages) { new_pages_ += pages; }
+  /// @brief One more sequence will write `page`.
+  void add_write(const PageAllocator& allocator, std::int32_t page) {
+    if (!allocator.shared(page)) return;
+    int& writers = writers_[page];
+    if (++writers < allocator.references(page)) ++copies_;
+  }
+  std::int64_t total() const { return new_pages_ + copies_; }
+
+ private:
+  std::int64_t new_pages_ = 0;
+  std::int64_t copies_ = 0;
+  std::unordered_map<std::int32_t, int> writers_;
 };
 
 LOWRANKKV_NAMESPACE_END

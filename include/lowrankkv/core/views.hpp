@@ -133,6 +133,7 @@ void check_rows(const char* name, const View& view, std::int64_t tokens, int hea
   check_equal("head_dim", "cache", head_dim, name, view.head_dim);
   check_equal("num_heads", "cache", heads, name, view.num_heads);
   check_equal("num_tokens", "expected", tokens, name, view.num_tokens);
+  if (tokens < 0) fail<ShapeError>("num_tokens: at least 0, ", name, " ", tokens);
   if (view.data == nullptr && tokens > 0) fail<ShapeError>(name, ": null pointer with num_tokens ", tokens);
 }
 

@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/orthonormalize.hpp"
 #include "lowrankkv/cpu/segments.hpp"
 #include "lowrankkv/cpu/snapkv_scores.hpp"
 
@@ -23,6 +25,7 @@ struct LeavingRows {
   std::int64_t total = 0;
   std::int64_t count = 0;
   std::vector<RowState> states;     ///< [count]
+  int rejected = 0;                 ///< updates that gave no usable basis
 };
 
 /// @brief The basis that the updater would move next: its working basis, or else that of the current epoch.
@@ -38,7 +41,9 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
     maps.key_down = epoch.key_down.values();
     maps.value_down = epoch.value_down.values();
   }
-  return State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
+  std::vector<float> basis = State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
+  if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());  // maps lost it when they were rounded for storage
+  return basis;
 }
 
 /// @brief The rows that the updater observes: of a prompt those with the highest SnapKV scores, of decoded rows all.
@@ -75,11 +80,18 @@ std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, 
   return top_tokens(scores, rows.count, (std::min)(candidates, static_cast<std::int64_t>(wanted)));
 }
 
+/// @brief True if the columns of `basis` [dim, rank] are finite and orthonormal: what an updater must return.
+inline bool is_orthonormal(const std::vector<float>& basis, int dim, int rank) {
+  return ::lowrankkv::detail::biorthogonality_error(basis, basis, dim, rank) < 1e-2;
+}
+
 /// @brief Lets the updater observe the rows of one head and move its working bases. Heads are independent.
+/// @return how many bases were refused because they were not finite and orthonormal; the old ones stay
 template <class State>
-void adapt_head(State& state, int slot, int head, const LeavingRows& rows, Phase phase) {
+int adapt_head(State& state, int slot, int head, const LeavingRows& rows, Phase phase) {
   const std::vector<std::int64_t> chosen = observed_rows(state, slot, head, rows, phase);
-  if (chosen.empty()) return;
+  if (chosen.empty()) return 0;
+  int rejected = 0;
   const int dim = state.head_dim();
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
   auto& adaptation = state.sequence(slot).adaptation[static_cast<std::size_t>(head)];
@@ -98,9 +110,14 @@ void adapt_head(State& state, int slot, int head, const LeavingRows& rows, Phase
     std::vector<float> moved(current.size());
     if (State::UpdaterImpl::maybe_update(state.updater, updater_state, MatrixView(current.data(), dim, rank),
                                          MutableMatrixView(moved.data(), dim, rank), phase)) {
-      (keys ? adaptation.key_basis : adaptation.value_basis) = std::move(moved);
+      if (is_orthonormal(moved, dim, rank)) {
+        (keys ? adaptation.key_basis : adaptation.value_basis) = std::move(moved);
+      } else {
+        ++rejected;
+      }
     }
   }
+  return rejected;
 }
 
 /// @brief Whether `rows` rows that are about to be written are reason to publish: alone they outweigh an epoch's bytes

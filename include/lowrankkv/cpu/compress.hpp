@@ -17,20 +17,21 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief An upper bound, from counts alone, of the pages that compress_rows() of `count` rows takes from the pool.
+/// @brief Adds to `demand` an upper bound, from counts alone, of what moving `count` rows out of full rank takes from the
+/// pool, in one step or in several. A merge may rewrite any compressed row, so sharers of pages may need them all.
 template <class State>
-std::int64_t pages_to_compress(const State& state, int slot, std::int64_t count, Phase phase) {
-  std::int64_t pages = 0;
-  std::int64_t most_compressed = 0;
+void demand_compress(const State& state, int slot, std::int64_t count, Phase phase, PageDemand& demand) {
   std::vector<RowState> states;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     state.classify(slot, head, count, phase, states);
     const std::int64_t compressed = std::count(states.begin(), states.end(), RowState::compressed);
-    pages += state.compressed.pages_to_extend(slot, head, compressed) + state.full.pages_to_extend(slot, head, count - compressed);
-    most_compressed = (std::max)(most_compressed, compressed);
+    state.full.demand_extend(slot, head, count - compressed, demand);
+    if (State::UpdaterImpl::adapts && compressed > 0) {
+      state.compressed.demand_rewrite(slot, head, compressed, demand);
+    } else {
+      state.compressed.demand_extend(slot, head, compressed, demand);
+    }
   }
-  if (publication_due(state, slot, most_compressed, phase)) pages += pages_to_merge(state, slot);
-  return pages;
 }
 
 namespace detail {
@@ -140,7 +141,7 @@ void renew_tail(State& state, int slot, std::int64_t count) {
 }  // namespace detail
 
 /// @brief Moves the `count` oldest rows of the tail and the prompt chunk out of full rank; the others become the tail.
-/// The caller has made sure of pages_to_compress(). Cost per row and head: O(head_dim rank), and what the updater takes.
+/// The caller has made sure of demand_compress(). Cost per row and head: O(head_dim rank), and what the updater takes.
 template <class State>
 void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
   const int heads = state.num_kv_heads();
@@ -150,8 +151,9 @@ void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
     state.threads->run(heads, [&](std::int64_t head, int) {
       LeavingRows& mine = rows[static_cast<std::size_t>(head)];
       detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, mine);
-      if constexpr (State::UpdaterImpl::adapts) adapt_head(state, slot, static_cast<int>(head), mine, phase);
+      if constexpr (State::UpdaterImpl::adapts) mine.rejected = adapt_head(state, slot, static_cast<int>(head), mine, phase);
     });
+    for (const LeavingRows& head : rows) state.statistics.rejected_updates += head.rejected;
     std::int64_t most_compressed = 0;
     std::vector<std::int32_t> compressed(static_cast<std::size_t>(heads));
     for (std::size_t head = 0; head < rows.size(); ++head) {

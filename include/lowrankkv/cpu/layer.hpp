@@ -85,6 +85,12 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
   Layer& operator=(const Layer&) = delete;
+  /// A shared pool outlives the layer: give its pages back.
+  ~Layer() {
+    for (int slot = 0; slot < this->config.max_sequences; ++slot) {
+      if (this->sequence(slot).used) clear_slot(static_cast<State&>(*this), slot);
+    }
+  }
 
   /// @brief Rounds m rows of both views, from row `first`, into the tail.
   void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first, int count) {

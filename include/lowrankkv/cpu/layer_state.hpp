@@ -40,6 +40,7 @@ struct Slot {
   std::int32_t epoch = 0;  ///< new rows are written under it
   std::int64_t rows_since_publication = 0;
   PromptChunk chunk;       ///< rows of an unfinished prefill
+  bool prompt_open = false;  ///< the prompt goes on in a later call
   std::vector<HeadAdaptation<UpdaterState>> adaptation;      ///< per KV head
   std::vector<std::int32_t> full_prefix;                     ///< per KV head: full rows at positions 0, 1, 2, ...
   std::vector<std::vector<std::int32_t>> full_positions;     ///< per KV head: positions of the full rows after these

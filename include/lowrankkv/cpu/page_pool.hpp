@@ -17,11 +17,11 @@ class PagePool {
  public:
   /// @brief Owns its memory. The operating system commits a page of it at the first write.
   PagePool(std::size_t page_bytes, std::int64_t num_pages)
-      : allocator_(num_pages), page_bytes_(page_bytes),
+      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes),
         owned_(new std::byte[page_bytes * static_cast<std::size_t>(num_pages)]), memory_(owned_.get()) {}
   /// @brief Uses the caller's memory of page_bytes x num_pages bytes, which must outlive the pool.
   PagePool(std::byte* memory, std::size_t page_bytes, std::int64_t num_pages)
-      : allocator_(num_pages), page_bytes_(page_bytes), memory_(memory) {
+      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), memory_(memory) {
     if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
   }
 
@@ -41,6 +41,12 @@ class PagePool {
   }
 
  private:
+  static std::int64_t checked(std::size_t page_bytes, std::int64_t num_pages) {
+    constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
+    const bool fits = num_pages >= 0 && num_pages <= limit && page_bytes > 0 && page_bytes <= static_cast<std::size_t>(limit);
+    if (!fits) ::lowrankkv::detail::fail<CapacityError>("page pool: ", num_pages, " pages of ", page_bytes, " bytes, each at most ", limit);
+    return num_pages;
+  }
   PageAllocator allocator_;
   std::size_t page_bytes_;
   std::unique_ptr<std::byte[]> owned_;

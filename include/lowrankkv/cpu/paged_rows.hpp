@@ -65,23 +65,19 @@ class PagedRows {
     return static_cast<std::int32_t>((rows + per_page - 1) / per_page);
   }
 
-  /// @brief Pages that extend() by `count` rows takes from the pool: new ones, and a copy of a shared last page.
-  std::int64_t pages_to_extend(int slot, int head, std::int64_t count) const {
-    if (count == 0) return 0;
+  /// @brief Adds what extend() by `count` rows takes from the pool: new pages, and a copy of a shared last page.
+  void demand_extend(int slot, int head, std::int64_t count, PageDemand& demand) const {
+    if (count == 0) return;
     const std::int32_t rows = size(slot, head);
-    std::int64_t pages = pages_for(head, rows + count) - pages_for(head, rows);
-    if (rows % layout(head).rows_per_page != 0 && pool_->allocator().shared(last_page(slot, head))) ++pages;
-    return pages;
+    demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
+    if (rows % layout(head).rows_per_page != 0) demand.add_write(pool_->allocator(), last_page(slot, head));
   }
-  /// @brief Pages that overwrite() of rows [first, first + count) takes from the pool: copies of shared ones.
-  std::int64_t pages_to_overwrite(int slot, int head, std::int32_t first, std::int32_t count) const {
-    std::int64_t pages = 0;
-    if (count == 0) return 0;
-    const int per_page = layout(head).rows_per_page;
-    for (std::int32_t page = first / per_page; page <= (first + count - 1) / per_page; ++page) {
-      if (pool_->allocator().shared(table_->pages(list_, slot, head)[static_cast<std::size_t>(page)])) ++pages;
-    }
-    return pages;
+  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be rewritten too.
+  void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand) const {
+    const std::int32_t rows = size(slot, head);
+    demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
+    const auto pages = table_->pages(list_, slot, head);
+    for (std::int32_t page = 0; page < num_pages(slot, head); ++page) demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
   }
 
   /// @brief Makes room for `count` more rows and lists them; overwrite() fills them. The only write that takes pages

@@ -48,19 +48,6 @@ int merge_for_new_segment(const State& state, int slot) {
   return count - first_own >= 2 ? count - 2 : count - 1;
 }
 
-/// @brief Pages that the merge before a new segment takes: copies of pages that a fork shares.
-template <class State>
-std::int64_t pages_to_merge(const State& state, int slot) {
-  const int index = merge_for_new_segment(state, slot);
-  if (index < 0) return 0;
-  std::int64_t pages = 0;
-  for (int head = 0; head < state.num_kv_heads(); ++head) {
-    const Segment& segment = state.used_segments(slot, head)[static_cast<std::size_t>(index)];
-    pages += state.compressed.pages_to_overwrite(slot, head, segment.first_row, segment.num_rows);
-  }
-  return pages;
-}
-
 namespace detail {
 
 /// [rank_old, rank_new] product of two maps over head_dim, and the constant that differing means leave.

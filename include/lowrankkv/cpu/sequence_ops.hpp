@@ -60,16 +60,6 @@ void fork_slot(State& state, int source, int target) {
   state.tail.copy(source, target);
 }
 
-/// @brief Compressed pages that a fork shares: what rewriting all of them would take from the pool.
-template <class State>
-std::int64_t shared_pages(const State& state, int slot) {
-  std::int64_t pages = 0;
-  for (int head = 0; head < state.num_kv_heads(); ++head) {
-    pages += state.compressed.pages_to_overwrite(slot, head, 0, state.compressed.size(slot, head));
-  }
-  return pages;
-}
-
 /// @brief Drops the positions from `length` on, which is below the tail: rows go, epochs and updater state stay.
 template <class State>
 void truncate_stored(State& state, int slot, std::int64_t length) {

@@ -46,7 +46,7 @@ inline std::vector<float> snapkv_scores(MatrixView queries, int group_size, Matr
 inline std::vector<std::int64_t> top_tokens(const std::vector<float>& scores, std::int64_t limit, std::int64_t count) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(limit));
   std::iota(order.begin(), order.end(), std::int64_t{0});
-  const std::int64_t keep = (std::min)(count, limit);
+  const std::int64_t keep = (std::max)(std::int64_t{0}, (std::min)(count, limit));
   const auto higher = [&](std::int64_t a, std::int64_t b) {
     const float left = scores[static_cast<std::size_t>(a)];
     const float right = scores[static_cast<std::size_t>(b)];

@@ -5,8 +5,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/config.hpp"
@@ -15,7 +18,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief Threads that an engine and its caches can share. The results of the library never depend on how many.
-/// run() is not reentrant and is called by one thread at a time. Tasks must not throw: arguments are checked before.
+/// run() is not reentrant and is called by one thread at a time. If tasks throw, run() rethrows one
+/// of their exceptions after all have ended.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads) {
@@ -56,11 +60,25 @@ class ThreadPool {
     wake_.notify_all();
     drain(0);
     while (busy_.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+#if !defined(LOWRANKKV_NO_EXCEPTIONS)
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+#endif
   }
 
  private:
   void drain(int thread) {
-    for (std::int64_t task = next_.fetch_add(1); task < num_tasks_; task = next_.fetch_add(1)) call_(context_, task, thread);
+    for (std::int64_t task = next_.fetch_add(1); task < num_tasks_; task = next_.fetch_add(1)) {
+#if defined(LOWRANKKV_NO_EXCEPTIONS)
+      call_(context_, task, thread);
+#else
+      try {
+        call_(context_, task, thread);
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        failure_ = std::current_exception();
+      }
+#endif
+    }
   }
   void work(int thread) {
     std::uint64_t seen = 0;
@@ -89,6 +107,7 @@ class ThreadPool {
   std::int64_t num_tasks_ = 0;
   void* context_ = nullptr;
   void (*call_)(void*, std::int64_t, int) = nullptr;
+  std::exception_ptr failure_;
   bool stop_ = false;
 };
 

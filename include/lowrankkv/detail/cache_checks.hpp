@@ -19,9 +19,24 @@ LOWRANKKV_CACHE_MEMBER
 CacheConfig& LOWRANKKV_CACHE::checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool) {
   using TokenImpl = Impl<To, Be>;
   detail::validate(config);
-  if constexpr (TokenImpl::compresses) Impl<Ba, Be>::validate(policies.basis, basis, config.shape);
+  const auto validate_policy = []<class Policy>(const Policy& policy) {  // optional: a policy's own parameters
+    if constexpr (requires { Impl<Policy, Be>::validate(policy); }) Impl<Policy, Be>::validate(policy);
+  };
+  validate_policy(policies.updater);
+  validate_policy(policies.token_policy);
+  validate_policy(policies.quantizer);
+  if constexpr (TokenImpl::compresses) {
+    Impl<Ba, Be>::validate(policies.basis, basis, config.shape);
+    detail::check_storable(basis, config.epoch_type);
+  }
   const int recent = TokenImpl::recent(policies.token_policy);
-  if (recent < 0) detail::fail<CapacityError>("recent: at least 0, given ", recent);
+  constexpr int limit = 1 << 24;
+  if (recent < 0 || recent > limit) detail::fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
+  if (config.flush_interval > limit) detail::fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
+  const std::int64_t full_rows = TokenImpl::max_full_rows(policies.token_policy, config.max_tokens);
+  if (full_rows < 0 || full_rows > config.max_tokens) {
+    detail::fail<CapacityError>("token policy: max_full_rows ", full_rows, ", max_tokens ", config.max_tokens);
+  }
   if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
   if (config.tail_capacity <= recent + config.flush_interval) {
     detail::fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
@@ -38,15 +53,16 @@ CacheConfig& LOWRANKKV_CACHE::checked(CacheConfig& config, const LayerBasis& bas
 LOWRANKKV_CACHE_MEMBER
 int LOWRANKKV_CACHE::idle_slot(SequenceId seq) const {
   const int slot = sequences_.find(seq);
-  const std::int64_t pending = layer_.sequence(slot).chunk.size();
-  if (pending > 0) detail::fail<StateError>("sequence ", seq, ": ", pending, " prompt tokens are unfinished, 0 allowed here; call finish_prompt");
+  if (layer_.sequence(slot).prompt_open) {
+    detail::fail<StateError>("sequence ", seq, ": its prompt of ", layer_.table.lengths(slot).num_tokens, " tokens so far continues, a complete one is expected; call finish_prompt");
+  }
   return slot;
 }
 
 LOWRANKKV_CACHE_MEMBER
-std::int64_t LOWRANKKV_CACHE::pages_for_rows(int slot, std::int64_t added, Phase phase) const {
+void LOWRANKKV_CACHE::demand_rows(int slot, std::int64_t added, Phase phase, PageDemand& demand) const {
   const std::int64_t rows = layer_.table.lengths(slot).tail_length + layer_.sequence(slot).chunk.size() + added - layer_.recent();
-  return rows <= 0 ? 0 : pages_to_compress(layer_, slot, rows, phase) + shared_pages(layer_, slot);
+  if (rows > 0) demand_compress(layer_, slot, rows, phase, demand);
 }
 
 LOWRANKKV_CACHE_MEMBER
@@ -61,11 +77,13 @@ void LOWRANKKV_CACHE::check_prompt(int slot, const KeyView& key, const ValueView
   detail::check_rows("key", key, n, layer_.num_kv_heads(), layer_.head_dim());
   detail::check_rows("value", value, n, layer_.num_kv_heads(), layer_.head_dim());
   const std::int64_t have = layer_.table.lengths(slot).num_tokens;
-  if (n < 0 || have + n > layer_.config.max_tokens) {
+  if (n > layer_.config.max_tokens - have) {
     detail::fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence has ", have, ", given ", n);
   }
   check_stored_values(key, value);
-  layer_.pool->allocator().require(pages_for_rows(slot, n, Phase::prefill));
+  PageDemand demand;
+  demand_rows(slot, n, Phase::prefill, demand);
+  layer_.pool->allocator().require(demand.total());
 }
 
 LOWRANKKV_CACHE_MEMBER
@@ -119,11 +137,11 @@ int LOWRANKKV_CACHE::check_append(std::span<const SequenceId> seqs, const KeyVie
     for (std::size_t j = 0; j < i; ++j) {
       if (seqs[j] == seqs[i]) detail::fail<SequenceError>("append: sequence ", seqs[i], " stands at places ", j, " and ", i);
     }
-    if (now.tail_length + m > tail_capacity) {
+    if (m > tail_capacity - now.tail_length) {
       detail::fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seqs[i], " has ", now.tail_length, " rows in its tail, given ", m,
                                   "; call maintain");
     }
-    if (now.num_tokens + m > layer_.config.max_tokens) {
+    if (m > layer_.config.max_tokens - now.num_tokens) {
       detail::fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
     }
   }
@@ -163,6 +181,7 @@ void LOWRANKKV_CACHE::for_each_piece(int slot, const KeyView& key, const ValueVi
     if (chunk.size() == limit) commit_chunk(slot);
   }
   if (prompt == Prompt::complete && !chunk.empty()) commit_chunk(slot);
+  layer_.sequence(slot).prompt_open = prompt == Prompt::continues;
 }
 
 LOWRANKKV_NAMESPACE_END

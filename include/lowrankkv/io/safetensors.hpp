@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <string>
@@ -78,7 +79,9 @@ class Safetensors {
   static Safetensors read(const std::string& path) {
     std::ifstream stream(path, std::ios::binary | std::ios::ate);
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot open ", path);
-    std::vector<std::byte> bytes(static_cast<std::size_t>(stream.tellg()));
+    const std::int64_t size = std::filesystem::is_regular_file(path) ? static_cast<std::int64_t>(stream.tellg()) : -1;
+    if (size < 0) ::lowrankkv::detail::fail<FormatError>("safetensors: ", path, " is no regular file, one is expected");
+    std::vector<std::byte> bytes(static_cast<std::size_t>(size));
     stream.seekg(0);
     stream.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot read ", bytes.size(), " bytes from ", path);
@@ -102,12 +105,14 @@ class Safetensors {
       }
       TensorInfo tensor;
       std::vector<std::int64_t> offsets;
+      bool shaped = false;
       parser.object([&](const std::string& key) {
         if (key == "dtype") tensor.dtype = parser.string();
-        else if (key == "shape") tensor.shape = parser.integers();
+        else if (key == "shape") tensor.shape = parser.integers(), shaped = true;
         else if (key == "data_offsets") offsets = parser.integers();
         else parser.fail("an unknown key '" + key + "' in tensor " + name);
       });
+      if (!shaped) fail<FormatError>("safetensors: tensor ", name, " has 0 shapes, expected 1");
       if (offsets.size() != 2) fail<FormatError>("safetensors: tensor ", name, " has ", offsets.size(), " data_offsets, expected 2");
       tensor.begin = static_cast<std::size_t>(offsets[0]);
       tensor.end = static_cast<std::size_t>(offsets[1]);

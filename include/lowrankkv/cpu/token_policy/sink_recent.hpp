@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -14,6 +15,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<SinkRecent, Cpu> {
   static constexpr bool compresses = true;
+  static void validate(const SinkRecent& policy) {
+    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
+  }
   static int recent(const SinkRecent& policy) { return policy.recent; }
   static std::int64_t max_full_rows(const SinkRecent& policy, std::int64_t tokens) {
     return (std::min)(tokens, std::int64_t{policy.sinks});

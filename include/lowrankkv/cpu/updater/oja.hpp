@@ -3,27 +3,15 @@
 #pragma once
 
 #include <Eigen/Core>
-#include <Eigen/QR>
 
 #include <cmath>
-#include <vector>
 
 #include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/cpu/orthonormalize.hpp"
 #include "lowrankkv/updater/oja.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
-
-/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
-/// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
-inline Eigen::MatrixXd orthonormal_columns(const Eigen::MatrixXd& matrix) {
-  const Eigen::HouseholderQR<Eigen::MatrixXd> qr(matrix);
-  Eigen::MatrixXd q = qr.householderQ() * Eigen::MatrixXd::Identity(matrix.rows(), matrix.cols());
-  for (Eigen::Index column = 0; column < q.cols(); ++column) {
-    if (qr.matrixQR()(column, column) < 0.0) q.col(column) = -q.col(column);
-  }
-  return q;
-}
 
 /// @brief One Oja step. moment = K^T K of the batch [d, d]; basis [d, r] with orthonormal columns.
 /// @return the new basis, orthonormal; the old one if the batch has no energy or no step is safe (printed_normalised).
@@ -34,8 +22,9 @@ inline Eigen::MatrixXd oja_step(const Eigen::MatrixXd& moment, const Eigen::Matr
   const Eigen::MatrixXd pull = moment * basis;  // K^T K U
   const double scale = form == OjaForm::printed_raw ? 1.0 : static_cast<double>(moment.rows()) / energy;
   if (form == OjaForm::power) {
-    // Divided by (1 + rate): the same span, and no overflow however large the rate.
-    return orthonormal_columns(basis / (1.0 + rate) + (rate / (1.0 + rate) * scale) * pull);
+    // Divided by (1 + rate): the same span, and no overflow however large the rate, infinity included.
+    const double keep = 1.0 / (1.0 + rate);
+    return orthonormal_columns(keep * basis + ((1.0 - keep) * scale) * pull);
   }
   const Eigen::MatrixXd residual = pull - basis * (basis.transpose() * pull);  // (I - U U^T) K^T K U
   if (form == OjaForm::printed_raw) return orthonormal_columns(basis + rate * residual);
@@ -67,6 +56,14 @@ struct Impl<Oja, Cpu> {
     Eigen::MatrixXd moment;
   };
 
+  static void validate(const Oja& policy) {
+    using ::lowrankkv::detail::fail;
+    if (!(policy.prefill_rate >= 0.0F) || !(policy.decode_rate >= 0.0F)) {
+      fail<ValueError>("Oja: rates are at least 0, given prefill_rate ", policy.prefill_rate, " and decode_rate ", policy.decode_rate);
+    }
+    if (!(policy.prefill_share >= 0.0F && policy.prefill_share <= 1.0F)) fail<ValueError>("Oja: prefill_share is in [0, 1], given ", policy.prefill_share);
+    if (policy.importance_window < 1) fail<ValueError>("Oja: importance_window is at least 1, given ", policy.importance_window);
+  }
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, policy.importance_window}; }
 
   static void observe(const Oja&, State& state, MatrixView rows, Phase) {

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// One decode step of one layer (32 query heads, 8 KV heads, head_dim 128), FullKV beside StaticPCAHybrid at rank 32 and 77.
+//
+// Floor of a step: stored bytes read once at the machine's streaming rate (measured here: BM_stream), or 2 products per
+// stored coefficient and query head at its f32 FMA rate, whichever is longer. Counters: bytes/s read, to compare
+// with that of BM_stream, and the measured size against f16.
+#include <benchmark/benchmark.h>
+
+#include <Eigen/Dense>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/presets.hpp"
+
+namespace {
+
+using namespace lowrankkv;
+constexpr CacheShape kShape{32, 8, 128};
+
+std::vector<float> rows(std::int64_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::uniform_real_distribution<float> uniform(-1.0F, 1.0F);
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& x : values) x = uniform(random);
+  return values;
+}
+
+LayerBasis basis(int rank) {
+  LayerBasis layer;
+  for (int h = 0; h < kShape.num_kv_heads; ++h) {
+    HeadBasis head;
+    head.key_rank = head.value_rank = rank;
+    const auto values = rows(std::int64_t{128} * rank, static_cast<std::uint64_t>(h));
+    const Eigen::MatrixXf random = Eigen::Map<const Eigen::MatrixXf>(values.data(), 128, rank);
+    const Eigen::MatrixXf q = Eigen::HouseholderQR<Eigen::MatrixXf>(random).householderQ() * Eigen::MatrixXf::Identity(128, rank);
+    head.key_down.resize(static_cast<std::size_t>(128 * rank));
+    Eigen::Map<Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(head.key_down.data(), 128, rank) = q;
+    head.value_down = head.key_down;
+    layer.heads.push_back(head);
+  }
+  return layer;
+}
+
+
+void BM_stream(benchmark::State& state) {
+  const std::vector<float> values = rows(std::int64_t{1} << 26, 1);
+  for (auto _ : state) {
+    float sum = 0.0F;
+    const Eigen::Map<const Eigen::ArrayXf> all(values.data(), static_cast<Eigen::Index>(values.size()));
+    benchmark::DoNotOptimize(sum += all.sum());
+  }
+  const double bytes = 4.0 * static_cast<double>(values.size());
+  state.counters["bytes/s"] = benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
+}
+BENCHMARK(BM_stream)->Unit(benchmark::kMillisecond)->UseRealTime();
+
+template <class Cache>
+void attend(benchmark::State& state, const LayerBasis& maps) {
+  const std::int64_t n = state.range(0);
+  CacheConfig config{.shape = kShape, .max_tokens = n + 1, .num_threads = static_cast<int>(state.range(1))};
+  Cache cache(config, maps);
+  cache.create(0);
+  const auto k = rows(1024 * 8 * 128, 2);
+  for (std::int64_t done = 0; done < n; done += 1024) cache.ingest(0, {k.data(), 1024, 8, 128}, {k.data(), 1024, 8, 128}, {}, Prompt::complete);
+  cache.append(0, {k.data(), 1, 8, 128}, {k.data(), 1, 8, 128});
+  const auto q = rows(32 * 128, 3);
+  std::vector<float> out(q.size());
+  for (auto _ : state) cache.attend(0, {q.data(), 1, 32, 128}, {out.data(), 1, 32, 128});
+  const MemoryUsage usage = cache.memory(0);
+  const double bytes = static_cast<double>(usage.total());
+  state.counters["x_f16"] = bytes / (static_cast<double>(n) * 8 * 128 * 4);
+  state.counters["bytes/s"] = benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
+}
+void BM_full(benchmark::State& state) { attend<FullKV<>>(state, {}); }
+void BM_rank_32(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32)); }
+void BM_rank_77(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(77)); }
+#define LOWRANKKV_SHAPES ->ArgNames({"n", "threads"})->Args({4096, 1})->Args({16384, 1})->Args({32768, 1})->Args({32768, 2})->Unit(benchmark::kMillisecond)->UseRealTime()->MinTime(1.0)
+BENCHMARK(BM_full) LOWRANKKV_SHAPES;
+BENCHMARK(BM_rank_32) LOWRANKKV_SHAPES;
+BENCHMARK(BM_rank_77) LOWRANKKV_SHAPES;
+
+}  // namespace
+
+BENCHMARK_MAIN();

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/orthonormalize.hpp  Orthonormal columns by Householder QR.
+#pragma once
+
+#include <Eigen/Core>
+#include <Eigen/QR>
+
+#include <cstddef>
+#include <vector>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
+/// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
+inline Eigen::MatrixXd orthonormal_columns(const Eigen::MatrixXd& matrix) {
+  const Eigen::HouseholderQR<Eigen::MatrixXd> qr(matrix);
+  Eigen::MatrixXd q = qr.householderQ() * Eigen::MatrixXd::Identity(matrix.rows(), matrix.cols());
+  for (Eigen::Index column = 0; column < q.cols(); ++column) {
+    if (qr.matrixQR()(column, column) < 0.0) q.col(column) = -q.col(column);
+  }
+  return q;
+}
+
+/// @brief The same in place for a row-major f32 basis [dim, basis.size() / dim].
+inline void orthonormalize(std::vector<float>& basis, int dim) {
+  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  Eigen::Map<RowMajor> matrix(basis.data(), dim, static_cast<Eigen::Index>(basis.size()) / dim);
+  matrix = orthonormal_columns(matrix.cast<double>()).cast<float>();
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END
