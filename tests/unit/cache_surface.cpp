@@ -67,9 +67,9 @@ TEST_CASE("memory counts every byte once") {
   CHECK(cache.memory().shared_bytes == epoch + 2 * epoch);  // the stored maps, and their f32 originals
   CHECK(cache.tokens_per_page(0) == static_cast<int>(4096 / (2 * (maps.heads[0].key_rank + maps.heads[0].value_rank))));
   CHECK(cache.bytes_for(n - 64) == (pages - 4) * 4096);
-  // One flush: the updater's working bases appear, in f32.
+  // One flush: the updater's working bases appear, in the type of the maps.
   cache.append_maintained(0, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
-  CHECK(cache.memory(0).updater_bytes == 2 * epoch);
+  CHECK(cache.memory(0).updater_bytes == epoch);
   cache.fork(0, 1);
   CHECK(cache.memory(1).total() == cache.memory(0).total());
   cache.erase(0);

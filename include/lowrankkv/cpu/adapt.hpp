@@ -33,8 +33,12 @@ template <class State>
 std::vector<float> working_basis(const State& state, int slot, int head, Part part) {
   const auto& sequence = state.sequence(slot);
   const auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
-  const std::vector<float>& moved = part == Part::key ? adaptation.key_basis : adaptation.value_basis;
-  if (!moved.empty()) return moved;
+  const StoredMatrix& moved = part == Part::key ? adaptation.key_basis : adaptation.value_basis;
+  if (!moved.empty()) {
+    std::vector<float> basis = moved.values();
+    orthonormalize(basis, state.head_dim());  // rounding for storage cost it that
+    return basis;
+  }
   HeadBasis maps = state.calibrated.heads[static_cast<std::size_t>(head)];
   if (sequence.epoch != 0) {
     const EpochHead& epoch = state.epochs.head(sequence.epoch, head);
@@ -42,7 +46,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
     maps.value_down = epoch.value_down.values();
   }
   std::vector<float> basis = State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
-  if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());  // maps lost it when they were rounded for storage
+  if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());
   return basis;
 }
 
@@ -111,7 +115,7 @@ int adapt_head(State& state, int slot, int head, const LeavingRows& rows, Phase 
     if (State::UpdaterImpl::maybe_update(state.updater, updater_state, MatrixView(current.data(), dim, rank),
                                          MutableMatrixView(moved.data(), dim, rank), phase)) {
       if (is_orthonormal(moved, dim, rank)) {
-        (keys ? adaptation.key_basis : adaptation.value_basis) = std::move(moved);
+        (keys ? adaptation.key_basis : adaptation.value_basis) = StoredMatrix(state.config.epoch_type, dim, rank, moved);
       } else {
         ++rejected;
       }

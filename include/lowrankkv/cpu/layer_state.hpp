@@ -30,7 +30,7 @@ namespace cpu {
 template <class UpdaterState>
 struct HeadAdaptation {
   UpdaterState key_state, value_state;
-  std::vector<float> key_basis, value_basis;  ///< working bases [head_dim, rank]; empty: those of the current epoch
+  StoredMatrix key_basis, value_basis;  ///< working bases [head_dim, rank] in epoch_type; empty: those of the current epoch
 };
 
 /// @brief One sequence of a layer.

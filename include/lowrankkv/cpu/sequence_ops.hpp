@@ -187,7 +187,7 @@ MemoryUsage slot_memory(const State& state, int slot) {
     usage.full_row_bytes += full + sequence.full_positions[h].size() * sizeof(std::int32_t);
     usage.slack_bytes += pages * state.pool->page_bytes() - coefficients - full;
     const auto& adaptation = sequence.adaptation[h];
-    usage.updater_bytes += 4 * (adaptation.key_basis.size() + adaptation.value_basis.size()) +
+    usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +
                            State::UpdaterImpl::state_bytes(adaptation.key_state) + State::UpdaterImpl::state_bytes(adaptation.value_state);
   }
   usage.tail_bytes = static_cast<std::size_t>(lengths.tail_length) * state.tail.token_bytes();
