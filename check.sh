@@ -17,7 +17,7 @@ check() {  # name, cmake arguments...
 }
 
 mkdir -p build
-install_dependencies
+install_dependencies clang libclang-rt-dev python3 doctest-dev
 check check-gcc -DCMAKE_CXX_COMPILER=g++
 if [[ ${1:-} != --fast ]]; then
   # Without -march=native: the portable paths are compiled and tested here.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by quickstart.sh and check.sh: installs the Debian packages that are missing, and nothing if none is.
+# Sourced by quickstart.sh and check.sh. install_dependencies [package...]: installs those Debian packages, and what every
+# build here needs, if they are missing; does nothing if none is.
 install_dependencies() {
-  local wanted=(g++ clang cmake ninja-build pkg-config python3 libeigen3-dev doctest-dev nlohmann-json3-dev libcli11-dev libpcre2-dev gnuplot-nox)
+  local needed=(g++ cmake ninja-build pkg-config libeigen3-dev nlohmann-json3-dev libcli11-dev libpcre2-dev)
   local missing=()
-  for package in "${wanted[@]}"; do
+  for package in "${needed[@]}" "$@"; do
     dpkg-query -W -f='${Status}' "$package" 2> /dev/null | grep -q '^install ok installed$' || missing+=("$package")
   done
   [[ ${#missing[@]} -eq 0 ]] && return 0
