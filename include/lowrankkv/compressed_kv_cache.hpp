@@ -6,36 +6,18 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "lowrankkv/concepts/basis.hpp"
-#include "lowrankkv/concepts/quantizer.hpp"
-#include "lowrankkv/concepts/token_policy.hpp"
-#include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/backend.hpp"
-#include "lowrankkv/detail/sequence_table.hpp"
+#include "lowrankkv/detail/cache_base.hpp"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-
-/// @brief The parameters of a cache's policies; each has the paper's defaults.
-template <class Basis, class Updater, class TokenPolicy, class Quantizer>
-struct Policies {
-  Basis basis{};
-  Updater updater{};
-  TokenPolicy token_policy{};
-  Quantizer quantizer{};
-};
-
-/// @brief Whether a prompt goes on in a later call.
-enum class Prompt : std::uint8_t { complete, continues };
 
 /// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the dropped rows.
 enum class TruncateResult : std::uint8_t { exact, inexact };
@@ -48,18 +30,11 @@ enum class TruncateResult : std::uint8_t { exact, inexact };
 ///
 /// One thread calls a cache at a time; the work runs on its thread pool. After any error the cache is as it was.
 template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
-                          detail::DiagnoseUpdater<Updater, Backend>,
-                          detail::DiagnoseTokenPolicy<TokenPolicy, Backend>,
-                          detail::DiagnoseQuantizer<Quantizer, Backend> {
-  static constexpr bool compresses = [] {
-    if constexpr (TokenPolicyFor<TokenPolicy, Backend>) return Impl<TokenPolicy, Backend>::compresses;
-    else return true;
-  }();
-  static constexpr bool usable = BasisFor<Basis, Backend> && UpdaterFor<Updater, Backend> &&
-                                 TokenPolicyFor<TokenPolicy, Backend> && QuantizerFor<Quantizer, Backend>;
-  // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
-  using Layer = typename detail::LayerOf<usable, Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>::type;
+class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using typename Base::Layer;
+  using Base::layer_;
+  using Base::sequences_;
 
  public:
   // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
@@ -72,14 +47,12 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
   /// @param threads  threads shared with other layers and the engine; null: config.num_threads of its own
   /// @throws ShapeError, ValueError, CapacityError naming both values
-  explicit CompressedKVCache(CacheConfig config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
+  explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
                              std::shared_ptr<Executor> threads = nullptr)
-      : layer_(checked(config, basis, policies, pool.get()), std::move(basis), policies.basis, policies.updater, policies.token_policy,
-               policies.quantizer, std::move(pool), std::move(threads)),
-        sequences_(config.max_sequences) {}
+      : Base(config, std::move(basis), policies, std::move(pool), std::move(threads)) {}
 
   /// @brief Raises what the constructor would raise for these arguments.
-  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) { checked(config, basis, policies, nullptr); }
+  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) { Base::checked(config, basis, policies, nullptr); }
   /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of max_tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     check(config, basis, policies);
@@ -109,11 +82,11 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out,
                const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
-    check_prompt(slot, key, value);
-    check_query(query, key.num_tokens);
+    this->check_prompt(slot, key, value);
+    this->check_query(query, key.num_tokens);
     detail::check_rows("out", out, key.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
-    check_lse(lse, key.num_tokens);
-    for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
+    this->check_lse(lse, key.num_tokens);
+    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
       layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
       const typename Layer::Block block{query.tokens(first, count), out.tokens(first, count), lse.tokens(first, count),
                                   layer_.config.shape.group_size(), layer_.config.scale(), own_row};
@@ -126,10 +99,10 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// rows by score (w >= the updater's window, or all tokens of a shorter prompt; all n tokens if chunks end inside the call)
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
-    check_prompt(slot, key, value);
-    check_query_window(slot, q_window, key.num_tokens);
+    this->check_prompt(slot, key, value);
+    this->check_query_window(slot, q_window, key.num_tokens);
     const std::int64_t offset = key.num_tokens - q_window.num_tokens;
-    for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t) {
+    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t) {
       const std::int64_t begin = (std::max)(first, offset);
       if (first + count > begin) layer_.sequence(slot).chunk.add_queries(q_window.tokens(begin - offset, first + count - begin));
     });
@@ -139,9 +112,9 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   void finish_prompt(SequenceId seq) {
     const int slot = sequences_.find(seq);
     PageDemand demand;
-    demand_rows(slot, 0, Phase::prefill, demand);
+    this->demand_rows(slot, 0, Phase::prefill, demand);
     layer_.pool->allocator().require(demand.total());  // other sequences may have taken pages since the last call
-    if (!layer_.sequence(slot).chunk.empty()) commit_chunk(slot);
+    if (!layer_.sequence(slot).chunk.empty()) this->commit_chunk(slot);
     layer_.sequence(slot).prompt_open = false;
   }
 
@@ -149,7 +122,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// @param key, value [seqs.size() * m, num_kv_heads, head_dim]
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
-    const int m = check_append(seqs, key, value, layer_.config.tail_capacity);
+    const int m = this->check_append(seqs, key, value, layer_.config.tail_capacity);
     for (std::size_t i = 0; i < seqs.size(); ++i) layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
   }
   void append(SequenceId seq, const KeyView& key, const ValueView& value) { append(std::span(&seq, 1), key, value); }
@@ -158,35 +131,35 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// published and merged. Nothing is flushed unless the pool has the pages for all of it.
   void maintain(std::span<const SequenceId> seqs) {
     layer_.pool->allocator().require(pages_to_maintain(seqs));
-    for (const SequenceId seq : seqs) flush(sequences_.find(seq));
+    for (const SequenceId seq : seqs) this->flush(sequences_.find(seq));
   }
   void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
   /// @brief Upper bound of the pages that maintain(seqs) takes.
   std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const {
     PageDemand demand;
     for (const SequenceId seq : seqs) {
-      const int slot = idle_slot(seq);
-      if (flush_due(slot)) demand_rows(slot, 0, Phase::decode, demand);
+      const int slot = this->idle_slot(seq);
+      if (this->flush_due(slot)) this->demand_rows(slot, 0, Phase::decode, demand);
     }
     return demand.total();
   }
 
   /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end.
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
-    const int m = check_append(seqs, key, value, std::int64_t{1} << 40);
+    const int m = this->check_append(seqs, key, value, std::int64_t{1} << 40);
     PageDemand demand;
-    for (const SequenceId seq : seqs) demand_rows(sequences_.find(seq), m, Phase::decode, demand);
+    for (const SequenceId seq : seqs) this->demand_rows(sequences_.find(seq), m, Phase::decode, demand);
     layer_.pool->allocator().require(demand.total());
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const int slot = sequences_.find(seqs[i]);
       for (int done = 0; done < m;) {
-        flush(slot);
+        this->flush(slot);
         const int room = layer_.config.tail_capacity - layer_.table.lengths(slot).tail_length;
         const int count = (std::min)(room, m - done);
         layer_.append_tail(slot, key, value, static_cast<std::int64_t>(i) * m + done, count);
         done += count;
       }
-      flush(slot);
+      this->flush(slot);
     }
   }
   void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }
@@ -197,7 +170,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
   /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}) {
-    const std::int64_t m = check_attend(seqs, query, out, lse);
+    const std::int64_t m = this->check_attend(seqs, query, out, lse);
     layer_.attend(
         static_cast<std::int64_t>(seqs.size()), [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); },
         [&](std::int64_t i) {
@@ -210,10 +183,10 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}) { attend(std::span(&seq, 1), query, out, lse); }
 
   /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into flushed rows.
-  std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(idle_slot(seq)); }
+  std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(this->idle_slot(seq)); }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and updater state stay.
   TruncateResult truncate(SequenceId seq, std::int64_t length) {
-    const int slot = idle_slot(seq);
+    const int slot = this->idle_slot(seq);
     SequenceLengths& now = layer_.table.lengths(slot);
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = layer_.first_tail_position(slot);
@@ -228,7 +201,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
 
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {
-    const int from = idle_slot(source);
+    const int from = this->idle_slot(source);
     fork_slot(layer_, from, sequences_.add(target));
   }
   /// @brief Ends a sequence, also one whose prompt is unfinished, and frees what it alone used.
@@ -262,7 +235,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   }
   /// @brief Tokens that fit in a page of this KV head, compressed.
   int tokens_per_page(int kv_head) const {
-    return compresses ? layer_.compressed.layout(kv_head).rows_per_page : layer_.full.layout(kv_head).rows_per_page;
+    return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page : layer_.full.layout(kv_head).rows_per_page;
   }
   /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless
   /// the token policy keeps all at full rank).
@@ -280,32 +253,7 @@ class CompressedKVCache : detail::DiagnoseBasis<Basis, Backend>,
   int num_free_sequences() const { return sequences_.num_free(); }
 
  private:
-  /// Fills in defaults, or raises what is wrong.
-  static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool);
   const SequenceLengths& lengths(SequenceId seq) const { return layer_.table.lengths(sequences_.find(seq)); }
-  bool flush_due(int slot) const { return layer_.table.lengths(slot).tail_length > layer_.recent() + layer_.config.flush_interval; }
-  void flush(int slot) {
-    while (flush_due(slot)) compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
-  }
-  /// Upper bound of what is taken until, after `added` more rows, only the recent window is left at full rank.
-  void demand_rows(int slot, std::int64_t added, Phase phase, PageDemand& demand) const;
-  void commit_chunk(int slot);
-  int idle_slot(SequenceId seq) const;
-  void check_prompt(int slot, const KeyView& key, const ValueView& value) const;
-  void check_stored_values(const KeyView& key, const ValueView& value) const;
-  void check_query(const QueryView& query, std::int64_t tokens) const;
-  void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const;
-  void check_lse(const LseView& lse, std::int64_t tokens) const;
-  int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, std::int64_t tail_capacity) const;
-  std::int64_t check_attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse) const;
-  template <class Function>
-  void for_each_piece(int slot, const KeyView& key, const ValueView& value, Prompt prompt, Function&& attend_piece);
-
-  Layer layer_;
-  detail::SequenceTable sequences_;
-  mutable std::vector<float> row_;
 };
 
 LOWRANKKV_NAMESPACE_END
-
-#include "lowrankkv/detail/cache_checks.hpp"

@@ -4,8 +4,10 @@
 
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "../support/random_layer.hpp"
+#include "lowrankkv/core/online_softmax.hpp"
 #include "lowrankkv/presets.hpp"
 
 using namespace lowrankkv;
@@ -248,6 +250,37 @@ TEST_CASE("old rows decode exactly as before while the basis moves, and within t
   CHECK(keep.statistics().publications > 4);
   Two two({.shape = kShape, .publish_interval = 100}, basis());
   CHECK(run(two) > 1);
+}
+
+TEST_CASE("attention over two caches merges, by lse, to attention over both") {
+  const Stream stream(21, 200);
+  const auto part = [&](std::int64_t first, std::int64_t count) {
+    StaticPCAHybrid<> cache({.shape = kShape}, basis(), {.token_policy = {.sinks = 4, .recent = 8}});
+    cache.create(0);
+    cache.ingest(0, stream.key(first, count), stream.value(first, count));
+    std::vector<float> out(240), lse(6);
+    cache.attend(0, stream.query(199, 1), {out.data(), 1, 6, 40}, {lse.data(), 1, 6});
+    return std::make_tuple(contents(cache, 0), out, lse);
+  };
+  auto [left_rows, left, left_lse] = part(0, 90);
+  const auto [right_rows, right, right_lse] = part(90, 110);
+  for (int head = 0; head < 6; ++head) {
+    merge_attention(left.data() + head * 40, left_lse[static_cast<std::size_t>(head)], right.data() + head * 40, right_lse[static_cast<std::size_t>(head)], 40);
+    const Eigen::VectorXd query = support::row_of(stream.q, 199, 6, head, 40) / std::sqrt(40.0);
+    double sum = 0.0;
+    Eigen::VectorXd expected = Eigen::VectorXd::Zero(40);
+    for (const auto* rows : {&left_rows, &right_rows}) {
+      const std::int64_t n = static_cast<std::int64_t>(rows->size()) / 160;
+      const std::vector<float> values(rows->begin() + static_cast<std::ptrdiff_t>(rows->size() / 2), rows->end());
+      for (std::int64_t t = 0; t < n; ++t) {
+        const double weight = std::exp(query.dot(support::row_of(*rows, t, 2, head / 3, 40)));
+        sum += weight;
+        expected += weight * support::row_of(values, t, 2, head / 3, 40);
+      }
+    }
+    CHECK((support::row_of(left, 0, 6, head, 40) - expected / sum).cwiseAbs().maxCoeff() < 1e-5);
+    CHECK(left_lse[static_cast<std::size_t>(head)] == doctest::Approx(std::log(sum)).epsilon(1e-6));
+  }
 }
 
 TEST_CASE("accumulation is f32: values of mean 1 over 131072 tokens stay accurate") {

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file detail/cache_base.hpp  Under CompressedKVCache: its layer and sequences, and everything that is checked before a
+/// call changes anything.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/concepts/basis.hpp"
+#include "lowrankkv/concepts/quantizer.hpp"
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/page_allocator.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/backend.hpp"
+#include "lowrankkv/detail/sequence_table.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief The parameters of a cache's policies; each has the paper's defaults.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+struct Policies {
+  Basis basis{};
+  Updater updater{};
+  TokenPolicy token_policy{};
+  Quantizer quantizer{};
+};
+
+/// @brief Whether a prompt goes on in a later call.
+enum class Prompt : std::uint8_t { complete, continues };
+
+namespace detail {
+
+/// The state of a cache and its checks; CompressedKVCache is the public face.
+template <class Be, class Ba, class Up, class To, class Qu, class Ep>
+class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenPolicy<To, Be>, DiagnoseQuantizer<Qu, Be> {
+ public:  // CompressedKVCache inherits it privately
+  static constexpr bool usable = BasisFor<Ba, Be> && UpdaterFor<Up, Be> && TokenPolicyFor<To, Be> && QuantizerFor<Qu, Be>;
+  static constexpr bool compresses = [] {
+    if constexpr (TokenPolicyFor<To, Be>) return Impl<To, Be>::compresses;
+    else return true;
+  }();
+  // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
+  using Layer = typename LayerOf<usable, Be, Ba, Up, To, Qu, Ep>::type;
+  using PolicySet = Policies<Ba, Up, To, Qu>;
+  using Pool = typename Be::Pool;
+
+  CacheBase(CacheConfig config, LayerBasis basis, const PolicySet& policies, std::shared_ptr<Pool> pool, std::shared_ptr<typename Be::Executor> threads)
+      : layer_(checked(config, basis, policies, pool.get()), std::move(basis), policies.basis, policies.updater, policies.token_policy,
+               policies.quantizer, std::move(pool), std::move(threads)),
+        sequences_(config.max_sequences) {}
+
+  /// Fills in defaults, or raises what is wrong.
+  static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool) {
+    using TokenImpl = Impl<To, Be>;
+    detail::validate(config);
+    const auto validate_policy = []<class Policy>(const Policy& policy) {  // optional: a policy's own parameters
+      if constexpr (requires { Impl<Policy, Be>::validate(policy); }) Impl<Policy, Be>::validate(policy);
+    };
+    validate_policy(policies.updater);
+    validate_policy(policies.token_policy);
+    validate_policy(policies.quantizer);
+    if constexpr (TokenImpl::compresses) {
+      Impl<Ba, Be>::validate(policies.basis, basis, config.shape);
+      check_storable(basis, config.epoch_type);
+    }
+    const int recent = TokenImpl::recent(policies.token_policy);
+    constexpr int limit = 1 << 24;
+    if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
+    if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
+    const std::int64_t full_rows = TokenImpl::max_full_rows(policies.token_policy, config.max_tokens);
+    if (full_rows < 0 || full_rows > config.max_tokens) {
+      fail<CapacityError>("token policy: max_full_rows ", full_rows, ", max_tokens ", config.max_tokens);
+    }
+    if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
+    if (config.tail_capacity <= recent + config.flush_interval) {
+      fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
+    }
+    if (pool != nullptr) {
+      if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes()) {
+        fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
+      }
+      config.page_bytes = pool->page_bytes();
+    }
+    return config;
+  }
+
+  int idle_slot(SequenceId seq) const {
+    const int slot = sequences_.find(seq);
+    if (layer_.sequence(slot).prompt_open) {
+      fail<StateError>("sequence ", seq, ": its prompt of ", layer_.table.lengths(slot).num_tokens, " tokens so far continues, a complete one is expected; call finish_prompt");
+    }
+    return slot;
+  }
+
+  bool flush_due(int slot) const {
+    return layer_.table.lengths(slot).tail_length > std::int64_t{layer_.recent()} + layer_.config.flush_interval;
+  }
+  void flush(int slot) {
+    while (flush_due(slot)) compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
+  }
+  /// Upper bound of what is taken until, after `added` more rows, only the recent window is left at full rank.
+  void demand_rows(int slot, std::int64_t added, Phase phase, PageDemand& demand) const {
+    const std::int64_t rows = layer_.table.lengths(slot).tail_length + layer_.sequence(slot).chunk.size() + added - layer_.recent();
+    if (rows > 0) demand_compress(layer_, slot, rows, phase, demand);
+  }
+
+  void commit_chunk(int slot) {
+    const std::int64_t rows = layer_.table.lengths(slot).tail_length + layer_.sequence(slot).chunk.size() - layer_.recent();
+    compress_rows(layer_, slot, (std::max)(std::int64_t{0}, rows), Phase::prefill);
+  }
+
+  void check_prompt(int slot, const KeyView& key, const ValueView& value) const {
+    const std::int64_t n = key.num_tokens;
+    check_rows("key", key, n, layer_.num_kv_heads(), layer_.head_dim());
+    check_rows("value", value, n, layer_.num_kv_heads(), layer_.head_dim());
+    const std::int64_t have = layer_.table.lengths(slot).num_tokens;
+    if (n > layer_.config.max_tokens - have) {
+      fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence has ", have, ", given ", n);
+    }
+    check_stored_values(key, value);
+    PageDemand demand;
+    demand_rows(slot, n, Phase::prefill, demand);
+    layer_.pool->allocator().require(demand.total());
+  }
+
+  void check_stored_values(const KeyView& key, const ValueView& value) const {
+    if (!layer_.config.check_finite) return;
+    row_.resize(static_cast<std::size_t>(layer_.head_dim()));
+    const float limit = max_finite(layer_.config.full_type);
+    cpu::check_finite("key", key, limit, row_.data());
+    cpu::check_finite("value", value, limit, row_.data());
+  }
+
+  void check_query(const QueryView& query, std::int64_t tokens) const {
+    check_rows("query", query, tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
+    if (!layer_.config.check_finite) return;
+    row_.resize(static_cast<std::size_t>(layer_.head_dim()));
+    cpu::check_finite("query", query, (std::numeric_limits<float>::max)(), row_.data());
+  }
+
+  void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const {
+    const PromptSelection selection = Impl<Up, Be>::prompt_selection(layer_.updater);
+    const bool selects = Impl<Up, Be>::adapts && selection.share < 1.0F && selection.window > 0;
+    if (window.num_tokens > 0) check_query(window, window.num_tokens);
+    if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
+    if (!selects) return;
+    const std::int64_t chunk = layer_.config.prefill_chunk;
+    const bool ends_inside = chunk > 0 && layer_.sequence(slot).chunk.size() + tokens > chunk;
+    const std::int64_t needed = ends_inside ? tokens : (std::min)(tokens, std::int64_t{selection.window});
+    if (window.num_tokens < needed) {
+      fail<ShapeError>("q_window: the updater selects prompt rows by the scores of ", needed, " queries, given ", window.num_tokens);
+    }
+  }
+
+  void check_lse(const LseView& lse, std::int64_t tokens) const {
+    if (lse.data == nullptr) return;
+    check_equal("num_heads", "cache", layer_.config.shape.num_qo_heads, "lse", lse.num_heads);
+    check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
+  }
+
+  int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, std::int64_t tail_capacity) const {
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || key.num_tokens % count != 0) fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
+    check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
+    check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
+    const std::int64_t m = key.num_tokens / count;
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const SequenceLengths& now = layer_.table.lengths(idle_slot(seqs[i]));
+      for (std::size_t j = 0; j < i; ++j) {
+        if (seqs[j] == seqs[i]) fail<SequenceError>("append: sequence ", seqs[i], " stands at places ", j, " and ", i);
+      }
+      if (m > tail_capacity - now.tail_length) {
+        fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seqs[i], " has ", now.tail_length, " rows in its tail, given ", m,
+                                    "; call maintain");
+      }
+      if (m > layer_.config.max_tokens - now.num_tokens) {
+        fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
+      }
+    }
+    check_stored_values(key, value);
+    return static_cast<int>(m);
+  }
+
+  std::int64_t check_attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse) const {
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || query.num_tokens % count != 0 || query.num_tokens == 0) {
+      fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
+    }
+    const std::int64_t m = query.num_tokens / count;
+    check_query(query, query.num_tokens);
+    check_rows("out", out, query.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
+    check_lse(lse, query.num_tokens);
+    for (const SequenceId seq : seqs) {
+      const int tail = layer_.table.lengths(idle_slot(seq)).tail_length;
+      if (m > tail) fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", tail, " tokens in its tail");
+    }
+    return m;
+  }
+
+  /// Cuts a prompt into pieces that end where chunks end; every piece is stored, attended to, and compressed with its chunk.
+  template <class Function>
+  void for_each_piece(int slot, const KeyView& key, const ValueView& value, Prompt prompt, Function&& attend_piece) {
+    const std::int64_t limit = layer_.config.prefill_chunk > 0 ? layer_.config.prefill_chunk : std::int64_t{1} << 40;
+    const auto& chunk = layer_.sequence(slot).chunk;
+    for (std::int64_t done = 0; done < key.num_tokens;) {
+      const std::int64_t own_row = chunk.size();
+      const std::int64_t count = (std::min)(key.num_tokens - done, limit - own_row);
+      layer_.extend_chunk(slot, key.tokens(done, count), value.tokens(done, count));
+      attend_piece(done, count, own_row);
+      done += count;
+      if (chunk.size() == limit) commit_chunk(slot);
+    }
+    if (prompt == Prompt::complete && !chunk.empty()) commit_chunk(slot);
+    layer_.sequence(slot).prompt_open = prompt == Prompt::continues;
+  }
+
+  Layer layer_;
+  SequenceTable sequences_;
+  mutable std::vector<float> row_;
+};
+
+}  // namespace detail
+LOWRANKKV_NAMESPACE_END
