@@ -269,7 +269,7 @@ TEST_CASE("attention over two caches merges, by lse, to attention over both") {
     const Eigen::VectorXd query = support::row_of(stream.q, 199, 6, head, 40) / std::sqrt(40.0);
     double sum = 0.0;
     Eigen::VectorXd expected = Eigen::VectorXd::Zero(40);
-    for (const auto* rows : {&left_rows, &right_rows}) {
+    for (const std::vector<float>* rows : std::initializer_list<const std::vector<float>*>{&left_rows, &right_rows}) {
       const std::int64_t n = static_cast<std::int64_t>(rows->size()) / 160;
       const std::vector<float> values(rows->begin() + static_cast<std::ptrdiff_t>(rows->size() / 2), rows->end());
       for (std::int64_t t = 0; t < n; ++t) {
