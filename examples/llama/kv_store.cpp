@@ -99,7 +99,8 @@ std::unique_ptr<KvStore> make_store(const MethodOptions& options, const CacheSha
       throw std::runtime_error(info.name + " needs bases for " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; see --bases");
     }
     const auto source = options.key_basis == KeyBasis::keys ? calibrate::KeySource::keys : calibrate::KeySource::queries_and_keys;
-    for (std::size_t layer = 0; layer < bases.size(); ++layer) bases[layer] = moments[layer].basis({options.ratio, options.ratio, source, policy});
+    const calibrate::BasisOptions basis{.key_ratio = options.ratio, .value_ratio = options.ratio, .key_source = source, .policy = policy};
+    for (std::size_t layer = 0; layer < bases.size(); ++layer) bases[layer] = moments[layer].basis(basis);
   }
   if (info.name == "FullKV") return build<FullKV<>>(options, config, std::move(bases), policy, threads);
   if (info.name == "StaticPCA") return build<StaticPCA<>>(options, config, std::move(bases), policy, threads);

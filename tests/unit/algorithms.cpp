@@ -144,6 +144,13 @@ TEST_CASE("calibrated maps: streaming equals at once, [Q; K] is stacked by rows,
   CHECK(logit_error(aware) < plain);
   CHECK(logit_error(aware) < logit_error(stacked));
 
+  const LayerBasis by_energy = whole.basis({.key_energy = 0.95, .value_energy = 0.8});
+  int largest = 0;
+  for (int head = 0; head < 2; ++head) largest = std::max(largest, calibrate::rank_by_energy(whole.key_spectrum(head, {}).values, 0.95));
+  CHECK(by_energy.heads[0].key_rank == largest);
+  CHECK(by_energy.heads[1].key_rank == largest);
+  CHECK(by_energy.heads[0].value_rank < largest);
+
   Eigen::MatrixXd rows(3 * n, 24);
   rows << queries, keys;
   const Eigen::MatrixXd expected = calibrate::principal_axes(rows.transpose() * rows).vectors.leftCols(10);

@@ -27,6 +27,8 @@ enum class KeySource {
 struct BasisOptions {
   double key_ratio = 0.5;    ///< key_rank / head_dim
   double value_ratio = 0.5;  ///< value_rank / head_dim
+  double key_energy = 0.0;   ///< > 0: the rank that keeps this share of sigma^2, the largest of the layer's heads, instead of key_ratio
+  double value_energy = 0.0; ///< the same for values
   KeySource key_source = KeySource::keys;
   PerHead policy{};          ///< metric and centring; key_source is ignored by query-aware keys, whose metric holds the queries
 };
@@ -83,15 +85,26 @@ class LayerMoments {
     return principal_axes(options.policy.centred ? moments.value.centred() : moments.value.second);
   }
 
-  /// @brief The maps of all heads at the options' ratios. Cost: a few eigendecompositions of head_dim per head.
+  /// @brief The rank that `options` gives all heads of this layer: by ratio, or by energy (OjaKV A.2).
+  int key_rank(const BasisOptions& options) const {
+    return options.key_energy > 0.0 ? rank_over_heads([&](int head) { return key_spectrum(head, options); }, options.key_energy)
+                                    : rank_by_ratio(shape_.head_dim, options.key_ratio);
+  }
+  int value_rank(const BasisOptions& options) const {
+    return options.value_energy > 0.0 ? rank_over_heads([&](int head) { return value_spectrum(head, options); }, options.value_energy)
+                                      : rank_by_ratio(shape_.head_dim, options.value_ratio);
+  }
+
+  /// @brief The maps of all heads at the options' ranks. Cost: a few eigendecompositions of head_dim per head.
   LayerBasis basis(const BasisOptions& options) const {
     LayerBasis layer;
-    const int dim = shape_.head_dim;
+    const int of_keys = key_rank(options);
+    const int of_values = value_rank(options);
     for (int head = 0; head < shape_.num_kv_heads; ++head) {
       const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
       HeadBasis maps;
-      maps.key_rank = rank_by_ratio(dim, options.key_ratio);
-      maps.value_rank = rank_by_ratio(dim, options.value_ratio);
+      maps.key_rank = of_keys;
+      maps.value_rank = of_values;
       const Eigen::MatrixXd keys = key_spectrum(head, options).vectors.leftCols(maps.key_rank);
       maps.value_down = row_major(value_spectrum(head, options).vectors.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
@@ -113,6 +126,12 @@ class LayerMoments {
   }
 
  private:
+  template <class SpectrumOf>
+  int rank_over_heads(SpectrumOf&& spectrum_of, double energy) const {
+    std::vector<int> ranks;
+    for (int head = 0; head < shape_.num_kv_heads; ++head) ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
+    return max_over_heads(ranks);
+  }
   static std::vector<float> row_major(const Eigen::MatrixXd& matrix) {
     using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     std::vector<float> values(static_cast<std::size_t>(matrix.size()));
