@@ -2,8 +2,11 @@
 // lowrankkv-llama: a Llama-architecture model on the CPU over a compressed KV cache.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <fstream>
 #include <iostream>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
 
 #include "evaluate.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
@@ -114,12 +117,12 @@ int main(int argc, char** argv) try {
   CLI11_PARSE(app, argc, argv);
 
   if (methods->parsed()) {
-    std::vector<llama::Row> rows;
+    nlohmann::ordered_json list = nlohmann::ordered_json::array();
     for (const llama::MethodInfo& info : llama::methods()) {
       std::printf("%-16s %-9s %s\n", info.name.c_str(), info.has_ratio ? "--ratio" : "", info.description.c_str());
-      rows.emplace_back().method = info.name;
+      list.push_back({{"method", info.name}, {"has_ratio", info.has_ratio}, {"description", info.description}});
     }
-    if (!options.json.empty()) llama::write_json(options.json, rows);
+    if (!options.json.empty() && !(std::ofstream(options.json) << list.dump(2) << '\n')) throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
   const llama::Engine engine(options.model, options.threads);

@@ -78,7 +78,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// exactly to itself and to the stored form of earlier ones. Memory: twice K and V of one chunk in f32.
   /// @param query [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete only prefill, ingest and erase are allowed
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate and fork are refused
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out,
                const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
