@@ -20,7 +20,7 @@ struct lowrankkv::Impl<ForgettingPca, lowrankkv::Cpu> {
     Eigen::MatrixXf moment;  // one per (sequence, KV head, key or value)
   };
   static PromptSelection prompt_selection(const ForgettingPca&) { return {}; }  // see every prompt row
-  static void observe(const ForgettingPca& policy, State& state, MatrixView rows, Phase) {
+  static void observe(const ForgettingPca& policy, State& state, MatrixView rows, MatrixView, Phase) {
     const Eigen::Map<const RowMajor> batch(rows.data, rows.rows, rows.cols);
     if (state.moment.size() == 0) state.moment = Eigen::MatrixXf::Zero(rows.cols, rows.cols);
     state.moment = policy.memory * state.moment + batch.transpose() * batch;

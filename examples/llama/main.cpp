@@ -11,6 +11,7 @@
 #include "evaluate.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "report.hpp"
+#include "synthesize.hpp"
 
 namespace {
 
@@ -28,7 +29,7 @@ struct Options {
   void add_model(CLI::App* app) {
     app->add_option("--model", model, "Hugging Face folder: config.json, *.safetensors, tokenizer.json")->required()->check(CLI::ExistingDirectory);
     app->add_option("--threads", threads, "threads")->check(CLI::Range(1, 256))->capture_default_str();
-    app->add_option("--seed", seed, "seed of sampling; everything else is deterministic")->capture_default_str();
+    app->add_option("--seed", seed, "seed of sampling and of synthesize; everything else is deterministic")->capture_default_str();
     app->add_option("--json", json, "write the result to this file");
   }
   void add_method(CLI::App* app) {
@@ -112,6 +113,18 @@ int main(int argc, char** argv) try {
   int calibration_window = 0;
   calibrate->add_option("--window", calibration_window, "tokens of a window; default: the model's context")->check(CLI::Range(2, 1 << 20));
 
+  CLI::App* synthesize = app.add_subcommand("synthesize", "fresh samples of the retrieval tasks, to tune constants on");
+  llama::SynthesisOptions synthesis;
+  std::string words = LOWRANKKV_EXAMPLE_DATA "/words.txt";
+  std::string prefix;
+  options.add_model(synthesize);
+  synthesize->add_option("--text,text", text, "text file of which haystacks are slices")->required()->check(CLI::ExistingFile);
+  synthesize->add_option("--words", words, "file of words for keys and phrases")->check(CLI::ExistingFile)->capture_default_str();
+  synthesize->add_option("--length", synthesis.length, "tokens of a sample")->check(CLI::PositiveNumber)->capture_default_str();
+  synthesize->add_option("--samples", synthesis.samples, "samples a task")->check(CLI::PositiveNumber)->capture_default_str();
+  synthesize->add_option("--tasks", synthesis.tasks, "tasks separated by commas; default: all")->delimiter(',');
+  synthesize->add_option("--out", prefix, "prefix of the .json and .bin to write")->required();
+
   CLI::App* methods = app.add_subcommand("methods", "what --method can name");
   methods->add_option("--json", options.json, "write the list to this file");
   CLI11_PARSE(app, argc, argv);
@@ -131,6 +144,13 @@ int main(int argc, char** argv) try {
                                           calibration_window != 0 ? calibration_window : engine.model.config().max_positions);
     lowrankkv::calibrate::save_moments(out, moments, {{"source", file_stem(text)}});
     std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
+    return 0;
+  }
+  if (synthesize->parsed()) {
+    synthesis.seed = options.seed;
+    const auto set = llama::synthesize(engine.tokenizer, engine.model.config(), llama::read_text(text), llama::read_words(words), synthesis);
+    llama::write_samples(prefix, set, synthesis.length);
+    std::printf("wrote %s.json and .bin: %zu samples of at most %lld tokens\n", prefix.c_str(), set.size(), static_cast<long long>(synthesis.length));
     return 0;
   }
   if (bpb->parsed()) {

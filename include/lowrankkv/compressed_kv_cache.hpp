@@ -88,23 +88,26 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     this->check_lse(lse, key.num_tokens);
     this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
       layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
-      const typename Layer::Block block{query.tokens(first, count), out.tokens(first, count), lse.tokens(first, count),
-                                  layer_.config.shape.group_size(), layer_.config.scale(), own_row};
-      layer_.attend(1, [&](std::int64_t) { return slot; }, [&](std::int64_t) -> const typename Layer::Block& { return block; }, true);
+      this->attend_piece(slot, query.tokens(first, count), out.tokens(first, count), lse.tokens(first, count), own_row);
     });
   }
 
   /// @brief Stores a prompt that the engine attended to itself. As prefill(), without attention.
   /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that select prompt
   /// rows by score (w >= the updater's window, or all tokens of a shorter prompt; all n tokens if chunks end inside the call)
+  /// and by token policies that score rows (SnapKV: its window; HeavyHitters: all n tokens, which are then attended to)
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);
     this->check_query_window(slot, q_window, key.num_tokens);
     const std::int64_t offset = key.num_tokens - q_window.num_tokens;
-    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t) {
+    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
       const std::int64_t begin = (std::max)(first, offset);
       if (first + count > begin) layer_.sequence(slot).chunk.add_queries(q_window.tokens(begin - offset, first + count - begin));
+      if constexpr (Base::keeps_mass) {  // masses need normalised attention: attend, and forget the outputs
+        std::vector<float> out(static_cast<std::size_t>(count) * static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
+        this->attend_piece(slot, q_window.tokens(first, count), {out.data(), count, q_window.num_heads, q_window.head_dim}, {}, own_row);
+      }
     });
   }
 
@@ -168,19 +171,39 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   ///
   /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation.
   /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
+  /// @param mass  optional: attention that every position received from these queries, for accumulate(). Costs the logits
+  /// once more and allocates.
   /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, const MassView& mass = {}) {
     const std::int64_t m = this->check_attend(seqs, query, out, lse);
-    layer_.attend(
-        static_cast<std::int64_t>(seqs.size()), [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); },
-        [&](std::int64_t i) {
-          const int slot = sequences_.find(seqs[static_cast<std::size_t>(i)]);
-          return typename Layer::Block{query.tokens(i * m, m), out.tokens(i * m, m), lse.tokens(i * m, m), layer_.config.shape.group_size(),
-                                 layer_.config.scale(), layer_.table.lengths(slot).tail_length - m};
-        },
-        false);
+    this->check_mass(seqs, mass);
+    std::vector<float> scratch;
+    const LseView sums = mass.data != nullptr && lse.data == nullptr ? this->scratch_lse(scratch, query.num_tokens) : lse;
+    const auto slot_of = [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); };
+    const auto block_of = [&](std::int64_t i) {
+      return typename Layer::Block{query.tokens(i * m, m), out.tokens(i * m, m), sums.tokens(i * m, m), layer_.config.shape.group_size(),
+                                   layer_.config.scale(), layer_.table.lengths(slot_of(i)).tail_length - m};
+    };
+    layer_.attend(static_cast<std::int64_t>(seqs.size()), slot_of, block_of, false);
+    for (std::int64_t i = 0; mass.data != nullptr && i < mass.num_sequences; ++i) this->write_mass(slot_of(i), block_of(i), mass, i);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}) { attend(std::span(&seq, 1), query, out, lse); }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, const MassView& mass = {}) {
+    attend(std::span(&seq, 1), query, out, lse, mass);
+  }
+
+  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what
+  /// HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as given to attend()
+  void accumulate(std::span<const SequenceId> seqs, const MassView& mass)
+    requires(Base::keeps_mass)
+  {
+    this->check_mass(seqs, mass);
+    for (std::int64_t i = 0; mass.data != nullptr && i < mass.num_sequences; ++i) this->add_mass(this->idle_slot(seqs[static_cast<std::size_t>(i)]), mass, i);
+  }
+  void accumulate(SequenceId seq, const MassView& mass)
+    requires(Base::keeps_mass)
+  {
+    accumulate(std::span(&seq, 1), mass);
+  }
 
   /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into flushed rows.
   std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(this->idle_slot(seq)); }
@@ -196,6 +219,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     }
     now.tail_length = static_cast<std::int32_t>(length - first_tail);
     now.num_tokens = length;
+    for (auto& mass : layer_.sequence(slot).mass) mass.recent.resize(static_cast<std::size_t>(now.tail_length));
     return TruncateResult::exact;
   }
 
@@ -210,7 +234,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     sequences_.remove(seq);
   }
 
-  /// @brief Writes the stored K and V of positions [first, first + key.num_tokens): full rows as stored, others decoded.
+  /// @brief Writes the stored K and V of positions [first, first + key.num_tokens): full rows as stored, others decoded,
+  /// dropped ones as zeros (row_states() tells).
   /// @param key, value [count, num_kv_heads, head_dim], f32
   void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value) const {
     const int slot = sequences_.find(seq);
@@ -221,6 +246,17 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
       detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first, ", sequence has ", tokens, " tokens");
     }
     for (int head = 0; head < layer_.num_kv_heads(); ++head) reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
+  }
+  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail are full.
+  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states) const {
+    const int slot = sequences_.find(seq);
+    const std::int64_t count = static_cast<std::int64_t>(states.size());
+    if (kv_head < 0 || kv_head >= layer_.num_kv_heads()) detail::fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", layer_.num_kv_heads());
+    if (first < 0 || first + count > layer_.table.lengths(slot).num_tokens) {
+      detail::fail<ShapeError>("row_states: positions ", first, " to ", first + count, ", sequence has ", layer_.table.lengths(slot).num_tokens, " tokens");
+    }
+    const RowRuns& runs = layer_.runs(slot, kv_head);
+    for (std::int64_t i = 0; i < count; ++i) states[static_cast<std::size_t>(i)] = first + i < runs.num_positions() ? runs.find(first + i).state : RowState::full;
   }
 
   /// @brief Bytes of one sequence; pages shared with forks are counted in full.

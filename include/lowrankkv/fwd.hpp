@@ -12,10 +12,20 @@ struct Cpu;
 struct PerHead;
 struct Static;
 struct Oja;
+struct FrequentDirections;
 struct SinkRecent;
 struct CompressAll;
 struct KeepFull;
+struct SlidingWindow;
+struct SnapKV;
+struct HeavyHitters;
+struct ResidualOutliers;
+template <class... Members>
+struct Compose;
 struct NoQuantizer;
+struct Int8;
+struct BlockHadamard;
+struct TransformCode;
 
 /// @brief The implementation of a policy on a backend. The primary is undefined on purpose: a policy that has none is
 /// named in one line by the diagnostics in concepts/. Specialise it to add a policy of your own.

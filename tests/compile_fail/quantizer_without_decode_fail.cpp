@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expected-error: missing 'static void decode(const Quantizer&
+// expected-error: missing 'static void decode(const Layout&
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace lowrankkv {
@@ -7,8 +7,12 @@ struct Mine {};
 
 template <>
 struct Impl<Mine, Cpu> {
-  static std::size_t row_bytes(const Mine&, int rank) { return static_cast<std::size_t>(rank); }
-  static void encode(const Mine&, Part, BlockShape, std::byte*, int, int, const float*, int) {}
+  using Layout = int;
+  static Layout layout(const Mine&, int rank, std::span<const std::uint8_t>) { return rank; }
+  static std::int64_t row_bits(int rank) { return rank; }
+  static constexpr int row_multiple = 8;
+  static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
+  static void copy_row(int, Part, int, const std::byte*, int, std::byte*, int) {}
 };
 
 std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }

@@ -8,8 +8,9 @@ struct Mine {};
 template <>
 struct Impl<Mine, Cpu> {
   static constexpr bool compresses = true;
-  static std::int64_t max_full_rows(const Mine&, std::int64_t) { return 0; }
-  static void classify(const Mine&, const RowBatch&, std::span<RowState>) {}
+  static constexpr Evidence evidence = Evidence::none;
+  static RowBounds bounds(const Mine&, const RowBatch& batch) { return {0, batch.num_rows}; }
+  static void classify(const Mine&, const RowBatch&, std::span<RowFate>) {}
 };
 
 std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, Mine>); }

@@ -10,7 +10,7 @@ struct Impl<Mine, Cpu> {
   static constexpr bool adapts = true;
   struct State {};
   static PromptSelection prompt_selection(const Mine&) { return {}; }
-  template <class S> static void observe(const Mine&, S&, MatrixView, Phase) {}
+  template <class S> static void observe(const Mine&, S&, MatrixView, MatrixView, Phase) {}
   template <class S> static std::size_t state_bytes(const S&) { return 0; }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expected-error: missing 'static void observe(const Updater&, State&, MatrixView, Phase)'
+// expected-error: missing 'static void observe(const Updater&, State&, MatrixView, MatrixView, Phase)'
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace lowrankkv {

@@ -9,7 +9,7 @@ template <>
 struct Impl<Mine, Cpu> {
   static constexpr bool adapts = true;
   static PromptSelection prompt_selection(const Mine&) { return {}; }
-  template <class S> static void observe(const Mine&, S&, MatrixView, Phase) {}
+  template <class S> static void observe(const Mine&, S&, MatrixView, MatrixView, Phase) {}
   template <class S> static bool maybe_update(const Mine&, S&, MatrixView, MutableMatrixView, Phase) { return false; }
   template <class S> static std::size_t state_bytes(const S&) { return 0; }
 };

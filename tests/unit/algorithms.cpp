@@ -9,6 +9,7 @@
 #include "lowrankkv/calibrate/choose_rank.hpp"
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/cpu/snapkv_scores.hpp"
+#include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/cpu/updater/oja.hpp"
 #include "lowrankkv/diagnostics/residual_energy.hpp"
 #include "lowrankkv/diagnostics/subspace_overlap.hpp"
@@ -195,8 +196,8 @@ TEST_CASE("SnapKV scores are the attention that the last queries pay, causal, su
     for (int t = 0; t < visible; ++t) expected[static_cast<std::size_t>(t)] += weights[t] / weights.sum();
   }
   for (int t = 0; t < n; ++t) CHECK(scores[static_cast<std::size_t>(t)] == doctest::Approx(expected[static_cast<std::size_t>(t)]).epsilon(1e-4));
-  CHECK(cpu::top_tokens({1.0F, 5.0F, 5.0F, 0.5F, 9.0F}, 4, 2) == std::vector<std::int64_t>{1, 2});
-  CHECK(cpu::top_tokens({1.0F, 5.0F, 5.0F, 0.5F}, 4, 99).size() == 4);
+  CHECK(cpu::top_rows(std::vector<float>{1.0F, 5.0F, 5.0F, 0.5F}, 2) == std::vector<std::int64_t>{1, 2});
+  CHECK(cpu::top_rows(std::vector<float>{1.0F, 5.0F, 5.0F, 0.5F}, 99).size() == 4);
   CHECK_THROWS_WITH_AS(cpu::snapkv_scores({queries.data(), 18, dim}, 3, {keys.data(), 4, dim}, 1.0F), "snapkv_scores: 6 queries, 4 keys", ShapeError);
 }
 

@@ -76,7 +76,7 @@ TEST_CASE_FIXTURE(Fixture, "views that do not fit") {
   CHECK(raised<ShapeError>([&] { cache.truncate(1, 101); }) == "truncate: length 101, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.truncate(1, -1); }) == "truncate: length -1, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.reconstruct(1, 90, {out.data(), 11, 2, 16}, {out.data(), 11, 2, 16}); }) == "reconstruct: 11 tokens from position 90, sequence has 100 tokens");
-  CHECK(raised<ShapeError>([&] { cache.ingest(1, key(40), value(40), query(31)); }) == "q_window: the updater selects prompt rows by the scores of 32 queries, given 31");
+  CHECK(raised<ShapeError>([&] { cache.ingest(1, key(40), value(40), query(31)); }) == "q_window: prompt rows are chosen by the attention of 32 queries, given 31");
 }
 
 TEST_CASE_FIXTURE(Fixture, "sequences and capacities") {
@@ -272,7 +272,7 @@ TEST_CASE("configurations that cannot work") {
   CHECK(raised<ShapeError>([] { FullKV<> cache({.shape = {2, 2, 0}}); }).find("head_dim 0; all must be at least 1") != std::string::npos);
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .max_sequences = 0}); }) == "max_sequences: at least 1, given 0");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .max_tokens = 0}); }) == "max_tokens: 1 to 2147483647, given 0");
-  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .page_bytes = 16}); }) == "page_bytes: a row needs 64, a page has 16");
+  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .page_bytes = 16}); }) == "page_bytes: 1 rows need 64, a page has 16");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 8, .tail_capacity = 40}); }) == "tail_capacity: 40, must exceed recent + flush_interval = 40");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .num_pages = -1}); }) == "num_pages: 0 to 2147483647, given -1");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 2147483647}); }) == "flush_interval: 1 to 16777216, given 2147483647");

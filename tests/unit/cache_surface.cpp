@@ -62,7 +62,8 @@ TEST_CASE("memory counts every byte once") {
   CHECK(usage.updater_bytes == 0);
   CHECK(usage.pending_bytes == 0);
   CHECK(usage.slack_bytes == pages * 4096 - usage.coefficient_bytes - usage.full_row_bytes);
-  CHECK(usage.total() == pages * 4096 + 32 * 512 + epoch);
+  CHECK(usage.position_bytes == 2 * 2 * 8);  // per head: a run of sinks and one of compressed rows
+  CHECK(usage.total() == pages * 4096 + 32 * 512 + epoch + usage.position_bytes);
   CHECK(cache.memory().reserved_bytes == reserved - pages * 4096 - 32 * 512);
   CHECK(cache.memory().shared_bytes == epoch + 2 * epoch);  // the stored maps, and their f32 originals
   CHECK(cache.tokens_per_page(0) == static_cast<int>(4096 / (2 * (maps.heads[0].key_rank + maps.heads[0].value_rank))));
@@ -96,7 +97,7 @@ struct lowrankkv::Impl<Broken, lowrankkv::Cpu> {
   static constexpr bool adapts = true;
   struct State {};
   static PromptSelection prompt_selection(const Broken&) { return {}; }
-  static void observe(const Broken&, State&, MatrixView, Phase) {}
+  static void observe(const Broken&, State&, MatrixView, MatrixView, Phase) {}
   static bool maybe_update(const Broken&, State&, MatrixView, MutableMatrixView updated, Phase) {
     for (std::int64_t row = 0; row < updated.rows; ++row) std::fill_n(updated.row(row), updated.cols, row % 2 == 0 ? 1.0F : 0.0F / 0.0F);
     return true;

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "lowrankkv/config.hpp"
@@ -27,8 +29,17 @@ struct HeadBasis {
   std::vector<float> key_metric;
   std::vector<float> key_metric_inverse;
 
+  /// What quantizers with bits of their own for every channel need: bits per channel, non-increasing, and the calibrated
+  /// root mean square of its coefficients, [key_rank] and [value_rank]; empty where not needed.
+  std::vector<std::uint8_t> key_bits, value_bits;
+  std::vector<float> key_rms, value_rms;
+  /// Norms of residuals, ||k - k^|| in the key metric and ||v - v^||, above which an updater is to act (calibrated
+  /// percentiles); infinite: never.
+  float key_threshold = std::numeric_limits<float>::infinity();
+  float value_threshold = std::numeric_limits<float>::infinity();
+
   std::size_t bytes() const {
-    return 4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() + key_mean.size() +
+    return key_bits.size() + value_bits.size() + 4 * (key_rms.size() + value_rms.size()) + 4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() + key_mean.size() +
                 value_mean.size() + key_metric.size() + key_metric_inverse.size());
   }
 };

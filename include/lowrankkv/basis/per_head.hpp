@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,22 @@ inline void check_size(const char* what, std::size_t expected, std::size_t given
   if (expected != given) fail<ShapeError>("basis: ", what, " has ", given, " elements, expected ", expected);
 }
 
+/// Raises ShapeError or ValueError unless the channels' bits and rms are absent, or there for every channel and usable.
+inline void check_channels(const char* what, const std::vector<std::uint8_t>& bits, const std::vector<float>& rms, int rank) {
+  const std::size_t channels = static_cast<std::size_t>(rank);
+  if (!bits.empty() && bits.size() != channels) fail<ShapeError>("basis: ", what, "_bits has ", bits.size(), " elements, rank ", rank);
+  if (!rms.empty() && rms.size() != channels) fail<ShapeError>("basis: ", what, "_rms has ", rms.size(), " elements, rank ", rank);
+  for (const std::uint8_t width : bits) {
+    if (width > 8) fail<ValueError>("basis: ", what, "_bits holds ", int{width}, ", at most 8");
+  }
+  for (std::size_t i = 1; i < bits.size(); ++i) {
+    if (bits[i] > bits[i - 1]) fail<ValueError>("basis: ", what, "_bits rises from ", int{bits[i - 1]}, " to ", int{bits[i]}, "; channels are sorted");
+  }
+  for (const float value : rms) {
+    if (!(value > 0.0F) || !std::isfinite(value)) fail<ValueError>("basis: ", what, "_rms holds ", value, ", finite and positive expected");
+  }
+}
+
 /// Raises ShapeError or ValueError unless `head` is a basis that PerHead can use.
 inline void validate_head(const PerHead& policy, const HeadBasis& head, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(head_dim);
@@ -66,6 +83,8 @@ inline void validate_head(const PerHead& policy, const HeadBasis& head, int head
   check_size("query_down", aware ? keys : 0, head.query_down.size());
   check_size("key_metric", aware ? dim * dim : 0, head.key_metric.size());
   check_size("key_metric_inverse", aware ? dim * dim : 0, head.key_metric_inverse.size());
+  check_channels("key", head.key_bits, head.key_rms, head.key_rank);
+  check_channels("value", head.value_bits, head.value_rms, head.value_rank);
   check_size("key_mean", policy.centred ? dim : 0, head.key_mean.size());
   check_size("value_mean", policy.centred ? dim : 0, head.value_mean.size());
   const double key_error =

@@ -19,18 +19,22 @@ enum class Phase : std::uint8_t { prefill, decode };
 /// @brief Which of the two things a token stores.
 enum class Part : std::uint8_t { key, value };
 
-/// @brief Consecutive rows of one KV head that a token policy decides on.
-struct RowBatch {
-  int kv_head = 0;
-  std::int64_t first_position = 0;
-  std::int64_t num_rows = 0;
-  Phase phase = Phase::prefill;
+/// @brief How neighbouring scores are pooled, so that a chosen token brings its neighbours along.
+enum class Pooling : std::uint8_t { average, maximum };
+
+/// @brief SnapKV scores of a prompt's rows: the attention they get from the prompt's last queries.
+struct AttentionScores {
+  int window = 0;   ///< queries at the end of the prompt (or chunk) that score it; kAllQueries: every one, causally (H2O)
+  int kernel = 1;   ///< width of the pooling window, odd; 1: no pooling
+  Pooling pooling = Pooling::average;
+  static constexpr int kAllQueries = 1 << 30;
+  friend bool operator==(const AttentionScores&, const AttentionScores&) = default;
 };
 
 /// @brief Which prompt rows an updater wants to observe.
 struct PromptSelection {
-  float share = 1.0F;  ///< of the prompt's (or chunk's) tokens, those with the highest SnapKV scores; 1: every row
-  int window = 0;      ///< queries at the end of the prompt that score it
+  float share = 1.0F;      ///< of the prompt's (or chunk's) tokens, those with the highest scores; 1: every row
+  AttentionScores scores;  ///< ignored when all rows are wanted
 };
 
 LOWRANKKV_NAMESPACE_END

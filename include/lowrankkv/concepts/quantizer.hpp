@@ -3,41 +3,71 @@
 ///
 /// A page holds the keys of its rows, then their values: two blocks of rows_per_page rows. A quantizer is a parameter
 /// struct Q plus `Impl<Q, Backend>` with
-///   static std::size_t row_bytes(const Q&, int rank);   // of one row of one block, scales included
-///   static void encode(const Q&, Part, BlockShape, std::byte* block, int first, int count, const float* rows, int stride);
-///   static void decode(const Q&, Part, BlockShape, const std::byte* block, int first, int count, float* tile, int stride);
-/// encode takes rows row-major; decode gives keys channel-major [rank, stride] and values row-major [count, stride].
-/// Optional: `static void validate(const Policy&)`, which raises what is wrong with the parameters.
+///   using Layout = ...;                     // how the keys (or values) of one KV head lie in a block; copyable
+///   static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);  // bits: of the basis's channels, or empty
+///   static std::int64_t row_bits(const Layout&);   // of one row of a block, scales included
+///   static constexpr int row_multiple;             // pages hold a multiple of so many rows; row_bits times it fills bytes
+///   static void encode(const Layout&, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride);
+///   static void decode(const Layout&, Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride);
+///   static void copy_row(const Layout&, Part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row);
+/// encode takes rows row-major [count, stride]; decode gives keys channel-major [rank, stride] and values row-major
+/// [count, stride]; copy_row moves the codes themselves (the blocks may be the same).
+/// Optional: `static void validate(const Q&)`, which raises what is wrong with the parameters;
+///   static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);  // what the stored maps take over
+///   static constexpr bool orders_channels;  // true: channels must stay sorted by energy when a basis moves
 #pragma once
 
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
 
 #include "lowrankkv/concepts/impl.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief One block of a page.
-struct BlockShape {
-  int rows_per_page = 0;
-  int rank = 0;
+/// @brief What a quantizer asks the stored maps to do for it: rows are encoded with down * rotation * diag(1 / scale) and
+/// read with up * rotation * diag(scale). Empty members: the identity.
+struct ChannelFold {
+  std::vector<float> rotation;  ///< [rank, rank] orthogonal, row-major
+  std::vector<float> scale;     ///< [rank] positive
 };
 
 template <class Q, class B>
-concept QuantizerHasRowBytes =
-    requires(const Q& policy) { { Impl<Q, B>::row_bytes(policy, 1) } -> std::convertible_to<std::size_t>; };
-template <class Q, class B>
-concept QuantizerHasEncode = requires(const Q& policy, std::byte* block, const float* rows) {
-  Impl<Q, B>::encode(policy, Part::key, BlockShape{}, block, 0, 0, rows, 0);
+concept QuantizerHasLayout = requires(const Q& policy, std::span<const std::uint8_t> bits) {
+  requires std::copyable<typename Impl<Q, B>::Layout>;
+  { Impl<Q, B>::layout(policy, 1, bits) } -> std::same_as<typename Impl<Q, B>::Layout>;
 };
 template <class Q, class B>
-concept QuantizerHasDecode = requires(const Q& policy, const std::byte* block, float* tile) {
-  Impl<Q, B>::decode(policy, Part::key, BlockShape{}, block, 0, 0, tile, 0);
+concept QuantizerHasRowBits = requires(const typename Impl<Q, B>::Layout& layout) {
+  { Impl<Q, B>::row_bits(layout) } -> std::convertible_to<std::int64_t>;
+  { Impl<Q, B>::row_multiple } -> std::convertible_to<int>;
+};
+template <class Q, class B>
+concept QuantizerHasEncode = requires(const typename Impl<Q, B>::Layout& layout, std::byte* block, const float* rows) {
+  Impl<Q, B>::encode(layout, Part::key, 1, block, 0, 0, rows, 0);
+};
+template <class Q, class B>
+concept QuantizerHasDecode = requires(const typename Impl<Q, B>::Layout& layout, const std::byte* block, float* tile) {
+  Impl<Q, B>::decode(layout, Part::key, 1, block, 0, 0, tile, 0);
+};
+template <class Q, class B>
+concept QuantizerHasCopyRow = requires(const typename Impl<Q, B>::Layout& layout, const std::byte* from, std::byte* to) {
+  Impl<Q, B>::copy_row(layout, Part::key, 1, from, 0, to, 0);
 };
 
 /// @brief Q can be used as the Quantizer of a CompressedKVCache<B, ...>.
 template <class Q, class B>
-concept QuantizerFor = HasImpl<Q, B> && QuantizerHasRowBytes<Q, B> && QuantizerHasEncode<Q, B> && QuantizerHasDecode<Q, B>;
+concept QuantizerFor = HasImpl<Q, B> && QuantizerHasLayout<Q, B> && QuantizerHasRowBits<Q, B> && QuantizerHasEncode<Q, B> &&
+                       QuantizerHasDecode<Q, B> && QuantizerHasCopyRow<Q, B>;
+
+/// @brief Q wants channels sorted by energy, largest first.
+template <class Q, class B>
+constexpr bool orders_channels() {
+  if constexpr (requires { Impl<Q, B>::orders_channels; }) return Impl<Q, B>::orders_channels;
+  else return false;
+}
 
 namespace detail {
 
@@ -47,15 +77,21 @@ struct DiagnoseQuantizer {
   static_assert(HasImpl<Q, B>,
                 "lowrankkv: this Quantizer has no Impl<Quantizer, Backend>; include the header that defines it or "
                 "specialise lowrankkv::Impl; see concepts/quantizer.hpp");
-  static_assert(!HasImpl<Q, B> || QuantizerHasRowBytes<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static std::size_t row_bytes(const Quantizer&, int)'; "
-                "see concepts/quantizer.hpp");
-  static_assert(!HasImpl<Q, B> || QuantizerHasEncode<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void encode(const Quantizer&, Part, BlockShape, "
-                "std::byte*, int, int, const float*, int)'; see concepts/quantizer.hpp");
-  static_assert(!HasImpl<Q, B> || QuantizerHasDecode<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void decode(const Quantizer&, Part, BlockShape, "
-                "const std::byte*, int, int, float*, int)'; see concepts/quantizer.hpp");
+  static_assert(!HasImpl<Q, B> || QuantizerHasLayout<Q, B>,
+                "lowrankkv: Impl<Quantizer, Backend> is missing a copyable type 'Layout' or 'static Layout layout(const "
+                "Quantizer&, int rank, std::span<const std::uint8_t> bits)'; see concepts/quantizer.hpp");
+  static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasRowBits<Q, B>,
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static std::int64_t row_bits(const Layout&)' or 'static "
+                "constexpr int row_multiple'; see concepts/quantizer.hpp");
+  static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasEncode<Q, B>,
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void encode(const Layout&, Part, int, std::byte*, "
+                "int, int, const float*, int)'; see concepts/quantizer.hpp");
+  static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasDecode<Q, B>,
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void decode(const Layout&, Part, int, const "
+                "std::byte*, int, int, float*, int)'; see concepts/quantizer.hpp");
+  static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasCopyRow<Q, B>,
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void copy_row(const Layout&, Part, int, const "
+                "std::byte*, int, std::byte*, int)'; see concepts/quantizer.hpp");
 };
 
 }  // namespace detail

@@ -5,11 +5,15 @@
 ///   static constexpr bool adapts;                       // false: the basis never moves, nothing below is called
 ///   using State = ...;                                  // one per (sequence, KV head, key or value); copied by fork
 ///   static PromptSelection prompt_selection(const U&);  // which prompt rows observe() is to see
-///   static void observe(const U&, State&, MatrixView rows, Phase);       // rows [n, head_dim] in the basis's metric
+///   static void observe(const U&, State&, MatrixView rows, MatrixView basis, Phase);  // rows [n, head_dim], mean
+///                                                       // subtracted and in the metric in which `basis` is orthonormal
 ///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated, Phase);
 ///                                                       // basis, updated [head_dim, rank] orthonormal; true: it moved
 ///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
-/// Optional: `static void validate(const Policy&)`, which raises what is wrong with the parameters.
+/// Optional: `static void validate(const U&)`, which raises what is wrong with the parameters;
+///   static State start(const U&, const UpdaterStart&);  // the state of a new sequence; default: State{}
+///   static constexpr bool sequential;    // true: prompts too are shown flush_interval rows at a time, in order
+///   static constexpr bool publishes;     // true: every update begins an epoch; default: when rows outweigh its bytes
 #pragma once
 
 #include <concepts>
@@ -20,6 +24,14 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
+/// @brief What a new sequence's updater state can know of its (KV head, key or value).
+struct UpdaterStart {
+  int head_dim = 0;
+  int rank = 0;
+  Part part = Part::key;
+  float residual_threshold = 0.0F;  ///< HeadBasis::key_threshold or value_threshold
+};
+
 template <class U, class B>
 concept UpdaterHasAdapts = requires { { Impl<U, B>::adapts } -> std::convertible_to<bool>; };
 template <class U, class B>
@@ -29,7 +41,7 @@ concept UpdaterHasSelection =
     requires(const U& policy) { { Impl<U, B>::prompt_selection(policy) } -> std::same_as<PromptSelection>; };
 template <class U, class B>
 concept UpdaterHasObserve = requires(const U& policy, typename Impl<U, B>::State& state, MatrixView rows) {
-  Impl<U, B>::observe(policy, state, rows, Phase::prefill);
+  Impl<U, B>::observe(policy, state, rows, rows, Phase::prefill);
 };
 template <class U, class B>
 concept UpdaterHasMaybeUpdate =
@@ -45,6 +57,19 @@ concept UpdaterHasStateBytes = requires(const typename Impl<U, B>::State& state)
 template <class U, class B>
 concept UpdaterFor = HasImpl<U, B> && UpdaterHasAdapts<U, B> && UpdaterHasState<U, B> && UpdaterHasSelection<U, B> &&
                      UpdaterHasObserve<U, B> && UpdaterHasMaybeUpdate<U, B> && UpdaterHasStateBytes<U, B>;
+
+/// @brief U wants to see prompts in the order of the stream, a few rows at a time.
+template <class U, class B>
+constexpr bool updates_sequentially() {
+  if constexpr (requires { Impl<U, B>::sequential; }) return Impl<U, B>::sequential;
+  else return false;
+}
+/// @brief U decides itself when an epoch begins.
+template <class U, class B>
+constexpr bool publishes_updates() {
+  if constexpr (requires { Impl<U, B>::publishes; }) return Impl<U, B>::publishes;
+  else return false;
+}
 
 namespace detail {
 
@@ -63,7 +88,7 @@ struct DiagnoseUpdater {
                 "see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasObserve<U, B>,
                 "lowrankkv: Impl<Updater, Backend> is missing 'static void observe(const Updater&, State&, MatrixView, "
-                "Phase)'; see concepts/updater.hpp");
+                "MatrixView, Phase)'; see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasMaybeUpdate<U, B>,
                 "lowrankkv: Impl<Updater, Backend> is missing 'static bool maybe_update(const Updater&, State&, "
                 "MatrixView, MutableMatrixView, Phase)'; see concepts/updater.hpp");

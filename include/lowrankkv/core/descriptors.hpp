@@ -13,8 +13,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What becomes of a row when it leaves the tail: kept as plain K and V rows, or as coefficients.
-enum class RowState : std::uint8_t { full, compressed };
+/// @brief What has become of a row that left the tail: kept as plain K and V rows, kept as coefficients, or gone.
+enum class RowState : std::uint8_t { full, compressed, dropped };
 
 /// @brief Rows [first_row, first_row + num_rows) of the compressed rows of one KV head: one epoch wrote them.
 struct Segment {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,9 @@
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/orthonormalize.hpp"
 #include "lowrankkv/cpu/segments.hpp"
+#include "lowrankkv/cpu/fold_maps.hpp"
 #include "lowrankkv/cpu/snapkv_scores.hpp"
+#include "lowrankkv/cpu/top_rows.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -24,8 +27,37 @@ struct LeavingRows {
   std::vector<float> keys, values;  ///< [total, head_dim]
   std::int64_t total = 0;
   std::int64_t count = 0;
-  std::vector<RowState> states;     ///< [count]
+  std::vector<RowFate> fates;       ///< [count]
   int rejected = 0;                 ///< updates that gave no usable basis
+  bool moved = false;               ///< a working basis moved
+};
+
+/// @brief Scores of the rows of a prompt under its last queries, pooled over the rows that are leaving: [count]. Empty if
+/// no queries are known.
+template <class State>
+std::vector<float> prompt_scores(const State& state, int slot, int head, const LeavingRows& rows, const AttentionScores& wanted) {
+  const PromptChunk& chunk = state.sequence(slot).chunk;
+  const int num_queries = (std::min)(chunk.num_window_queries(), wanted.window);
+  if (num_queries == 0) return {};
+  const int group = state.config.shape.group_size();
+  const int first = chunk.num_window_queries() - num_queries;
+  std::vector<float> queries(static_cast<std::size_t>(num_queries * group * state.head_dim()));
+  for (int query = 0; query < num_queries; ++query) {
+    for (int member = 0; member < group; ++member) {
+      const float* source = chunk.window_query(first + query, head * group + member);
+      std::copy(source, source + state.head_dim(), queries.begin() + (query * group + member) * state.head_dim());
+    }
+  }
+  const std::vector<float> scores = snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
+                                                  {rows.keys.data(), rows.total, state.head_dim()}, state.config.scale());
+  return pool_scores(std::span(scores).first(static_cast<std::size_t>(rows.count)), wanted.kernel, wanted.pooling);
+}
+
+/// @brief Which rows of all leaving ones a step is about.
+struct RowRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t size() const { return end - begin; }
 };
 
 /// @brief The basis that the updater would move next: its working basis, or else that of the current epoch.
@@ -50,38 +82,26 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   return basis;
 }
 
-/// @brief The rows that the updater observes: of a prompt those with the highest SnapKV scores, of decoded rows all.
+/// @brief The rows of `range` that the updater observes: of a prompt those with the highest scores, of decoded rows all.
 /// Only rows that will be compressed are candidates: the basis has nothing to do with the others.
 template <class State>
-std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, const LeavingRows& rows, Phase phase) {
+std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, const LeavingRows& rows, RowRange range, Phase phase) {
   const PromptSelection selection = State::UpdaterImpl::prompt_selection(state.updater);
-  const PromptChunk& chunk = state.sequence(slot).chunk;
+  std::vector<std::int64_t> candidates;
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    if (rows.fates[static_cast<std::size_t>(row)] == RowFate::compressed) candidates.push_back(row);
+  }
+  if (phase == Phase::decode || selection.share >= 1.0F || candidates.empty()) return candidates;
+  const std::vector<float> scores = prompt_scores(state, slot, head, rows, selection.scores);
+  if (scores.empty()) return candidates;
+  std::vector<float> of_candidates;
+  for (const std::int64_t row : candidates) of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
+  // The share counts all rows of the prompt, the exempt ones too; of a part of it, its part of them.
+  const double part = static_cast<double>(range.size()) / static_cast<double>(rows.count);
+  const double wanted = static_cast<double>(selection.share) * static_cast<double>(rows.total) * part;
   std::vector<std::int64_t> chosen;
-  std::int64_t candidates = 0;
-  for (const RowState row : rows.states) candidates += row == RowState::compressed ? 1 : 0;
-  const bool scored = phase == Phase::prefill && selection.share < 1.0F && chunk.num_window_queries() > 0;
-  if (!scored) {
-    for (std::int64_t row = 0; row < rows.count; ++row) {
-      if (rows.states[static_cast<std::size_t>(row)] == RowState::compressed) chosen.push_back(row);
-    }
-    return chosen;
-  }
-  const int group = state.config.shape.group_size();
-  const int num_queries = chunk.num_window_queries();
-  std::vector<float> queries(static_cast<std::size_t>(num_queries * group * state.head_dim()));
-  for (int query = 0; query < num_queries; ++query) {
-    for (int member = 0; member < group; ++member) {
-      const float* source = chunk.window_query(query, head * group + member);
-      std::copy(source, source + state.head_dim(), queries.begin() + (query * group + member) * state.head_dim());
-    }
-  }
-  std::vector<float> scores = snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
-                                            {rows.keys.data(), rows.total, state.head_dim()}, state.config.scale());
-  for (std::int64_t row = 0; row < rows.count; ++row) {
-    if (rows.states[static_cast<std::size_t>(row)] != RowState::compressed) scores[static_cast<std::size_t>(row)] = -1.0F;
-  }
-  const double wanted = std::ceil(static_cast<double>(selection.share) * static_cast<double>(rows.total));
-  return top_tokens(scores, rows.count, (std::min)(candidates, static_cast<std::int64_t>(wanted)));
+  for (const std::int64_t index : top_rows(of_candidates, static_cast<std::int64_t>(std::ceil(wanted)))) chosen.push_back(candidates[static_cast<std::size_t>(index)]);
+  return chosen;
 }
 
 /// @brief True if the columns of `basis` [dim, rank] are finite and orthonormal: what an updater must return.
@@ -89,69 +109,103 @@ inline bool is_orthonormal(const std::vector<float>& basis, int dim, int rank) {
   return ::lowrankkv::detail::biorthogonality_error(basis, basis, dim, rank) < 1e-2;
 }
 
-/// @brief Lets the updater observe the rows of one head and move its working bases. Heads are independent.
-/// @return how many bases were refused because they were not finite and orthonormal; the old ones stay
+/// @brief The keys (or values) of some leaving rows, mean subtracted and in the metric of the basis: [chosen, head_dim].
 template <class State>
-int adapt_head(State& state, int slot, int head, const LeavingRows& rows, Phase phase) {
-  const std::vector<std::int64_t> chosen = observed_rows(state, slot, head, rows, phase);
-  if (chosen.empty()) return 0;
-  int rejected = 0;
+std::vector<float> rows_in_metric(const State& state, int head, const LeavingRows& rows, const std::vector<std::int64_t>& chosen, Part part) {
+  const int dim = state.head_dim();
+  const std::vector<float>& source = part == Part::key ? rows.keys : rows.values;
+  std::vector<float> batch(chosen.size() * static_cast<std::size_t>(dim));
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    std::copy_n(source.begin() + chosen[i] * dim, dim, batch.begin() + static_cast<std::ptrdiff_t>(i) * dim);
+  }
+  State::BasisImpl::to_metric(state.basis_policy, state.calibrated.heads[static_cast<std::size_t>(head)], dim, part, batch.data(), static_cast<int>(chosen.size()));
+  return batch;
+}
+
+/// @brief Lets the updater observe rows of one head and move its working bases. Heads are independent. Notes in `rows`
+/// whether a basis moved, and how many were refused because they were not finite and orthonormal; then the old ones stay.
+template <class State>
+void adapt_head(State& state, int slot, int head, LeavingRows& rows, RowRange range, Phase phase) {
+  const std::vector<std::int64_t> chosen = observed_rows(state, slot, head, rows, range, phase);
+  if (chosen.empty()) return;
   const int dim = state.head_dim();
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
   auto& adaptation = state.sequence(slot).adaptation[static_cast<std::size_t>(head)];
-  std::vector<float> batch(chosen.size() * static_cast<std::size_t>(dim));
   for (const Part part : {Part::key, Part::value}) {
     const bool keys = part == Part::key;
-    const std::vector<float>& source = keys ? rows.keys : rows.values;
-    for (std::size_t i = 0; i < chosen.size(); ++i) {
-      std::copy_n(source.begin() + chosen[i] * dim, dim, batch.begin() + static_cast<std::ptrdiff_t>(i) * dim);
-    }
-    State::BasisImpl::to_metric(state.basis_policy, calibrated, dim, part, batch.data(), static_cast<int>(chosen.size()));
+    const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
     auto& updater_state = keys ? adaptation.key_state : adaptation.value_state;
-    State::UpdaterImpl::observe(state.updater, updater_state, MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim), phase);
     const int rank = keys ? calibrated.key_rank : calibrated.value_rank;
     const std::vector<float> current = working_basis(state, slot, head, part);
+    State::UpdaterImpl::observe(state.updater, updater_state, MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim),
+                                MatrixView(current.data(), dim, rank), phase);
     std::vector<float> moved(current.size());
     if (State::UpdaterImpl::maybe_update(state.updater, updater_state, MatrixView(current.data(), dim, rank),
                                          MutableMatrixView(moved.data(), dim, rank), phase)) {
       if (is_orthonormal(moved, dim, rank)) {
         (keys ? adaptation.key_basis : adaptation.value_basis) = StoredMatrix(state.config.epoch_type, dim, rank, moved);
+        rows.moved = true;
       } else {
-        ++rejected;
+        ++rows.rejected;
       }
     }
   }
-  return rejected;
 }
 
 /// @brief Whether `rows` rows that are about to be written are reason to publish: alone they outweigh an epoch's bytes
-/// (a prompt), or enough have gone by since the last one (decoding).
+/// (a prompt), or enough have gone by since the last one (decoding). Updaters that publish themselves: whenever one moved.
 template <class State>
-bool publication_due(const State& state, int slot, std::int64_t rows, Phase phase) {
+bool publication_due(const State& state, int slot, std::int64_t rows, bool moved, Phase phase) {
   if (!State::UpdaterImpl::adapts || rows == 0) return false;
+  if (publishes_updates<typename State::UpdaterPolicy, Cpu>()) return moved;
   const std::int64_t since = state.sequence(slot).rows_since_publication + rows;
   if (since >= state.publish_interval()) return true;
-  return phase == Phase::prefill && static_cast<std::size_t>(rows) * state.compressed_row_bytes() > state.epochs.bytes(0);
+  return phase == Phase::prefill && state.compressed_bytes(rows) > state.epochs.bytes(0);
 }
 
-/// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are written under it from now on.
+namespace detail {
+
+/// The maps of one head for its working bases, their channels in the order that the quantizer wants.
 template <class State>
-bool publish(State& state, int slot) {
+HeadBasis maps_to_publish(const State& state, int slot, int head, const LeavingRows& rows, RowRange range) {
+  const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
+  std::vector<float> bases[2] = {working_basis(state, slot, head, Part::key), working_basis(state, slot, head, Part::value)};
+  std::vector<float> rms[2] = {calibrated.key_rms, calibrated.value_rms};
+  if constexpr (orders_channels<typename State::QuantizerPolicy, Cpu>()) {
+    std::vector<std::int64_t> chosen;
+    for (std::int64_t row = range.begin; row < range.end; ++row) {
+      if (rows.fates[static_cast<std::size_t>(row)] == RowFate::compressed) chosen.push_back(row);
+    }
+    for (const Part part : {Part::key, Part::value}) {
+      const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
+      const std::size_t which = part == Part::key ? 0 : 1;
+      turn_to_axes(MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), state.head_dim()), bases[which], rms[which],
+                   part == Part::key ? calibrated.key_rank : calibrated.value_rank);
+    }
+  }
+  HeadBasis maps = State::BasisImpl::with_working_bases(state.basis_policy, calibrated, state.head_dim(), std::move(bases[0]), std::move(bases[1]));
+  maps.key_rms = std::move(rms[0]);
+  maps.value_rms = std::move(rms[1]);
+  return maps;
+}
+
+}  // namespace detail
+
+/// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are written under it from now on.
+/// @param rows  per KV head; those of `range` that will be compressed say how channels are ordered and scaled
+template <class State>
+bool publish(State& state, int slot, const std::vector<LeavingRows>& rows, RowRange range) {
   auto& sequence = state.sequence(slot);
   bool moved = false;
   for (const auto& adaptation : sequence.adaptation) moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();
   if (!moved) return false;
   std::vector<HeadBasis> maps;
-  for (int head = 0; head < state.num_kv_heads(); ++head) {
-    maps.push_back(State::BasisImpl::with_working_bases(
-        state.basis_policy, state.calibrated.heads[static_cast<std::size_t>(head)], state.head_dim(),
-        working_basis(state, slot, head, Part::key), working_basis(state, slot, head, Part::value)));
-  }
+  for (int head = 0; head < state.num_kv_heads(); ++head) maps.push_back(detail::maps_to_publish(state, slot, head, rows[static_cast<std::size_t>(head)], range));
   for (auto& adaptation : sequence.adaptation) {
     adaptation.key_basis = {};
     adaptation.value_basis = {};
   }
-  const std::int32_t epoch = state.epochs.add(maps, state.head_dim());
+  const std::int32_t epoch = state.epochs.add(maps, fold_maps(state, maps), state.head_dim());
   state.epochs.release(sequence.epoch);
   sequence.epoch = epoch;
   ++state.statistics.publications;

@@ -62,38 +62,55 @@ void attend_rows(const Rows& list, int slot, int head, std::int32_t first, std::
   }
 }
 
+/// The block's queries in the coordinates of an epoch's key coefficients; the term of centred keys becomes a bias.
+inline QueryRows project_queries(const EpochHead& maps, int head_dim, int key_rank, int value_width, const QueryRows& full_query, AttentionWorkspace& work) {
+  const int key_stride = padded(key_rank);
+  maps.load_query_map(work.map.data(), key_stride);
+  matmul<false>(full_query.rows, key_stride, head_dim, full_query.data, full_query.stride, work.map.data(), key_stride,
+                work.projected.data(), key_stride);
+  QueryRows query{work.projected.data(), key_stride, full_query.rows, key_rank, value_width, nullptr};
+  if (maps.key_mean.empty()) return query;
+  maps.key_mean.load(work.row.data(), padded(head_dim));
+  for (int row = 0; row < full_query.rows; ++row) {
+    float product = 0.0F;
+    for (int channel = 0; channel < head_dim; ++channel) {
+      product += full_query.data[row * full_query.stride + channel] * work.row[static_cast<std::size_t>(channel)];
+    }
+    work.bias[static_cast<std::size_t>(row)] = product;
+  }
+  query.bias = work.bias.data();
+  return query;
+}
+
+/// The rows of a block's queries, the softmax scale folded in.
+inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim, std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
+  const int group = block.group_size;
+  const int width = padded(head_dim);
+  for (int row = 0; row < num_tokens * group; ++row) {
+    float* target = work.query.data() + row * width;
+    load_row(block.query, first_token + row / group, head * group + row % group, target);
+    for (int channel = 0; channel < head_dim; ++channel) target[channel] *= block.scale;
+  }
+  return {work.query.data(), width, num_tokens * group, head_dim, width, nullptr};
+}
+
 /// One segment: project the queries, attend over coefficients, expand, merge into state 0.
 template <class Quantizer>
 void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query,
                     AttentionWorkspace& work) {
   const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
-  const RowLayout& layout = stored.compressed->layout(stored.head);
-  const int key_stride = padded(layout.key_rank);
+  const RowLayout<Quantizer>& layout = stored.compressed->layout(stored.head);
   const int value_stride = padded(layout.value_rank);
   const PartialState state = work.state(0);
   PartialState part = work.state(1);
   part.stride = value_stride;
   part.reset(full_query.rows);
 
-  maps.load_query_map(work.map.data(), key_stride);
-  matmul<false>(full_query.rows, key_stride, stored.head_dim, full_query.data, full_query.stride, work.map.data(), key_stride,
-                work.projected.data(), key_stride);
-  QueryRows query{work.projected.data(), key_stride, full_query.rows, layout.key_rank, value_stride, nullptr};
-  if (!maps.key_mean.empty()) {
-    maps.key_mean.load(work.row.data(), padded(stored.head_dim));
-    for (int row = 0; row < full_query.rows; ++row) {
-      float product = 0.0F;
-      for (int channel = 0; channel < stored.head_dim; ++channel) {
-        product += full_query.data[row * full_query.stride + channel] * work.row[static_cast<std::size_t>(channel)];
-      }
-      work.bias[static_cast<std::size_t>(row)] = product;
-    }
-    query.bias = work.bias.data();
-  }
+  const QueryRows query = project_queries(maps, stored.head_dim, layout.key_rank, value_stride, full_query, work);
   attend_rows(*stored.compressed, stored.slot, stored.head, segment.first_row, segment.num_rows, query, work, part);
 
   const int width = padded(stored.head_dim);
-  maps.load_output_map(work.map.data(), width, work.row.data());
+  maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
   matmul<false>(full_query.rows, width, layout.value_rank, part.accumulator, part.stride, work.map.data(), width,
                 work.expanded.data(), width);
   if (!maps.value_mean.empty()) {
@@ -120,12 +137,7 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
   const int group = block.group_size;
   const int rows = num_tokens * group;
   const int width = padded(stored.head_dim);
-  for (int row = 0; row < rows; ++row) {
-    float* target = work.query.data() + row * width;
-    load_row(block.query, first_token + row / group, stored.head * group + row % group, target);
-    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] *= block.scale;
-  }
-  const QueryRows query{work.query.data(), width, rows, stored.head_dim, width, nullptr};
+  const QueryRows query = detail::load_queries(block, stored.head, stored.head_dim, first_token, num_tokens, work);
   const PartialState state = work.state(0);
   state.reset(rows);
 

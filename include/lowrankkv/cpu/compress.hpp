@@ -7,29 +7,35 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "lowrankkv/cpu/adapt.hpp"
+#include "lowrankkv/cpu/evict.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/outliers.hpp"
+#include "lowrankkv/cpu/project.hpp"
 #include "lowrankkv/cpu/segments.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief Adds to `demand` an upper bound, from counts alone, of what moving `count` rows out of full rank takes from the
-/// pool, in one step or in several. A merge may rewrite any compressed row, so sharers of pages may need them all.
+/// pool, in one step or in several. Merges and evictions may rewrite any stored row, so sharers of pages may need them all.
 template <class State>
 void demand_compress(const State& state, int slot, std::int64_t count, Phase phase, PageDemand& demand) {
-  std::vector<RowState> states;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    state.classify(slot, head, count, phase, states);
-    const std::int64_t compressed = std::count(states.begin(), states.end(), RowState::compressed);
-    state.full.demand_extend(slot, head, count - compressed, demand);
-    if (State::UpdaterImpl::adapts && compressed > 0) {
-      state.compressed.demand_rewrite(slot, head, compressed, demand);
+    const RowBounds bounds = State::TokenImpl::bounds(state.token_policy, {head, state.first_tail_position(slot), count, phase});
+    if (State::keeps_mass) {
+      state.full.demand_rewrite(slot, head, bounds.full, demand);
     } else {
-      state.compressed.demand_extend(slot, head, compressed, demand);
+      state.full.demand_extend(slot, head, bounds.full, demand);
+    }
+    if (State::keeps_mass || (State::UpdaterImpl::adapts && bounds.compressed > 0)) {
+      state.compressed.demand_rewrite(slot, head, bounds.compressed, demand);
+    } else {
+      state.compressed.demand_extend(slot, head, bounds.compressed, demand);
     }
   }
 }
@@ -62,60 +68,108 @@ void gather_leaving(const State& state, int slot, int head, std::int64_t count, 
       value[channel] = round_to(state.config.full_type, value[channel]);
     }
   }
-  state.classify(slot, head, count, phase, rows.states);
-}
-
-/// Coefficients (x - mean) down of `count` rows, tile by tile into the compressed list from row `first` on.
-template <class State>
-void project_and_store(State& state, int slot, int head, std::int32_t first, std::int32_t count, const float* keys, const float* values) {
-  const int dim = state.head_dim();
-  const EpochHead& maps = state.epochs.head(state.sequence(slot).epoch, head);
-  const RowLayout& layout = state.compressed.layout(head);
-  const int key_stride = padded(layout.key_rank);
-  const int value_stride = padded(layout.value_rank);
-  std::vector<float> key_map(static_cast<std::size_t>(dim * key_stride)), value_map(static_cast<std::size_t>(dim * value_stride));
-  maps.key_down.load(key_map.data(), key_stride);
-  maps.value_down.load(value_map.data(), value_stride);
-  std::vector<float> rows(static_cast<std::size_t>(kTile * dim));
-  std::vector<float> key_codes(static_cast<std::size_t>(kTile * key_stride)), value_codes(static_cast<std::size_t>(kTile * value_stride));
-  const auto project = [&](const float* source, const StoredMatrix& mean, const std::vector<float>& map, int stride, std::int32_t n, std::vector<float>& out) {
-    std::copy_n(source, static_cast<std::ptrdiff_t>(n) * dim, rows.begin());
-    if (!mean.empty()) {
-      const std::vector<float> centre = mean.values();
-      for (std::int32_t row = 0; row < n; ++row) {
-        for (int channel = 0; channel < dim; ++channel) rows[static_cast<std::size_t>(row * dim + channel)] -= centre[static_cast<std::size_t>(channel)];
-      }
-    }
-    matmul<false>(n, stride, dim, rows.data(), dim, map.data(), stride, out.data(), stride);
-  };
-  for (std::int32_t done = 0; done < count; done += kTile) {
-    const std::int32_t n = (std::min)(kTile, count - done);
-    project(keys + static_cast<std::ptrdiff_t>(done) * dim, maps.key_mean, key_map, key_stride, n, key_codes);
-    project(values + static_cast<std::ptrdiff_t>(done) * dim, maps.value_mean, value_map, value_stride, n, value_codes);
-    state.compressed.overwrite(slot, head, first + done, n, key_codes.data(), key_stride, value_codes.data(), value_stride);
+  rows.fates.resize(static_cast<std::size_t>(count));
+  RowBatch batch{head, state.first_tail_position(slot), count, phase};
+  std::vector<float> scores;
+  if constexpr (wants(State::TokenImpl::evidence, Evidence::attention)) {
+    if (phase == Phase::prefill) scores = prompt_scores(state, slot, head, rows, State::TokenImpl::attention_scores(state.token_policy));
+    batch.attention = scores;
   }
+  State::TokenImpl::classify(state.token_policy, batch, rows.fates);
 }
 
-/// Stores the decided rows of one head: runs of equal state go to the list of that state.
+/// Stores the decided rows of `range` of one head: runs of equal state go to the list of that state.
 template <class State>
-void store_head(State& state, int slot, int head, const LeavingRows& rows, std::int32_t full_row, std::int32_t compressed_row) {
+void store_head(State& state, int slot, int head, const LeavingRows& rows, RowRange range, const HeadRows& first) {
   const int dim = state.head_dim();
-  for (std::int64_t begin = 0; begin < rows.count;) {
-    const RowState kind = rows.states[static_cast<std::size_t>(begin)];
+  std::int32_t full_row = first.num_full;
+  std::int32_t compressed_row = first.num_compressed;
+  std::optional<Projection> projection;
+  for (std::int64_t begin = range.begin; begin < range.end;) {
+    const RowState kind = state_of(rows.fates[static_cast<std::size_t>(begin)]);
     std::int64_t end = begin + 1;
-    while (end < rows.count && rows.states[static_cast<std::size_t>(end)] == kind) ++end;
+    while (end < range.end && state_of(rows.fates[static_cast<std::size_t>(end)]) == kind) ++end;
     const std::int32_t count = static_cast<std::int32_t>(end - begin);
     const float* keys = rows.keys.data() + begin * dim;
     const float* values = rows.values.data() + begin * dim;
     if (kind == RowState::full) {
       state.full.overwrite(slot, head, full_row, count, keys, dim, values, dim);
       full_row += count;
-    } else {
-      project_and_store(state, slot, head, compressed_row, count, keys, values);
+    } else if (kind == RowState::compressed) {
+      if (!projection) projection.emplace(state.epochs.head(state.sequence(slot).epoch, head), dim);
+      for (std::int32_t done = 0; done < count; done += kTile) {
+        const std::int32_t n = (std::min)(kTile, count - done);
+        const float* key_codes = projection->project(Part::key, keys + static_cast<std::ptrdiff_t>(done) * dim, n);
+        const float* value_codes = projection->project(Part::value, values + static_cast<std::ptrdiff_t>(done) * dim, n);
+        state.compressed.overwrite(slot, head, compressed_row + done, n, key_codes, projection->stride(Part::key), value_codes, projection->stride(Part::value));
+      }
       compressed_row += count;
     }
     begin = end;
   }
+}
+
+/// Lists the decided rows of `range` of one head: makes room for them, notes where they are. Returns where they begin.
+template <class State>
+HeadRows list_rows(State& state, int slot, int head, const LeavingRows& rows, RowRange range) {
+  const HeadRows before = state.table.rows(slot, head);
+  std::int32_t counts[3] = {0, 0, 0};
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    const RowState kind = state_of(rows.fates[static_cast<std::size_t>(row)]);
+    ++counts[static_cast<int>(kind)];
+    state.runs(slot, head).append(kind, 1);
+    if (State::keeps_mass && kind != RowState::dropped) {
+      HeadMass& mass = state.mass(slot, head);
+      mass.of(kind).push_back(mass.recent[static_cast<std::size_t>(row)]);
+    }
+  }
+  state.full.extend(slot, head, counts[static_cast<int>(RowState::full)]);
+  const std::int32_t compressed = counts[static_cast<int>(RowState::compressed)];
+  state.compressed.extend(slot, head, compressed);
+  if (compressed > 0) state.used_segments(slot, head).back().num_rows += compressed;
+  return before;
+}
+
+/// Rows [range) leave: the updater sees them, a basis may be published, those that it reconstructs badly may stay at full
+/// rank, and all are stored.
+template <class State>
+void compress_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRange range, Phase phase) {
+  const int heads = state.num_kv_heads();
+  auto& sequence = state.sequence(slot);
+  const auto most_compressed = [&] {
+    std::int64_t most = 0;
+    for (const LeavingRows& head : rows) most = (std::max)(most, std::count(head.fates.begin() + range.begin, head.fates.begin() + range.end, RowFate::compressed));
+    return most;
+  };
+  std::int64_t compressed = most_compressed();
+  if (State::UpdaterImpl::adapts && compressed > 0) {
+    state.threads->run(heads, [&](std::int64_t head, int) {
+      LeavingRows& mine = rows[static_cast<std::size_t>(head)];
+      mine.moved = false;
+      mine.rejected = 0;
+      adapt_head(state, slot, static_cast<int>(head), mine, range, phase);
+    });
+    bool moved = false;
+    for (const LeavingRows& head : rows) {
+      state.statistics.rejected_updates += head.rejected;
+      moved = moved || head.moved;
+    }
+    // The rows that an epoch was published for do not count towards the next one.
+    const bool published = publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
+    sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + compressed;
+  }
+  if constexpr (wants(State::TokenImpl::evidence, Evidence::residuals)) {
+    state.threads->run(heads, [&](std::int64_t head, int) {
+      exempt_outliers(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, phase);
+    });
+    compressed = most_compressed();
+  }
+  if (compressed > 0) open_segment(state, slot);
+  std::vector<HeadRows> before;
+  for (int head = 0; head < heads; ++head) before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
+  state.threads->run(heads, [&](std::int64_t head, int) {
+    store_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, before[static_cast<std::size_t>(head)]);
+  });
 }
 
 /// The rows that stay: the tail without the rows that left it, then the rest of the prompt chunk.
@@ -136,6 +190,11 @@ void renew_tail(State& state, int slot, std::int64_t count) {
     ++lengths.tail_length;
   }
   if (!chunk.empty()) chunk.clear();
+  if (!State::keeps_mass) return;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    std::vector<float>& recent = state.mass(slot, head).recent;
+    recent.erase(recent.begin(), recent.begin() + count);
+  }
 }
 
 }  // namespace detail
@@ -144,43 +203,18 @@ void renew_tail(State& state, int slot, std::int64_t count) {
 /// The caller has made sure of demand_compress(). Cost per row and head: O(head_dim rank), and what the updater takes.
 template <class State>
 void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
-  const int heads = state.num_kv_heads();
-  auto& sequence = state.sequence(slot);
   if (count > 0) {
-    std::vector<LeavingRows> rows(static_cast<std::size_t>(heads));
-    state.threads->run(heads, [&](std::int64_t head, int) {
-      LeavingRows& mine = rows[static_cast<std::size_t>(head)];
-      detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, mine);
-      if constexpr (State::UpdaterImpl::adapts) mine.rejected = adapt_head(state, slot, static_cast<int>(head), mine, phase);
+    std::vector<LeavingRows> rows(static_cast<std::size_t>(state.num_kv_heads()));
+    state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
+      detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
     });
-    for (const LeavingRows& head : rows) state.statistics.rejected_updates += head.rejected;
-    std::int64_t most_compressed = 0;
-    std::vector<std::int32_t> compressed(static_cast<std::size_t>(heads));
-    for (std::size_t head = 0; head < rows.size(); ++head) {
-      compressed[head] = static_cast<std::int32_t>(std::count(rows[head].states.begin(), rows[head].states.end(), RowState::compressed));
-      most_compressed = (std::max)(most_compressed, std::int64_t{compressed[head]});
+    if constexpr (State::keeps_mass) {
+      for (int head = 0; head < state.num_kv_heads(); ++head) evict_rows(state, slot, head, rows[static_cast<std::size_t>(head)], phase);
     }
-    // The rows that an epoch was published for do not count towards the next one.
-    const bool published = publication_due(state, slot, most_compressed, phase) && publish(state, slot);
-    sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + most_compressed;
-    if (most_compressed > 0) open_segment(state, slot);
-
-    const std::int64_t first_position = state.first_tail_position(slot);
-    std::vector<HeadRows> before(static_cast<std::size_t>(heads));
-    for (int head = 0; head < heads; ++head) {
-      const std::size_t h = static_cast<std::size_t>(head);
-      before[h] = state.table.rows(slot, head);
-      state.full.extend(slot, head, static_cast<std::int32_t>(count) - compressed[h]);
-      state.compressed.extend(slot, head, compressed[h]);
-      if (most_compressed > 0) state.used_segments(slot, head).back().num_rows += compressed[h];
-      for (std::int64_t row = 0; row < count; ++row) {
-        if (rows[h].states[static_cast<std::size_t>(row)] == RowState::full) state.add_full_position(slot, head, first_position + row);
-      }
+    const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>() ? state.config.flush_interval : count;
+    for (std::int64_t begin = 0; begin < count; begin += step) {
+      detail::compress_range(state, slot, rows, {begin, (std::min)(begin + step, count)}, phase);
     }
-    state.threads->run(heads, [&](std::int64_t head, int) {
-      const std::size_t h = static_cast<std::size_t>(head);
-      detail::store_head(state, slot, static_cast<int>(head), rows[h], before[h].num_full, before[h].num_compressed);
-    });
     ++state.statistics.flushes;
   }
   detail::renew_tail(state, slot, count);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/concepts/quantizer.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/convert.hpp"
 
@@ -26,6 +27,12 @@ struct StoredMatrix {
     from_f32(stored, values.data(), static_cast<std::int64_t>(values.size()), data.data());
   }
   bool empty() const { return data.empty(); }
+  /// @brief Element `index` as f32.
+  float at(int index) const {
+    float value = 0.0F;
+    to_f32(type, data.data() + static_cast<std::size_t>(index) * size_of(type), 1, &value);
+    return value;
+  }
   /// @brief target [rows, stride] as f32, the padding columns zero.
   void load(float* target, int stride) const {
     for (int row = 0; row < rows; ++row) {
@@ -50,25 +57,61 @@ struct StoredMatrix {
   }
 };
 
-/// @brief The stored maps of one KV head. Empty query_down or output_up: derived from the other map.
+/// @brief The stored maps of one KV head. Empty query_down or output_up: derived from the other map. Scales are what a
+/// quantizer asked the maps to carry (ChannelFold): rows are encoded with down / scale and read with up * scale.
 struct EpochHead {
   StoredMatrix key_down, query_down, value_down, output_up, key_mean, value_mean;
+  StoredMatrix key_scale, value_scale;  ///< [1, rank]; empty: ones
 
-  const StoredMatrix& query_map() const { return query_down.empty() ? key_down : query_down; }
   std::size_t bytes() const {
-    return key_down.data.size() + query_down.data.size() + value_down.data.size() + output_up.data.size() +
-           key_mean.data.size() + value_mean.data.size();
+    return key_down.data.size() + query_down.data.size() + value_down.data.size() + output_up.data.size() + key_mean.data.size() +
+           value_mean.data.size() + key_scale.data.size() + value_scale.data.size();
+  }
+  const StoredMatrix& query_map() const { return query_down.empty() ? key_down : query_down; }
+  const StoredMatrix& encoder(Part part) const { return part == Part::key ? key_down : value_down; }
+  const StoredMatrix& mean(Part part) const { return part == Part::key ? key_mean : value_mean; }
+  int rank(Part part) const { return encoder(part).cols; }
+
+  /// @brief target [head_dim, stride]: what a row is multiplied with to become coefficients.
+  void load_encoder(Part part, float* target, int stride) const {
+    encoder(part).load(target, stride);
+    scale_columns(part, target, stride, encoder(part).rows, true);
   }
   /// @brief target [head_dim, stride]: what a query is multiplied with.
-  void load_query_map(float* target, int stride) const { query_map().load(target, stride); }
-  /// @brief target [value_rank, stride]: what an accumulated value is multiplied with.
-  void load_output_map(float* target, int stride, float* scratch) const {
-    if (output_up.empty()) {
+  void load_query_map(float* target, int stride) const {
+    query_map().load(target, stride);
+    scale_columns(Part::key, target, stride, query_map().rows, false);
+  }
+  /// @brief target [rank, stride]: what coefficients (or accumulated values) are multiplied with to become rows.
+  /// `scratch` holds head_dim numbers.
+  void load_decoder(Part part, float* target, int stride, float* scratch) const {
+    if (part == Part::key) {
+      query_map().load_transposed(target, stride, scratch);
+    } else if (output_up.empty()) {
       value_down.load_transposed(target, stride, scratch);
     } else {
       output_up.load(target, stride);
     }
+    const StoredMatrix& scale = part == Part::key ? key_scale : value_scale;
+    for (int row = 0; row < scale.cols; ++row) {
+      const float factor = scale.at(row);
+      for (int channel = 0; channel < stride; ++channel) target[row * stride + channel] *= factor;
+    }
   }
+
+ private:
+  void scale_columns(Part part, float* target, int stride, int rows, bool divide) const {
+    const StoredMatrix& scale = part == Part::key ? key_scale : value_scale;
+    for (int col = 0; col < scale.cols; ++col) {
+      const float factor = divide ? 1.0F / scale.at(col) : scale.at(col);
+      for (int row = 0; row < rows; ++row) target[row * stride + col] *= factor;
+    }
+  }
+};
+
+/// @brief The folds of one KV head's key and value channels.
+struct HeadFolds {
+  ChannelFold key, value;
 };
 
 /// @brief The epochs of a layer. Epoch 0 is the calibrated one: it lives as long as the layer and belongs to nobody.
@@ -77,24 +120,15 @@ class EpochStore {
   EpochStore() = default;
   explicit EpochStore(DType type) : type_(type) {}
 
-  /// @brief Stores maps, rounded to the store's type; the caller holds the first reference.
-  std::int32_t add(const std::vector<HeadBasis>& heads, int head_dim) {
+  /// @brief Stores maps with their quantizer's folds, rounded to the store's type; the caller holds the first reference.
+  std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds, int head_dim) {
     std::size_t index = 0;
     while (index < epochs_.size() && epochs_[index].references > 0) ++index;
     if (index == epochs_.size()) epochs_.emplace_back();
     Epoch& epoch = epochs_[index];
     epoch.references = 1;
     epoch.heads.clear();
-    for (const HeadBasis& head : heads) {
-      EpochHead stored;
-      stored.key_down = StoredMatrix(type_, head_dim, head.key_rank, head.key_down);
-      stored.value_down = StoredMatrix(type_, head_dim, head.value_rank, head.value_down);
-      if (!head.query_down.empty()) stored.query_down = StoredMatrix(type_, head_dim, head.key_rank, head.query_down);
-      if (!head.output_up.empty()) stored.output_up = StoredMatrix(type_, head.value_rank, head_dim, head.output_up);
-      if (!head.key_mean.empty()) stored.key_mean = StoredMatrix(type_, 1, head_dim, head.key_mean);
-      if (!head.value_mean.empty()) stored.value_mean = StoredMatrix(type_, 1, head_dim, head.value_mean);
-      epoch.heads.push_back(std::move(stored));
-    }
+    for (std::size_t head = 0; head < heads.size(); ++head) epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
     return static_cast<std::int32_t>(index);
   }
   void share(std::int32_t epoch) { ++epochs_[static_cast<std::size_t>(epoch)].references; }
@@ -118,6 +152,46 @@ class EpochStore {
   }
 
  private:
+  EpochHead stored(const HeadBasis& head, const HeadFolds& folds, int head_dim) const {
+    const auto matrix = [&](int rows, int cols, const std::vector<float>& values) { return values.empty() ? StoredMatrix() : StoredMatrix(type_, rows, cols, values); };
+    const auto columns = [&](const std::vector<float>& map, int rank, const ChannelFold& fold) { return matrix(head_dim, rank, rotated_columns(map, head_dim, rank, fold.rotation)); };
+    EpochHead result;
+    result.key_down = columns(head.key_down, head.key_rank, folds.key);
+    result.value_down = columns(head.value_down, head.value_rank, folds.value);
+    result.query_down = columns(head.query_down, head.key_rank, folds.key);
+    result.output_up = matrix(head.value_rank, head_dim, rotated_rows(head.output_up, head.value_rank, head_dim, folds.value.rotation));
+    result.key_mean = matrix(1, head_dim, head.key_mean);
+    result.value_mean = matrix(1, head_dim, head.value_mean);
+    result.key_scale = matrix(1, head.key_rank, folds.key.scale);
+    result.value_scale = matrix(1, head.value_rank, folds.value.scale);
+    return result;
+  }
+  /// map [rows, rank] times rotation [rank, rank]; either may be empty.
+  static std::vector<float> rotated_columns(const std::vector<float>& map, int rows, int rank, const std::vector<float>& rotation) {
+    if (map.empty() || rotation.empty()) return map;
+    std::vector<float> out(map.size());
+    for (int row = 0; row < rows; ++row) {
+      for (int col = 0; col < rank; ++col) {
+        double sum = 0.0;
+        for (int k = 0; k < rank; ++k) sum += static_cast<double>(map[static_cast<std::size_t>(row * rank + k)]) * rotation[static_cast<std::size_t>(k * rank + col)];
+        out[static_cast<std::size_t>(row * rank + col)] = static_cast<float>(sum);
+      }
+    }
+    return out;
+  }
+  /// transpose(rotation) [rank, rank] times map [rank, cols].
+  static std::vector<float> rotated_rows(const std::vector<float>& map, int rank, int cols, const std::vector<float>& rotation) {
+    if (map.empty() || rotation.empty()) return map;
+    std::vector<float> out(map.size());
+    for (int row = 0; row < rank; ++row) {
+      for (int col = 0; col < cols; ++col) {
+        double sum = 0.0;
+        for (int k = 0; k < rank; ++k) sum += static_cast<double>(rotation[static_cast<std::size_t>(k * rank + row)]) * map[static_cast<std::size_t>(k * cols + col)];
+        out[static_cast<std::size_t>(row * cols + col)] = static_cast<float>(sum);
+      }
+    }
+    return out;
+  }
   struct Epoch {
     int references = 0;
     std::vector<EpochHead> heads;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lowrankkv/cpu/attend.hpp"
+#include "lowrankkv/cpu/attention_mass.hpp"
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/sequence_ops.hpp"
@@ -19,11 +20,13 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief How large a layer's lists are, from its configuration.
+template <class Quantizer>
 struct LayerSizes {
   std::size_t page_bytes = 0;
-  std::vector<RowLayout> full, compressed;  ///< per KV head
+  std::vector<RowLayout<NoQuantizer>> full;       ///< per KV head
+  std::vector<RowLayout<Quantizer>> compressed;   ///< per KV head
   std::int32_t max_full_pages = 0, max_compressed_pages = 0;  ///< per sequence and head
-  std::int64_t num_pages = 0;               ///< what all sequences at full length can need
+  std::int64_t num_pages = 0;                     ///< what all sequences at full length can need
 };
 
 /// @brief The CPU backend's layer.
@@ -33,24 +36,28 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   using State = LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Block = QueryBlock;
 
-  static LayerSizes sizes(const CacheConfig& config, const LayerBasis& basis, const TokenPolicy& token_policy, const Quantizer& quantizer) {
-    LayerSizes result;
+  static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis, const TokenPolicy& token_policy, const Quantizer& quantizer) {
+    LayerSizes<Quantizer> result;
     const int dim = config.shape.head_dim;
     const NoQuantizer plain{config.full_type};
-    const std::size_t full_row = 2 * Impl<NoQuantizer, Cpu>::row_bytes(plain, dim);
-    result.page_bytes = config.page_bytes != 0 ? config.page_bytes : 16 * full_row;
-    const std::int64_t max_full = State::TokenImpl::max_full_rows(token_policy, config.max_tokens);
+    result.page_bytes = config.page_bytes != 0 ? config.page_bytes : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
+    RowBounds most;  // of rows of one head over the life of a sequence
+    for (const Phase phase : {Phase::prefill, Phase::decode}) {
+      const RowBounds bounds = State::TokenImpl::bounds(token_policy, {0, 0, config.max_tokens, phase});
+      most = {(std::max)(most.full, bounds.full), (std::max)(most.compressed, bounds.compressed)};
+    }
     for (int head = 0; head < config.shape.num_kv_heads; ++head) {
-      const bool has = State::TokenImpl::compresses;
-      const int key_rank = has ? basis.heads[static_cast<std::size_t>(head)].key_rank : dim;
-      const int value_rank = has ? basis.heads[static_cast<std::size_t>(head)].value_rank : dim;
-      result.full.push_back(make_row_layout(plain, dim, dim, result.page_bytes));
-      result.compressed.push_back(make_row_layout(quantizer, key_rank, value_rank, result.page_bytes));
-      const auto pages = [](std::int64_t rows, const RowLayout& layout) {
-        return static_cast<std::int32_t>((rows + layout.rows_per_page - 1) / layout.rows_per_page);
-      };
-      const std::int32_t full_pages = pages(max_full, result.full.back());
-      const std::int32_t compressed_pages = has ? pages(config.max_tokens, result.compressed.back()) : 0;
+      result.full.push_back(make_row_layout(plain, dim, dim, {}, {}, result.page_bytes));
+      if constexpr (State::TokenImpl::compresses) {
+        const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
+        result.compressed.push_back(make_row_layout(quantizer, maps.key_rank, maps.value_rank, maps.key_bits, maps.value_bits, result.page_bytes));
+      } else {
+        result.compressed.emplace_back();
+        result.compressed.back().rows_per_page = 1;  // never holds a row
+      }
+      const auto pages = [](std::int64_t rows, int rows_per_page) { return static_cast<std::int32_t>((rows + rows_per_page - 1) / rows_per_page); };
+      const std::int32_t full_pages = pages(most.full, result.full.back().rows_per_page);
+      const std::int32_t compressed_pages = pages(most.compressed, result.compressed.back().rows_per_page);
       result.max_full_pages = (std::max)(result.max_full_pages, full_pages);
       result.max_compressed_pages = (std::max)(result.max_compressed_pages, compressed_pages);
       result.num_pages += config.max_sequences * (std::int64_t{full_pages} + compressed_pages);
@@ -60,7 +67,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
 
   Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis, const Updater& of_updates, const TokenPolicy& of_tokens,
         const Quantizer& of_codes, std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
-    const LayerSizes layout = sizes(settings, basis, of_tokens, of_codes);
+    const LayerSizes<Quantizer> layout = sizes(settings, basis, of_tokens, of_codes);
     this->config = settings;
     this->basis_policy = of_basis;
     this->updater = of_updates;
@@ -73,11 +80,11 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     const int heads = settings.shape.num_kv_heads;
     // Room for the calibrated segment and for one that is about to be merged away.
     this->table = DescriptorTable(settings.max_sequences, heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
-    this->full = PagedRows<NoQuantizer>(NoQuantizer{settings.full_type}, RowList::full, layout.full, this->pool.get(), &this->table);
-    this->compressed = PagedRows<Quantizer>(of_codes, RowList::compressed, layout.compressed, this->pool.get(), &this->table);
+    this->full = PagedRows<NoQuantizer>(RowList::full, layout.full, this->pool.get(), &this->table);
+    this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed, this->pool.get(), &this->table);
     this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity, settings.shape.head_dim, settings.full_type);
     this->epochs = EpochStore(settings.epoch_type);
-    if (State::TokenImpl::compresses) this->epochs.add(this->calibrated.heads, settings.shape.head_dim);
+    if (State::TokenImpl::compresses) this->epochs.add(this->calibrated.heads, fold_maps(static_cast<const State&>(*this), this->calibrated.heads), settings.shape.head_dim);
     this->slots.resize(static_cast<std::size_t>(settings.max_sequences));
     for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
       this->workspaces.emplace_back(settings.shape.head_dim, settings.shape.group_size());
@@ -106,15 +113,17 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     }
     lengths.tail_length += count;
     lengths.num_tokens += count;
+    this->add_recent_mass(slot, count);
   }
 
   /// @brief Adds prompt rows to the unfinished chunk.
   void extend_chunk(int slot, const KeyView& key, const ValueView& value) {
     this->sequence(slot).chunk.add(key, value, this->workspaces[0].row.data());
     this->table.lengths(slot).num_tokens += key.num_tokens;
+    this->add_recent_mass(slot, key.num_tokens);
   }
 
-  /// @brief Attention of the blocks' queries; block i belongs to slots[i]. Heads and blocks of rows run in parallel.
+  /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of rows run in parallel.
   template <class Slots, class Blocks>
   void attend(std::int64_t count, Slots&& slot_of, Blocks&& block_of, bool prompt) {
     const int group = this->config.shape.group_size();
@@ -126,14 +135,24 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       // Later pieces see more rows: take them first, so that the threads finish together.
       const std::int64_t piece = pieces - 1 - task / (count * heads);
       const std::int64_t index = task / heads % count;
-      const int head = static_cast<int>(task % heads);
-      const int slot = slot_of(index);
-      StoredHead<Quantizer> stored{&this->full, &this->compressed, &this->epochs, &this->tail,
-                                   prompt ? &this->sequence(slot).chunk : nullptr, this->used_segments(slot, head),
-                                   slot, head, this->head_dim(), this->table.lengths(slot).tail_length};
+      const StoredHead<Quantizer> stored = stored_head(slot_of(index), static_cast<int>(task % heads), prompt);
       const std::int64_t first = piece * per_task;
       attend_block(stored, block_of(index), first, static_cast<int>((std::min)(std::int64_t{per_task}, tokens - first)),
                    this->workspaces[static_cast<std::size_t>(thread)]);
+    });
+  }
+
+  /// @brief The attention that each stored row of a sequence gets from a block whose lse is known, summed over its queries
+  /// and the heads of a group: added to out(head), which returns the head's HeadMass. Heads run in parallel.
+  template <class Out>
+  void attention_mass(int slot, const QueryBlock& block, bool prompt, Out&& out) {
+    const int per_task = (std::max)(1, kQueryRows / this->config.shape.group_size());
+    this->threads->run(this->num_kv_heads(), [&](std::int64_t head, int thread) {
+      const StoredHead<Quantizer> stored = stored_head(slot, static_cast<int>(head), prompt);
+      for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
+        const int tokens = static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
+        mass_of_block(stored, block, first, tokens, this->workspaces[static_cast<std::size_t>(thread)], out(static_cast<int>(head)));
+      }
     });
   }
 
@@ -153,6 +172,19 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     std::size_t bytes = this->epochs.bytes(0);
     for (const HeadBasis& head : this->calibrated.heads) bytes += head.bytes();
     return bytes;
+  }
+
+ private:
+  StoredHead<Quantizer> stored_head(int slot, int head, bool prompt) {
+    return {&this->full, &this->compressed, &this->epochs, &this->tail, prompt ? &this->sequence(slot).chunk : nullptr,
+            this->used_segments(slot, head), slot, head, this->head_dim(), this->table.lengths(slot).tail_length};
+  }
+  void add_recent_mass(int slot, std::int64_t rows) {
+    if (!State::keeps_mass) return;
+    for (int head = 0; head < this->num_kv_heads(); ++head) {
+      std::vector<float>& recent = this->mass(slot, head).recent;
+      recent.resize(recent.size() + static_cast<std::size_t>(rows), 0.0F);
+    }
   }
 };
 

@@ -15,6 +15,7 @@
 #include "lowrankkv/concepts/token_policy.hpp"
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/row_runs.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cpu/attention_block.hpp"
 #include "lowrankkv/cpu/epoch_store.hpp"
@@ -33,6 +34,14 @@ struct HeadAdaptation {
   StoredMatrix key_basis, value_basis;  ///< working bases [head_dim, rank] in epoch_type; empty: those of the current epoch
 };
 
+/// @brief Attention that the rows of one head have received, by where the rows are. Kept only for policies that ask for it.
+struct HeadMass {
+  std::vector<float> full, compressed, recent;  ///< recent: the tail, then the prompt chunk
+
+  std::vector<float>& of(RowState state) { return state == RowState::full ? full : compressed; }
+  std::size_t bytes() const { return 4 * (full.size() + compressed.size() + recent.size()); }
+};
+
 /// @brief One sequence of a layer.
 template <class UpdaterState>
 struct Slot {
@@ -41,15 +50,9 @@ struct Slot {
   std::int64_t rows_since_publication = 0;
   PromptChunk chunk;       ///< rows of an unfinished prefill
   bool prompt_open = false;  ///< the prompt goes on in a later call
-  std::vector<HeadAdaptation<UpdaterState>> adaptation;      ///< per KV head
-  std::vector<std::int32_t> full_prefix;                     ///< per KV head: full rows at positions 0, 1, 2, ...
-  std::vector<std::vector<std::int32_t>> full_positions;     ///< per KV head: positions of the full rows after these
-};
-
-/// @brief Where a position that left the tail is stored.
-struct RowPlace {
-  RowList list = RowList::full;
-  std::int32_t row = 0;
+  std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
+  std::vector<RowRuns> runs;                             ///< per KV head: the positions that have left the tail
+  std::vector<HeadMass> mass;                            ///< per KV head
 };
 
 /// @brief The stored state of one layer. Plain data: the steps of the algorithm are in cpu/layer.hpp and what it includes.
@@ -59,7 +62,11 @@ struct LayerState {
   using TokenImpl = Impl<TokenPolicy, Cpu>;
   using BasisImpl = Impl<BasisPolicy, Cpu>;
   using Sequence = Slot<typename UpdaterImpl::State>;
+  using UpdaterPolicy = Updater;
+  using QuantizerPolicy = Quantizer;
   using Epochs = EpochPolicy;
+  using Codec = Impl<Quantizer, Cpu>;
+  static constexpr bool keeps_mass = wants(TokenImpl::evidence, Evidence::mass);
 
   CacheConfig config;
   BasisPolicy basis_policy;
@@ -98,50 +105,24 @@ struct LayerState {
     for (const HeadBasis& head : calibrated.heads) rank = (std::max)({rank, head.key_rank, head.value_rank});
     return 4 * std::int64_t{rank};
   }
-  /// @brief Bytes of one compressed row over all KV heads.
-  std::size_t compressed_row_bytes() const {
+  /// @brief Bytes of `rows` compressed rows over all KV heads.
+  std::size_t compressed_bytes(std::int64_t rows) const {
     std::size_t bytes = 0;
-    for (int head = 0; head < num_kv_heads(); ++head) bytes += compressed.layout(head).row_bytes();
+    for (int head = 0; head < num_kv_heads(); ++head) bytes += compressed.layout(head).bytes(rows);
     return bytes;
   }
 
-  /// @brief Full rows of a head at positions below `position`.
-  std::int32_t full_rows_before(int slot, int head, std::int64_t position) const {
-    const Sequence& here = sequence(slot);
-    const std::int32_t prefix = here.full_prefix[static_cast<std::size_t>(head)];
-    if (position <= prefix) return static_cast<std::int32_t>(position);
-    const std::vector<std::int32_t>& rest = here.full_positions[static_cast<std::size_t>(head)];
-    return prefix + static_cast<std::int32_t>(std::lower_bound(rest.begin(), rest.end(), position) - rest.begin());
-  }
-  /// @brief Where the row of `position`, which must have left the tail, is stored.
-  RowPlace locate(int slot, int head, std::int64_t position) const {
-    const Sequence& here = sequence(slot);
-    const std::int32_t before = full_rows_before(slot, head, position);
-    const std::int32_t prefix = here.full_prefix[static_cast<std::size_t>(head)];
-    const std::vector<std::int32_t>& rest = here.full_positions[static_cast<std::size_t>(head)];
-    const bool listed = before >= prefix && before - prefix < static_cast<std::int32_t>(rest.size()) &&
-                        rest[static_cast<std::size_t>(before - prefix)] == position;
-    if (position < prefix || listed) return {RowList::full, before};
-    return {RowList::compressed, static_cast<std::int32_t>(position) - before};
-  }
-  /// @brief Notes that the next full row of a head stands at `position`.
-  void add_full_position(int slot, int head, std::int64_t position) {
-    Sequence& here = sequence(slot);
-    std::int32_t& prefix = here.full_prefix[static_cast<std::size_t>(head)];
-    std::vector<std::int32_t>& rest = here.full_positions[static_cast<std::size_t>(head)];
-    if (rest.empty() && position == prefix) {
-      ++prefix;
-    } else {
-      rest.push_back(static_cast<std::int32_t>(position));
-    }
+  /// @brief Queries at the end of a prompt that somebody wants kept, to score its rows by.
+  int scoring_window() const {
+    int window = 0;
+    if (UpdaterImpl::adapts && UpdaterImpl::prompt_selection(updater).share < 1.0F) window = UpdaterImpl::prompt_selection(updater).scores.window;
+    if constexpr (wants(TokenImpl::evidence, Evidence::attention)) window = (std::max)(window, TokenImpl::attention_scores(token_policy).window);
+    return window;
   }
 
-  /// @brief The fate of the `count` oldest rows of the tail and the prompt chunk, for one head.
-  void classify(int slot, int head, std::int64_t count, Phase phase, std::vector<RowState>& states) const {
-    states.assign(static_cast<std::size_t>(count), RowState::full);
-    const RowBatch batch{head, first_tail_position(slot), count, phase};
-    TokenImpl::classify(token_policy, batch, states);
-  }
+  const RowRuns& runs(int slot, int head) const { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
+  RowRuns& runs(int slot, int head) { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
+  HeadMass& mass(int slot, int head) { return sequence(slot).mass[static_cast<std::size_t>(head)]; }
 
   std::span<Segment> used_segments(int slot, int head) {
     return table.segments(slot, head).first(static_cast<std::size_t>(table.lengths(slot).num_segments));

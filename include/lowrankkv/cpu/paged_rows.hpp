@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "lowrankkv/concepts/quantizer.hpp"
@@ -19,28 +20,36 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief How rows of one KV head lie in a page.
+template <class Quantizer>
 struct RowLayout {
+  using Layout = typename Impl<Quantizer, Cpu>::Layout;
   int key_rank = 0;
   int value_rank = 0;
-  std::size_t key_row_bytes = 0;
-  std::size_t value_row_bytes = 0;
+  Layout key, value;
   int rows_per_page = 0;
 
-  std::size_t row_bytes() const { return key_row_bytes + value_row_bytes; }
+  int rank(Part part) const { return part == Part::key ? key_rank : value_rank; }
+  const Layout& of(Part part) const { return part == Part::key ? key : value; }
+  std::int64_t row_bits() const { return Impl<Quantizer, Cpu>::row_bits(key) + Impl<Quantizer, Cpu>::row_bits(value); }
+  /// @brief Bytes that `rows` rows fill, scales included.
+  std::size_t bytes(std::int64_t rows) const { return static_cast<std::size_t>((rows * row_bits() + 7) / 8); }
+  /// @brief Where the values of a page begin.
+  std::size_t key_block_bytes() const { return static_cast<std::size_t>(Impl<Quantizer, Cpu>::row_bits(key) * rows_per_page / 8); }
 };
 
-/// @brief The layout of rows of these ranks under `quantizer`; raises CapacityError if a page holds none.
+/// @brief The layout of rows of these ranks under `quantizer`, with `bits` of the channels if the basis has them; raises
+/// CapacityError if a page holds none.
 template <class Quantizer>
-RowLayout make_row_layout(const Quantizer& quantizer, int key_rank, int value_rank, std::size_t page_bytes) {
-  RowLayout layout;
-  layout.key_rank = key_rank;
-  layout.value_rank = value_rank;
-  layout.key_row_bytes = Impl<Quantizer, Cpu>::row_bytes(quantizer, key_rank);
-  layout.value_row_bytes = Impl<Quantizer, Cpu>::row_bytes(quantizer, value_rank);
-  layout.rows_per_page = static_cast<int>(page_bytes / layout.row_bytes());
-  if (layout.rows_per_page < 1) {
-    ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.row_bytes(), ", a page has ", page_bytes);
+RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, int value_rank, std::span<const std::uint8_t> key_bits,
+                                     std::span<const std::uint8_t> value_bits, std::size_t page_bytes) {
+  using Codec = Impl<Quantizer, Cpu>;
+  RowLayout<Quantizer> layout{key_rank, value_rank, Codec::layout(quantizer, key_rank, key_bits), Codec::layout(quantizer, value_rank, value_bits), 0};
+  const std::int64_t unit = layout.row_bits() * Codec::row_multiple;
+  const std::int64_t units = unit == 0 ? 1 << 20 : static_cast<std::int64_t>(page_bytes) * 8 / unit;
+  if (units < 1) {
+    ::lowrankkv::detail::fail<CapacityError>("page_bytes: ", Codec::row_multiple, " rows need ", (unit + 7) / 8, ", a page has ", page_bytes);
   }
+  layout.rows_per_page = static_cast<int>((std::min)(units * Codec::row_multiple, std::int64_t{1} << 20));
   return layout;
 }
 
@@ -51,10 +60,10 @@ class PagedRows {
 
  public:
   PagedRows() = default;
-  PagedRows(const Quantizer& quantizer, RowList list, std::vector<RowLayout> layouts, PagePool* pool, DescriptorTable* table)
-      : quantizer_(quantizer), list_(list), layouts_(std::move(layouts)), pool_(pool), table_(table) {}
+  PagedRows(RowList list, std::vector<RowLayout<Quantizer>> layouts, PagePool* pool, DescriptorTable* table)
+      : list_(list), layouts_(std::move(layouts)), pool_(pool), table_(table) {}
 
-  const RowLayout& layout(int head) const { return layouts_[static_cast<std::size_t>(head)]; }
+  const RowLayout<Quantizer>& layout(int head) const { return layouts_[static_cast<std::size_t>(head)]; }
   std::int32_t size(int slot, int head) const {
     const HeadRows& rows = table_->rows(slot, head);
     return list_ == RowList::full ? rows.num_full : rows.num_compressed;
@@ -105,9 +114,9 @@ class PagedRows {
       std::int32_t& number = pages[static_cast<std::size_t>(page)];
       number = pool_->exclusive(number);
       std::byte* block = pool_->page(number);
-      Codec::encode(quantizer_, Part::key, shape(head, Part::key), block, row, length,
-                    keys + static_cast<std::ptrdiff_t>(done) * key_stride, key_stride);
-      Codec::encode(quantizer_, Part::value, shape(head, Part::value), block + key_block_bytes(head), row, length,
+      const RowLayout<Quantizer>& rows = layout(head);
+      Codec::encode(rows.key, Part::key, rows.rows_per_page, block, row, length, keys + static_cast<std::ptrdiff_t>(done) * key_stride, key_stride);
+      Codec::encode(rows.value, Part::value, rows.rows_per_page, block + rows.key_block_bytes(), row, length,
                     values + static_cast<std::ptrdiff_t>(done) * value_stride, value_stride);
     });
   }
@@ -116,18 +125,39 @@ class PagedRows {
   void load_keys(int slot, int head, std::int32_t first, std::int32_t count, float* tile, int stride) const {
     auto pages = table_->pages(list_, slot, head);
     for_each_page(head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-      Codec::decode(quantizer_, Part::key, shape(head, Part::key), pool_->page(pages[static_cast<std::size_t>(page)]), row,
-                    length, tile + done, stride);
+      const RowLayout<Quantizer>& rows = layout(head);
+      Codec::decode(rows.key, Part::key, rows.rows_per_page, pool_->page(pages[static_cast<std::size_t>(page)]), row, length, tile + done, stride);
     });
   }
   /// @brief Values of rows [first, first + count), row-major: tile [count, stride].
   void load_values(int slot, int head, std::int32_t first, std::int32_t count, float* tile, int stride) const {
     auto pages = table_->pages(list_, slot, head);
     for_each_page(head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-      Codec::decode(quantizer_, Part::value, shape(head, Part::value),
-                    pool_->page(pages[static_cast<std::size_t>(page)]) + key_block_bytes(head), row, length,
-                    tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
+      const RowLayout<Quantizer>& rows = layout(head);
+      Codec::decode(rows.value, Part::value, rows.rows_per_page, pool_->page(pages[static_cast<std::size_t>(page)]) + rows.key_block_bytes(), row,
+                    length, tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
     });
+  }
+
+  /// @brief Drops the rows whose `keep` is false; the others move up, codes and all. Their pages were checked (demand_rewrite).
+  void retain(int slot, int head, const std::vector<bool>& keep) {
+    auto pages = table_->pages(list_, slot, head);
+    const RowLayout<Quantizer>& rows = layout(head);
+    std::int32_t kept = 0;
+    for (std::int32_t row = 0; row < size(slot, head); ++row) {
+      if (!keep[static_cast<std::size_t>(row)]) continue;
+      if (kept != row) {
+        std::int32_t& number = pages[static_cast<std::size_t>(kept / rows.rows_per_page)];
+        number = pool_->exclusive(number);
+        const std::byte* from = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
+        std::byte* to = pool_->page(number);
+        Codec::copy_row(rows.key, Part::key, rows.rows_per_page, from, row % rows.rows_per_page, to, kept % rows.rows_per_page);
+        Codec::copy_row(rows.value, Part::value, rows.rows_per_page, from + rows.key_block_bytes(), row % rows.rows_per_page,
+                        to + rows.key_block_bytes(), kept % rows.rows_per_page);
+      }
+      ++kept;
+    }
+    truncate(slot, head, kept);
   }
 
   /// @brief Drops the rows from `rows` on and frees their pages.
@@ -154,13 +184,6 @@ class PagedRows {
     HeadRows& counts = table_->rows(slot, head);
     (list_ == RowList::full ? counts.num_full : counts.num_compressed) = rows;
   }
-  BlockShape shape(int head, Part part) const {
-    const RowLayout& rows = layout(head);
-    return {rows.rows_per_page, part == Part::key ? rows.key_rank : rows.value_rank};
-  }
-  std::size_t key_block_bytes(int head) const {
-    return layout(head).key_row_bytes * static_cast<std::size_t>(layout(head).rows_per_page);
-  }
   std::int32_t last_page(int slot, int head) const {
     return table_->pages(list_, slot, head)[static_cast<std::size_t>(num_pages(slot, head) - 1)];
   }
@@ -176,9 +199,8 @@ class PagedRows {
     }
   }
 
-  Quantizer quantizer_{};
   RowList list_ = RowList::full;
-  std::vector<RowLayout> layouts_;
+  std::vector<RowLayout<Quantizer>> layouts_;
   PagePool* pool_ = nullptr;
   DescriptorTable* table_ = nullptr;
 };

@@ -57,27 +57,21 @@ struct Transition {
 };
 
 inline Transition make_transition(const EpochHead& from, const EpochHead& to, Part part, int head_dim) {
-  const StoredMatrix& encode = part == Part::key ? to.key_down : to.value_down;
-  const bool keys = part == Part::key;
-  const int old_rank = keys ? from.key_down.cols : from.value_down.cols;
+  const int old_rank = from.rank(part);
   Transition result;
-  result.rank = encode.cols;
-  result.stride = padded(encode.cols);
+  result.rank = to.rank(part);
+  result.stride = padded(result.rank);
   const int width = padded(head_dim);
   std::vector<float> decode(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(width));
   std::vector<float> scratch(static_cast<std::size_t>(width));
-  if (keys) {
-    from.query_map().load_transposed(decode.data(), width, scratch.data());
-  } else {
-    from.load_output_map(decode.data(), width, scratch.data());
-  }
+  from.load_decoder(part, decode.data(), width, scratch.data());
   std::vector<float> encoder(static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(result.stride));
-  encode.load(encoder.data(), result.stride);
+  to.load_encoder(part, encoder.data(), result.stride);
   result.matrix.resize(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(result.stride));
   matmul<false>(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(), result.stride, result.matrix.data(), result.stride);
   result.shift.resize(static_cast<std::size_t>(result.stride));
-  const StoredMatrix& old_mean = keys ? from.key_mean : from.value_mean;
-  const StoredMatrix& new_mean = keys ? to.key_mean : to.value_mean;
+  const StoredMatrix& old_mean = from.mean(part);
+  const StoredMatrix& new_mean = to.mean(part);
   std::vector<float> difference(static_cast<std::size_t>(head_dim));
   if (!old_mean.empty()) difference = old_mean.values();
   if (!new_mean.empty()) {
@@ -100,7 +94,6 @@ void merge_segment(State& state, int slot, int index) {
     const Segment from = segments[older];
     Segment& into = segments[older + 1];
     released = from.epoch;
-    const RowLayout& layout = state.compressed.layout(head);
     const EpochHead& old_maps = state.epochs.head(from.epoch, head);
     const EpochHead& new_maps = state.epochs.head(into.epoch, head);
     const detail::Transition keys = detail::make_transition(old_maps, new_maps, Part::key, state.head_dim());
@@ -124,7 +117,7 @@ void merge_segment(State& state, int slot, int index) {
     into.level = (std::max)(into.level, from.level) + 1;
     std::copy(segments.begin() + index + 1, segments.end(), segments.begin() + index);
     state.statistics.rows_reprojected += from.num_rows;
-    state.statistics.bytes_reprojected += 2 * std::int64_t{from.num_rows} * static_cast<std::int64_t>(layout.row_bytes());
+    state.statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(state.compressed.layout(head).bytes(from.num_rows));
   }
   state.epochs.release(released);
   --state.table.lengths(slot).num_segments;

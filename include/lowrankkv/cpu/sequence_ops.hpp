@@ -9,6 +9,7 @@
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/project.hpp"
 #include "lowrankkv/cpu/segments.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -29,6 +30,12 @@ void clear_slot(State& state, int slot) {
   state.sequence(slot) = {};
 }
 
+/// @brief append() must not allocate: masses of a full tail have room.
+template <class State>
+void reserve_mass(State& state, int slot) {
+  for (HeadMass& mass : state.sequence(slot).mass) mass.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
+}
+
 /// @brief Makes an unused slot an empty sequence under the calibrated epoch.
 template <class State>
 void open_slot(State& state, int slot) {
@@ -37,10 +44,18 @@ void open_slot(State& state, int slot) {
   sequence = {};
   sequence.used = true;
   sequence.adaptation.resize(heads);
-  sequence.full_prefix.resize(heads);
-  sequence.full_positions.resize(heads);
-  const int window = State::UpdaterImpl::adapts ? State::UpdaterImpl::prompt_selection(state.updater).window : 0;
-  sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads, state.head_dim(), window);
+  sequence.runs.resize(heads);
+  if (State::keeps_mass) sequence.mass.resize(heads);
+  reserve_mass(state, slot);
+  if constexpr (requires(const UpdaterStart& start) { State::UpdaterImpl::start(state.updater, start); }) {
+    for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
+      const HeadBasis& basis = state.calibrated.heads[head];
+      auto& adaptation = sequence.adaptation[head];
+      adaptation.key_state = State::UpdaterImpl::start(state.updater, {state.head_dim(), basis.key_rank, Part::key, basis.key_threshold});
+      adaptation.value_state = State::UpdaterImpl::start(state.updater, {state.head_dim(), basis.value_rank, Part::value, basis.value_threshold});
+    }
+  }
+  sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads, state.head_dim(), state.scoring_window());
   if (State::TokenImpl::compresses) state.epochs.share(0);
 }
 
@@ -56,6 +71,7 @@ void fork_slot(State& state, int source, int target) {
   }
   for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
   state.sequence(target) = state.sequence(source);
+  reserve_mass(state, target);
   if (State::TokenImpl::compresses) state.epochs.share(state.sequence(target).epoch);
   state.tail.copy(source, target);
 }
@@ -65,14 +81,17 @@ template <class State>
 void truncate_stored(State& state, int slot, std::int64_t length) {
   SequenceLengths& lengths = state.table.lengths(slot);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    const std::size_t h = static_cast<std::size_t>(head);
-    const std::int32_t full = state.full_rows_before(slot, head, length);
-    const std::int32_t compressed = static_cast<std::int32_t>(length) - full;
-    state.full.truncate(slot, head, full);
+    RowRuns& runs = state.runs(slot, head);
+    runs.truncate(length);
+    const std::int32_t compressed = runs.num_rows(RowState::compressed);
+    state.full.truncate(slot, head, runs.num_rows(RowState::full));
     state.compressed.truncate(slot, head, compressed);
-    auto& sequence = state.sequence(slot);
-    sequence.full_positions[h].resize(static_cast<std::size_t>((std::max)(0, full - sequence.full_prefix[h])));
-    sequence.full_prefix[h] = (std::min)(sequence.full_prefix[h], full);
+    if (State::keeps_mass) {
+      HeadMass& mass = state.mass(slot, head);
+      mass.full.resize(static_cast<std::size_t>(runs.num_rows(RowState::full)));
+      mass.compressed.resize(static_cast<std::size_t>(compressed));
+      mass.recent.clear();
+    }
     for (Segment& segment : state.used_segments(slot, head)) {
       segment.num_rows = (std::max)(0, (std::min)(segment.num_rows, compressed - segment.first_row));
       segment.first_row = (std::min)(segment.first_row, compressed);
@@ -94,29 +113,16 @@ namespace detail {
 /// Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
 template <class State>
 void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
-  const bool keys = part == Part::key;
-  const int dim = state.head_dim();
-  const int width = padded(dim);
-  const RowLayout& layout = state.compressed.layout(head);
-  const int rank = keys ? layout.key_rank : layout.value_rank;
-  std::vector<float> coefficients(static_cast<std::size_t>(count * rank)), map(static_cast<std::size_t>(rank * width)),
-      mean(static_cast<std::size_t>(width));
+  const int rank = state.compressed.layout(head).rank(part);
+  std::vector<float> coefficients(static_cast<std::size_t>(count * rank));
   load_coefficients(state.compressed, slot, head, part, row, count, coefficients.data(), rank);
-  if (keys) {
-    maps.query_map().load_transposed(map.data(), width, mean.data());
-  } else {
-    maps.load_output_map(map.data(), width, mean.data());
-  }
-  std::fill(mean.begin(), mean.end(), 0.0F);
-  const StoredMatrix& stored_mean = keys ? maps.key_mean : maps.value_mean;
-  if (!stored_mean.empty()) stored_mean.load(mean.data(), width);
-  for (std::int32_t i = 0; i < count; ++i) std::copy(mean.begin(), mean.end(), out + i * width);
-  matmul<true>(count, width, rank, coefficients.data(), rank, map.data(), width, out, width);
+  Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
 }
 
 }  // namespace detail
 
-/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they are, others decoded.
+/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they are, others decoded,
+/// dropped ones as zeros.
 /// Cost: O(head_dim rank) per compressed row, in runs of up to kTile rows.
 template <class State>
 void reconstruct_head(const State& state, int slot, int head, std::int64_t first, std::int64_t count, const MutableKeyView& key,
@@ -143,8 +149,14 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
       ++token;
       continue;
     }
-    const RowPlace place = state.locate(slot, head, position);
-    if (place.list == RowList::full) {
+    const RowPlace place = state.runs(slot, head).find(position);
+    if (place.state == RowState::dropped) {
+      std::fill(k, k + dim, 0.0F);
+      std::fill(v, v + dim, 0.0F);
+      ++token;
+      continue;
+    }
+    if (place.state == RowState::full) {
       load_coefficients(state.full, slot, head, Part::key, place.row, 1, k, dim);
       load_coefficients(state.full, slot, head, Part::value, place.row, 1, v, dim);
       ++token;
@@ -156,8 +168,7 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
     const std::int32_t limit = (std::min)(segment->first_row + segment->num_rows - place.row, kTile);
     std::int32_t run = 1;
     while (run < limit && token + run < count && position + run < tail_position) {
-      const RowPlace next = state.locate(slot, head, position + run);
-      if (next.list != RowList::compressed) break;
+      if (state.runs(slot, head).find(position + run).state != RowState::compressed) break;
       ++run;
     }
     const EpochHead& maps = state.epochs.head(segment->epoch, head);
@@ -180,11 +191,13 @@ MemoryUsage slot_memory(const State& state, int slot) {
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     const std::size_t h = static_cast<std::size_t>(head);
     const HeadRows& rows = state.table.rows(slot, head);
-    const std::size_t coefficients = static_cast<std::size_t>(rows.num_compressed) * state.compressed.layout(head).row_bytes();
-    const std::size_t full = static_cast<std::size_t>(rows.num_full) * state.full.layout(head).row_bytes();
+    const std::size_t coefficients = state.compressed.layout(head).bytes(rows.num_compressed);
+    const std::size_t full = state.full.layout(head).bytes(rows.num_full);
     const std::size_t pages = static_cast<std::size_t>(state.full.num_pages(slot, head) + state.compressed.num_pages(slot, head));
     usage.coefficient_bytes += coefficients;
-    usage.full_row_bytes += full + sequence.full_positions[h].size() * sizeof(std::int32_t);
+    usage.full_row_bytes += full;
+    usage.position_bytes += sequence.runs[h].bytes();
+    if (State::keeps_mass) usage.updater_bytes += sequence.mass[h].bytes();
     usage.slack_bytes += pages * state.pool->page_bytes() - coefficients - full;
     const auto& adaptation = sequence.adaptation[h];
     usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +

@@ -48,6 +48,10 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   }();
   // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
   using Layer = typename LayerOf<usable, Be, Ba, Up, To, Qu, Ep>::type;
+  static constexpr bool keeps_mass = [] {
+    if constexpr (TokenPolicyFor<To, Be>) return wants(Impl<To, Be>::evidence, Evidence::mass);
+    else return false;
+  }();
   using PolicySet = Policies<Ba, Up, To, Qu>;
   using Pool = typename Be::Pool;
 
@@ -74,10 +78,6 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     constexpr int limit = 1 << 24;
     if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
     if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
-    const std::int64_t full_rows = TokenImpl::max_full_rows(policies.token_policy, config.max_tokens);
-    if (full_rows < 0 || full_rows > config.max_tokens) {
-      fail<CapacityError>("token policy: max_full_rows ", full_rows, ", max_tokens ", config.max_tokens);
-    }
     if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
     if (config.tail_capacity <= recent + config.flush_interval) {
       fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
@@ -146,16 +146,15 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   }
 
   void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const {
-    const PromptSelection selection = Impl<Up, Be>::prompt_selection(layer_.updater);
-    const bool selects = Impl<Up, Be>::adapts && selection.share < 1.0F && selection.window > 0;
     if (window.num_tokens > 0) check_query(window, window.num_tokens);
     if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
-    if (!selects) return;
     const std::int64_t chunk = layer_.config.prefill_chunk;
     const bool ends_inside = chunk > 0 && layer_.sequence(slot).chunk.size() + tokens > chunk;
-    const std::int64_t needed = ends_inside ? tokens : (std::min)(tokens, std::int64_t{selection.window});
+    const std::int64_t wanted = layer_.scoring_window();
+    const bool all = keeps_mass || (wanted > 0 && ends_inside);
+    const std::int64_t needed = all ? tokens : (std::min)(tokens, wanted);
     if (window.num_tokens < needed) {
-      fail<ShapeError>("q_window: the updater selects prompt rows by the scores of ", needed, " queries, given ", window.num_tokens);
+      fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
     }
   }
 
@@ -163,6 +162,50 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     if (lse.data == nullptr) return;
     check_equal("num_heads", "cache", layer_.config.shape.num_qo_heads, "lse", lse.num_heads);
     check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
+  }
+
+  void check_mass(std::span<const SequenceId> seqs, const MassView& mass) const {
+    if (mass.data == nullptr) return;
+    check_equal("num_sequences", "call", static_cast<std::int64_t>(seqs.size()), "mass", mass.num_sequences);
+    check_equal("num_heads", "cache", layer_.num_kv_heads(), "mass", mass.num_heads);
+    for (const SequenceId seq : seqs) {
+      const std::int64_t tokens = layer_.table.lengths(idle_slot(seq)).num_tokens;
+      if (mass.num_positions < tokens) fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
+    }
+  }
+
+  LseView scratch_lse(std::vector<float>& memory, std::int64_t tokens) const {
+    memory.resize(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(layer_.config.shape.num_qo_heads));
+    return {memory.data(), tokens, layer_.config.shape.num_qo_heads};
+  }
+
+  /// Attention of one piece of a prompt, and what its rows receive by it.
+  void attend_piece(int slot, const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t own_row) {
+    std::vector<float> scratch;
+    const LseView sums = keeps_mass && lse.data == nullptr ? scratch_lse(scratch, query.num_tokens) : lse;
+    const typename Layer::Block block{query, out, sums, layer_.config.shape.group_size(), layer_.config.scale(), own_row};
+    layer_.attend(1, [&](std::int64_t) { return slot; }, [&](std::int64_t) -> const typename Layer::Block& { return block; }, true);
+    if constexpr (keeps_mass) layer_.attention_mass(slot, block, true, [&](int head) -> auto& { return layer_.mass(slot, head); });
+  }
+
+  /// What the rows of a slot receive from a block, by position, into entry `index` of `mass`.
+  template <class Block>
+  void write_mass(int slot, const Block& block, const MassView& mass, std::int64_t index) {
+    std::vector<cpu::HeadMass> received;
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) received.push_back(zero_mass(layer_, slot, head));
+    layer_.attention_mass(slot, block, false, [&](int head) -> auto& { return received[static_cast<std::size_t>(head)]; });
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) {
+      float* target = mass.row(index, head);
+      std::fill(target, target + mass.num_positions, 0.0F);
+      for_each_mass(layer_, slot, head, received[static_cast<std::size_t>(head)], [&](std::int64_t position, float value) { target[position] = value; });
+    }
+  }
+
+  void add_mass(int slot, const MassView& mass, std::int64_t index) {
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) {
+      const float* source = mass.row(index, head);
+      for_each_mass(layer_, slot, head, layer_.mass(slot, head), [&](std::int64_t position, float& value) { value += source[position]; });
+    }
   }
 
   int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, std::int64_t tail_capacity) const {

@@ -8,7 +8,6 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Token policy that keeps every row at full rank, in CacheConfig::full_type. Needs no basis.
 struct KeepFull {
-  static constexpr bool compresses = false;
   int recent = 32;  ///< rows that stay in the tail, so that they can be rolled back
   friend bool operator==(const KeepFull&, const KeepFull&) = default;
 };

@@ -8,7 +8,6 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Token policy: `sinks` first tokens and at least `recent` last tokens at full rank, the rest compressed.
 struct SinkRecent {
-  static constexpr bool compresses = true;
   int sinks = 32;   ///< n_start of the paper
   int recent = 32;  ///< n_recent of the paper: rows that always stay in the tail
   friend bool operator==(const SinkRecent&, const SinkRecent&) = default;

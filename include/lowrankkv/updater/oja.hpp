@@ -5,7 +5,7 @@
 /// prompt tokens, T update period (CacheConfig::flush_interval).
 #pragma once
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/concepts/impl.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -23,6 +23,11 @@ struct Oja {
   float decode_rate = 0.05F;      ///< eta_dec
   float prefill_share = 0.05F;    ///< k_pre / n: share of the prompt (or chunk) that the prefill step sees
   int importance_window = 32;     ///< w: queries at the end of the prompt (or chunk) that score its tokens
+  int importance_kernel = 1;      ///< width over which scores are pooled, odd; 1: not
+  Pooling importance_pooling = Pooling::average;
+  /// Learning-rate schedule while decoding: step t uses decode_rate / (1 + decode_decay t). 0: constant; positive values
+  /// satisfy Oja's conditions for convergence on a stationary stream (sum of rates diverges, of squares converges).
+  float decode_decay = 0.0F;
   OjaForm form = OjaForm::power;
   friend bool operator==(const Oja&, const Oja&) = default;
 };

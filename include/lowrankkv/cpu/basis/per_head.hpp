@@ -48,6 +48,10 @@ struct Impl<PerHead, Cpu> {
     moved.value_rank = head.value_rank;
     moved.key_mean = head.key_mean;
     moved.value_mean = head.value_mean;
+    moved.key_bits = head.key_bits;
+    moved.value_bits = head.value_bits;
+    moved.key_rms = head.key_rms;
+    moved.value_rms = head.value_rms;
     moved.value_down = std::move(value_basis);
     if (policy.key_metric == KeyMetric::plain) {
       moved.key_down = std::move(key_basis);

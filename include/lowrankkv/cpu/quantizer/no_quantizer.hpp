@@ -6,6 +6,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
 
 #include "lowrankkv/concepts/quantizer.hpp"
 #include "lowrankkv/cpu/convert.hpp"
@@ -15,39 +18,49 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<NoQuantizer, Cpu> {
-  static std::size_t row_bytes(const NoQuantizer& policy, int rank) {
-    return size_of(policy.type) * static_cast<std::size_t>(rank);
-  }
+  struct Layout {
+    DType type = DType::f16;
+    int rank = 0;
+  };
+  static constexpr int row_multiple = 1;
 
-  static void encode(const NoQuantizer& policy, Part part, BlockShape shape, std::byte* block, int first, int count,
-                     const float* rows, int stride) {
-    const std::size_t size = size_of(policy.type);
+  static Layout layout(const NoQuantizer& policy, int rank, std::span<const std::uint8_t>) { return {policy.type, rank}; }
+  static std::int64_t row_bits(const Layout& layout) { return static_cast<std::int64_t>(8 * size_of(layout.type)) * layout.rank; }
+
+  static void encode(const Layout& layout, Part part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
     for (int row = 0; row < count; ++row) {
       const float* source = rows + static_cast<std::ptrdiff_t>(row) * stride;
       if (part == Part::value) {
-        cpu::from_f32(policy.type, source, shape.rank,
-                      block + size * static_cast<std::size_t>(first + row) * static_cast<std::size_t>(shape.rank));
+        cpu::from_f32(layout.type, source, layout.rank, block + offset(layout, part, rows_per_page, 0, first + row));
         continue;
       }
-      for (int channel = 0; channel < shape.rank; ++channel) {
-        const std::ptrdiff_t index = static_cast<std::ptrdiff_t>(channel) * shape.rows_per_page + first + row;
-        cpu::from_f32(policy.type, source + channel, 1, block + static_cast<std::ptrdiff_t>(size) * index);
+      for (int channel = 0; channel < layout.rank; ++channel) {
+        cpu::from_f32(layout.type, source + channel, 1, block + offset(layout, part, rows_per_page, channel, first + row));
       }
     }
   }
 
-  static void decode(const NoQuantizer& policy, Part part, BlockShape shape, const std::byte* block, int first, int count,
-                     float* tile, int stride) {
-    const std::size_t size = size_of(policy.type);
+  static void decode(const Layout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
     const bool keys = part == Part::key;
-    const int lines = keys ? shape.rank : count;
-    const int length = keys ? count : shape.rank;
+    const int lines = keys ? layout.rank : count;
+    const int length = keys ? count : layout.rank;
     for (int line = 0; line < lines; ++line) {
-      const std::ptrdiff_t index = keys ? static_cast<std::ptrdiff_t>(line) * shape.rows_per_page + first
-                                        : static_cast<std::ptrdiff_t>(first + line) * shape.rank;
-      cpu::to_f32(policy.type, block + static_cast<std::ptrdiff_t>(size) * index, length,
-                  tile + static_cast<std::ptrdiff_t>(line) * stride);
+      const std::ptrdiff_t begin = keys ? offset(layout, part, rows_per_page, line, first) : offset(layout, part, rows_per_page, 0, first + line);
+      cpu::to_f32(layout.type, block + begin, length, tile + static_cast<std::ptrdiff_t>(line) * stride);
     }
+  }
+
+  static void copy_row(const Layout& layout, Part part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
+    const std::size_t size = size_of(layout.type);
+    for (int channel = 0; channel < layout.rank; ++channel) {
+      std::memmove(to + offset(layout, part, rows_per_page, channel, to_row), from + offset(layout, part, rows_per_page, channel, from_row), size);
+    }
+  }
+
+ private:
+  static std::ptrdiff_t offset(const Layout& layout, Part part, int rows_per_page, int channel, int row) {
+    const std::ptrdiff_t index = part == Part::key ? static_cast<std::ptrdiff_t>(channel) * rows_per_page + row : static_cast<std::ptrdiff_t>(row) * layout.rank + channel;
+    return static_cast<std::ptrdiff_t>(size_of(layout.type)) * index;
   }
 };
 

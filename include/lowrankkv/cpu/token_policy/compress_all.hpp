@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
@@ -14,11 +13,10 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<CompressAll, Cpu> {
   static constexpr bool compresses = true;
+  static constexpr Evidence evidence = Evidence::none;
   static int recent(const CompressAll&) { return CompressAll::recent; }
-  static std::int64_t max_full_rows(const CompressAll&, std::int64_t) { return 0; }
-  static void classify(const CompressAll&, const RowBatch&, std::span<RowState> states) {
-    std::fill(states.begin(), states.end(), RowState::compressed);
-  }
+  static RowBounds bounds(const CompressAll&, const RowBatch& batch) { return {0, batch.num_rows}; }
+  static void classify(const CompressAll&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::compressed); }
 };
 
 static_assert(TokenPolicyFor<CompressAll, Cpu>);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
@@ -14,11 +13,10 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<KeepFull, Cpu> {
   static constexpr bool compresses = false;
+  static constexpr Evidence evidence = Evidence::none;
   static int recent(const KeepFull& policy) { return policy.recent; }
-  static std::int64_t max_full_rows(const KeepFull&, std::int64_t tokens) { return tokens; }
-  static void classify(const KeepFull&, const RowBatch&, std::span<RowState> states) {
-    std::fill(states.begin(), states.end(), RowState::full);
-  }
+  static RowBounds bounds(const KeepFull&, const RowBatch& batch) { return {batch.num_rows, 0}; }
+  static void classify(const KeepFull&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::full); }
 };
 
 static_assert(TokenPolicyFor<KeepFull, Cpu>);

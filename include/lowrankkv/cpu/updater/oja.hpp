@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 
 #include <cmath>
+#include <cstdint>
 
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/cpu/orthonormalize.hpp"
@@ -54,6 +55,7 @@ struct Impl<Oja, Cpu> {
   /// K^T K of the rows seen since the last step; empty between steps.
   struct State {
     Eigen::MatrixXd moment;
+    std::int64_t decode_steps = 0;  ///< taken so far
   };
 
   static void validate(const Oja& policy) {
@@ -63,10 +65,12 @@ struct Impl<Oja, Cpu> {
     }
     if (!(policy.prefill_share >= 0.0F && policy.prefill_share <= 1.0F)) fail<ValueError>("Oja: prefill_share is in [0, 1], given ", policy.prefill_share);
     if (policy.importance_window < 1) fail<ValueError>("Oja: importance_window is at least 1, given ", policy.importance_window);
+    if (policy.importance_kernel < 1 || policy.importance_kernel % 2 == 0) fail<ValueError>("Oja: importance_kernel is odd and at least 1, given ", policy.importance_kernel);
+    if (!(policy.decode_decay >= 0.0F)) fail<ValueError>("Oja: decode_decay is at least 0, given ", policy.decode_decay);
   }
-  static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, policy.importance_window}; }
+  static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
 
-  static void observe(const Oja&, State& state, MatrixView rows, Phase) {
+  static void observe(const Oja&, State& state, MatrixView rows, MatrixView, Phase) {
     using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
     const Eigen::MatrixXd wide = batch.cast<double>();
@@ -78,7 +82,8 @@ struct Impl<Oja, Cpu> {
     if (state.moment.size() == 0) return false;
     using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> current(basis.data, basis.rows, basis.cols, Eigen::OuterStride<>(basis.row_stride));
-    const double rate = phase == Phase::prefill ? policy.prefill_rate : policy.decode_rate;
+    double rate = policy.prefill_rate;
+    if (phase == Phase::decode) rate = policy.decode_rate / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(state.decode_steps++));
     const Eigen::MatrixXd moved = cpu::oja_step(state.moment, current.cast<double>(), rate, policy.form);
     Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>(updated.data, updated.rows, updated.cols, Eigen::OuterStride<>(updated.row_stride)) =
         moved.cast<float>();

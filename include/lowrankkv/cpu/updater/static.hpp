@@ -12,7 +12,7 @@ struct Impl<Static, Cpu> {
   static constexpr bool adapts = false;
   struct State {};
   static PromptSelection prompt_selection(const Static&) { return {}; }
-  static void observe(const Static&, State&, MatrixView, Phase) {}
+  static void observe(const Static&, State&, MatrixView, MatrixView, Phase) {}
   static bool maybe_update(const Static&, State&, MatrixView, MutableMatrixView, Phase) { return false; }
   static std::size_t state_bytes(const State&) { return 0; }
 };

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file calibrate/allocate_bits.hpp  One byte budget spread over layers, KV heads, keys and values: reverse water-filling.
+#pragma once
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace calibrate {
+
+/// @brief Mean squared error that the best uniform mid-rise quantiser of 2^bits levels leaves of a unit Gaussian (Max, 1960);
+/// bits 0 to 8. Convex in bits: the gain of every further bit is smaller.
+constexpr double gaussian_distortion(int bits) {
+  constexpr double table[] = {1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.00008714};
+  return table[bits];
+}
+
+/// @brief Bits for every channel of every spectrum such that their sum stays within `budget` and the sum of
+/// energy * gaussian_distortion(bits) is least (up to one step of one channel).
+///
+/// Reverse water-filling in its discrete form: all steps from a width to the next are taken in the order of what they gain per
+/// bit. Convexity makes that order possible and the result optimal at every budget it meets exactly.
+/// @param energies  per spectrum what a channel costs when it is lost: its variance times a weight; any order, >= 0
+/// @param budget    bits of one row over all spectra
+/// @param widths    widths that may be used besides 0, ascending, 1 to 8
+/// @return bits of the same shape as `energies`
+/// @throws ValueError for widths out of order or range, energies that are negative or not finite
+/// Cost: O(steps log steps), steps = channels x widths.
+inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eigen::VectorXd> energies, double budget, std::span<const int> widths) {
+  using ::lowrankkv::detail::fail;
+  int previous = 0;
+  for (const int width : widths) {
+    if (width <= previous || width > 8) fail<ValueError>("allocate_bits: widths ascend from 1 to 8, given ", width, " after ", previous);
+    previous = width;
+  }
+  struct Step {
+    double gain_per_bit;
+    std::size_t spectrum, channel;
+    int from, to;
+  };
+  std::vector<Step> steps;
+  std::vector<std::vector<std::uint8_t>> bits(energies.size());
+  for (std::size_t spectrum = 0; spectrum < energies.size(); ++spectrum) {
+    if (!energies[spectrum].allFinite() || (energies[spectrum].size() > 0 && energies[spectrum].minCoeff() < 0.0)) {
+      fail<ValueError>("allocate_bits: energies of spectrum ", spectrum, " from ", energies[spectrum].minCoeff(), " to ", energies[spectrum].maxCoeff(), ", finite and at least 0 expected");
+    }
+    bits[spectrum].resize(static_cast<std::size_t>(energies[spectrum].size()));
+    for (std::size_t channel = 0; channel < bits[spectrum].size(); ++channel) {
+      int from = 0;
+      for (const int to : widths) {
+        const double gain = energies[spectrum][static_cast<Eigen::Index>(channel)] * (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
+        if (gain > 0.0) steps.push_back({gain, spectrum, channel, from, to});
+        from = to;
+      }
+    }
+  }
+  std::stable_sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) { return a.gain_per_bit > b.gain_per_bit; });
+  double left = budget;
+  for (const Step& step : steps) {
+    std::uint8_t& now = bits[step.spectrum][step.channel];
+    const int cost = step.to - step.from;
+    if (now != step.from || cost > left) continue;  // an earlier step of this channel did not fit, or this one does not
+    now = static_cast<std::uint8_t>(step.to);
+    left -= cost;
+  }
+  return bits;
+}
+
+}  // namespace calibrate
+LOWRANKKV_NAMESPACE_END

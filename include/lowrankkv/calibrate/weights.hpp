@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file calibrate/weights.hpp  Moments of keys and values from projection weights (Palu; STAR-KV section 4.1): no pass over K and V.
+///
+/// A head's keys are k = W x + b. From the moments of the layer's input x (S = sum x x^T, s = sum x, n rows) follow
+///   sum k k^T = W S W^T + (W s) b^T + b (W s)^T + n b b^T,   sum k = W s + n b,
+/// exactly: bases from them are those of an SVD of the whitened weights W S^(1/2). Without an input moment S = I: those
+/// of the SVD of W itself. RoPE is not linear in x: for keys these are moments before RoPE; values never see it.
+///
+/// One head: W is [head_dim, hidden]. Several heads stacked, [num_kv_heads head_dim, hidden], give the joint moments
+/// that calibrate/joint_values.hpp takes; head_moments() cuts the heads' own out of them.
+#pragma once
+
+#include <Eigen/Core>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/calibrate/moments.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace detail {
+
+/// head_dim of `width` channels of stacked heads; raises ShapeError unless the heads divide them.
+inline Eigen::Index joint_head_dim(Eigen::Index width, int num_kv_heads) {
+  if (num_kv_heads < 1 || width % num_kv_heads != 0) {
+    ::lowrankkv::detail::fail<ShapeError>("num_kv_heads: ", num_kv_heads, " does not divide the joint width ", width);
+  }
+  return width / num_kv_heads;
+}
+
+}  // namespace detail
+namespace calibrate {
+
+/// @brief Whitened: the moments of W x + b from those of x (equations in the banner).
+/// @param weight  W [channels, hidden], row-major: a row makes one output channel (torch.nn.Linear.weight)
+/// @param input   moments of x [hidden]: second, first and count as Moments::add collects them
+/// @param bias    b [channels]; empty: none
+/// @throws ShapeError if hidden or channels differ. Cost: O(channels hidden^2). In f64.
+inline Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
+  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment", std::int64_t{input.second.rows()});
+  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "sum", std::int64_t{input.first.size()});
+  if (!bias.empty()) ::lowrankkv::detail::check_equal("channels", "weight", static_cast<std::size_t>(weight.rows), "bias", bias.size());
+  const Eigen::MatrixXd w = cpu::to_matrix(weight);
+  Moments moments;
+  moments.count = input.count;
+  moments.second = w * input.second * w.transpose();
+  moments.first = w * input.first;
+  if (!bias.empty()) {
+    const Eigen::VectorXd b = Eigen::Map<const Eigen::VectorXf>(bias.data(), weight.rows).cast<double>();
+    moments.second += moments.first * b.transpose() + b * moments.first.transpose() + input.count * b * b.transpose();
+    moments.first += input.count * b;
+  }
+  return moments;
+}
+
+/// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of rows it stands for; no
+/// mean is known, so the sum is 0 and centring does nothing. @throws ShapeError if a size differs, ValueError if count < 0
+inline Moments weight_moments(MatrixView weight, const Eigen::Ref<const Eigen::MatrixXd>& mean_second_moment, double count) {
+  if (mean_second_moment.rows() != mean_second_moment.cols()) {
+    ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(), " rows, ", mean_second_moment.cols(), " columns");
+  }
+  if (!(count >= 0.0)) ::lowrankkv::detail::fail<ValueError>("count: at least 0, given ", count);
+  Moments input;
+  input.second = mean_second_moment * count;
+  input.first = Eigen::VectorXd::Zero(mean_second_moment.rows());
+  input.count = count;
+  return weight_moments(weight, input);
+}
+
+/// @brief Without whitening: W W^T, as if the input were one row of white noise. Its spectrum is the squared singular
+/// values of W (STAR-KV eq. 1 thresholds their roots, calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
+inline Moments weight_moments(MatrixView weight) {
+  const Eigen::MatrixXd w = cpu::to_matrix(weight);
+  Moments moments(static_cast<int>(weight.rows));
+  moments.second = w * w.transpose();
+  moments.count = 1.0;
+  return moments;
+}
+
+/// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.
+/// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless num_kv_heads divides it
+inline std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
+  const Eigen::Index width = joint.second.rows();
+  const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
+  std::vector<Moments> heads(static_cast<std::size_t>(num_kv_heads));
+  for (Eigen::Index head = 0; head < num_kv_heads; ++head) {
+    Moments& moments = heads[static_cast<std::size_t>(head)];
+    moments.second = joint.second.block(head * dim, head * dim, dim, dim);
+    moments.first = joint.first.segment(head * dim, dim);
+    moments.count = joint.count;
+  }
+  return heads;
+}
+
+}  // namespace calibrate
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/eigen_matrix.hpp  Row-major f32 at the border, Eigen f64 inside: the two conversions between them.
+#pragma once
+
+#include <Eigen/Core>
+
+#include <cstddef>
+#include <vector>
+
+#include "lowrankkv/core/views.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief The values of a view as a matrix [view.rows, view.cols] in f64; exact. Cost: one copy.
+inline Eigen::MatrixXd to_matrix(MatrixView view) {
+  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  return Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>(view.data, view.rows, view.cols, Eigen::OuterStride<>(view.row_stride)).cast<double>();
+}
+
+/// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost: one copy.
+inline std::vector<float> to_row_major(const Eigen::Ref<const Eigen::MatrixXd>& matrix) {
+  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  std::vector<float> values(static_cast<std::size_t>(matrix.size()));
+  Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.cast<float>();
+  return values;
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

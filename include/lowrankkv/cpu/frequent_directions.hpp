@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/frequent_directions.hpp  Frequent Directions: a small matrix B that keeps what a stream of rows A weighs in every direction.
+///
+/// Source: Ghashami, Liberty, Phillips and Woodruff 2016; SubSpace-A (section 3.3 B) seeds the bases of its chunks from
+/// it. With l = sketch_rows, sigma the singular values of the 2 l buffered rows, and delta = sigma_l^2:
+///   B <- diag(sqrt(max(sigma_i^2 - delta, 0))) V^T
+/// leaves at most l - 1 rows. One such step takes delta of squared norm out of each of the first l directions, so that
+///   l sum(delta) <= ||A||_F^2 - ||B||_F^2,   0 <= ||A x||^2 - ||B x||^2 <= sum(delta) <= ||A - A_k||_F^2 / (l - k)
+/// for every unit x and every k < l, where A_k is the best rank-k approximation. That is the paper's bound with m = l,
+/// r = k; it needs l > k, and a sketch of l = 2 k rows has an error of at most 1/k of the energy that rank k misses.
+#pragma once
+
+#include <Eigen/Core>
+#include <Eigen/Eigenvalues>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/cpu/orthonormalize.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief Frequent Directions sketch of a stream of rows [., head_dim], in f64. Copyable; copies are independent.
+///
+/// The buffer is compressed when it is full and at no other time: the state depends on the rows and their order, never
+/// on how they were split into calls or on when the sketch was read. All readers are const and work on a copy.
+class FrequentDirectionsSketch {
+ public:
+  /// @brief An empty sketch. @param sketch_rows l, at least 1: the most rows of B; twice as many are buffered
+  /// @throws ShapeError unless both extents are at least 1
+  FrequentDirectionsSketch(int sketch_rows, int head_dim) : limit_(sketch_rows), dim_(head_dim) {
+    if (sketch_rows < 1) ::lowrankkv::detail::fail<ShapeError>("sketch_rows: at least 1, given ", sketch_rows);
+    if (head_dim < 1) ::lowrankkv::detail::fail<ShapeError>("head_dim: at least 1, given ", head_dim);
+    buffer_ = Rows::Zero(2 * Eigen::Index{sketch_rows}, head_dim);
+  }
+
+  int sketch_rows() const { return limit_; }
+  int head_dim() const { return dim_; }
+
+  /// @brief Adds rows [n, head_dim]; many at once or one by one gives the same state, bit for bit.
+  /// @throws ShapeError if head_dim differs, ValueError on NaN or Inf; nothing is changed then
+  /// Cost: O(head_dim sketch_rows + sketch_rows^2) a row, amortised. Allocates.
+  void add(MatrixView rows) {
+    ::lowrankkv::detail::check_equal("head_dim", "sketch", std::int64_t{dim_}, "rows", rows.cols);
+    const Rows wide = to_matrix(rows);
+    // A single NaN would spread to all of the sketch and never leave it.
+    for (Eigen::Index row = 0; row < wide.rows(); ++row) {
+      if (!wide.row(row).allFinite()) ::lowrankkv::detail::fail<ValueError>("sketch: row ", row, " of ", wide.rows(), " holds NaN or Inf, finite expected");
+    }
+    for (Eigen::Index row = 0; row < wide.rows(); ++row) squared_frobenius_ += wide.row(row).squaredNorm();
+    append(wide);
+  }
+
+  /// @brief Makes this the sketch of both streams (this one's rows first); the bounds above hold for their union.
+  /// @throws ShapeError if head_dim or sketch_rows differ. Cost: as adding 2 sketch_rows rows.
+  void merge(const FrequentDirectionsSketch& other) {
+    ::lowrankkv::detail::check_equal("head_dim", "sketch", dim_, "other", other.dim_);
+    ::lowrankkv::detail::check_equal("sketch_rows", "sketch", limit_, "other", other.limit_);
+    const Rows theirs = other.buffer_.topRows(other.held_);  // a copy: other may be this very sketch
+    squared_frobenius_ += other.squared_frobenius_;
+    shrinkage_ += other.shrinkage_;
+    append(theirs);
+  }
+
+  /// @brief B [<= sketch_rows, head_dim], compressed: orthogonal rows, longest first. As long as no more than sketch_rows
+  /// rows were seen, B^T B = A^T A. Cost: O(m n min(m, n)) with m, n = buffered rows, head_dim.
+  Eigen::MatrixXd sketch() const { return compressed(buffer_.topRows(held_)).rows; }
+
+  /// @brief The top right singular vectors of B, [head_dim, rank] with orthonormal columns. If B has fewer than `rank`
+  /// rows, arbitrary but always the same directions complete them. For rank k < l it loses at most l / (l - k) times the
+  /// energy that the best subspace of rank k loses. @throws ShapeError unless 1 <= rank <= head_dim. Cost: as sketch().
+  Eigen::MatrixXd basis(int rank) const {
+    if (rank < 1 || rank > dim_) ::lowrankkv::detail::fail<ShapeError>("rank: in [1, head_dim], given ", rank, ", head_dim ", dim_);
+    const Eigen::MatrixXd rows = sketch();
+    const Eigen::Index known = (std::min)(Eigen::Index{rank}, rows.rows());
+    // The rows of B are orthogonal, so QR only normalises them; its reflectors turn zero columns into the complement.
+    Eigen::MatrixXd columns = Eigen::MatrixXd::Zero(dim_, rank);
+    columns.leftCols(known) = rows.topRows(known).transpose();
+    return orthonormal_columns(columns);
+  }
+
+  /// @brief Sum of all delta up to and including the one of sketch(): the run-time upper bound on ||A^T A - B^T B||_2, in
+  /// squared units of the rows; at most the a-priori bounds (diagnostics::fd_bound). Cost: as sketch().
+  double total_shrinkage() const { return shrinkage_ + compressed(buffer_.topRows(held_)).delta; }
+  /// @brief ||A||_F^2 of all rows seen.
+  double squared_frobenius() const { return squared_frobenius_; }
+  /// @brief Bytes of the buffer, 16 sketch_rows head_dim: constant over the sketch's life.
+  std::size_t bytes() const { return static_cast<std::size_t>(buffer_.size()) * sizeof(double); }
+
+ private:
+  using Rows = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  struct Compressed {
+    Rows rows;
+    double delta = 0.0;
+  };
+
+  void append(const Rows& rows) {
+    for (Eigen::Index done = 0; done < rows.rows();) {
+      const Eigen::Index count = (std::min)(rows.rows() - done, buffer_.rows() - held_);
+      buffer_.middleRows(held_, count) = rows.middleRows(done, count);
+      done += count;
+      held_ += count;
+      if (held_ < buffer_.rows()) continue;
+      const Compressed smaller = compressed(buffer_);
+      held_ = smaller.rows.rows();
+      buffer_.topRows(held_) = smaller.rows;
+      shrinkage_ += smaller.delta;
+    }
+  }
+
+  /// The step of the file's banner, or, for no more than sketch_rows rows, the same with delta = 0. Works on the smaller
+  /// of the two Gram matrices: its error is of the order of eps sigma_1^2, as is that of the squares of singular values.
+  Compressed compressed(const Eigen::Ref<const Rows>& rows) const {
+    Compressed result;
+    const bool by_rows = rows.rows() <= rows.cols();
+    const Eigen::MatrixXd gram = by_rows ? Eigen::MatrixXd(rows * rows.transpose()) : Eigen::MatrixXd(rows.transpose() * rows);
+    if (gram.size() == 0) return {Rows(0, dim_), 0.0};
+    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(gram);
+    const Eigen::VectorXd squares = solver.eigenvalues().reverse();  // sigma^2, descending
+    const Eigen::MatrixXd vectors = solver.eigenvectors().rowwise().reverse();
+    if (rows.rows() > limit_ && squares.size() >= limit_) result.delta = (std::max)(squares[limit_ - 1], 0.0);
+    Eigen::Index kept = 0;
+    while (kept < (std::min)(Eigen::Index{limit_}, squares.size()) && squares[kept] > result.delta) ++kept;
+    const Eigen::ArrayXd top = squares.head(kept).array();
+    if (by_rows) {
+      // diag(sqrt(1 - delta / sigma^2)) U^T A: contractions of A only, so rounding never makes B heavier than A.
+      const Eigen::VectorXd factors = (1.0 - result.delta / top).sqrt();
+      result.rows = factors.asDiagonal() * (vectors.leftCols(kept).transpose() * rows);
+    } else {
+      const Eigen::VectorXd lengths = (top - result.delta).sqrt();
+      result.rows = lengths.asDiagonal() * vectors.leftCols(kept).transpose();
+    }
+    return result;
+  }
+
+  int limit_;
+  int dim_;
+  Rows buffer_;             // [2 sketch_rows, head_dim]; the first held_ rows count
+  Eigen::Index held_ = 0;   // below 2 sketch_rows between calls
+  double shrinkage_ = 0.0;  // sum of delta so far
+  double squared_frobenius_ = 0.0;
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/quantizer/packed_codes.hpp  Rows to packed codes and back: what every quantizer with bits shares.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/scalar.hpp"
+#include "lowrankkv/quantizer/bit_packing.hpp"
+#include "lowrankkv/quantizer/code_layout.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief The smallest f16 that is not below `value`; 65504 if there is none.
+inline Half half_not_below(float value) {
+  Half half = to_half(value);
+  if (to_float(half) < value && half.bits < 0x7bffU) ++half.bits;
+  return half;
+}
+
+/// @brief 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16). Rounded to nearest, saturating.
+inline std::uint8_t encode_gain(float gain) {
+  if (!(gain > 0.0F)) return 0;
+  return static_cast<std::uint8_t>(std::clamp(std::lround(16.0F * std::log2(gain)) + 128L, 1L, 255L));
+}
+inline float decode_gain(std::uint8_t code) { return code == 0 ? 0.0F : std::exp2((static_cast<float>(code) - 128.0F) / 16.0F); }
+
+namespace detail {
+
+/// The scale of one group of one row, written to the block and returned as it will be read.
+inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_per_page, std::byte* block, int row, const float* values) {
+  const ScaleGroup& channels = layout.groups[group];
+  std::byte* line = block + layout.scale_line(group, rows_per_page);
+  if (layout.scale == ScaleKind::norm_log8) {
+    double energy = 0.0;
+    for (int channel = 0; channel < channels.count; ++channel) {
+      const double value = values[channels.first + channel];
+      energy += value * value;
+    }
+    const std::uint8_t code = encode_gain(static_cast<float>(std::sqrt(energy)) / layout.reference_norm);
+    line[row] = static_cast<std::byte>(code);
+    return decode_gain(code);
+  }
+  float step = 0.0F;  // the largest over the group of |x| / 2^(b-1)
+  for (int channel = channels.first; channel < channels.first + channels.count; ++channel) {
+    step = (std::max)(step, std::abs(values[channel]) / static_cast<float>(1U << (layout.bits[static_cast<std::size_t>(channel)] - 1)));
+  }
+  const Half stored = half_not_below(step);
+  std::memcpy(line + 2 * row, &stored.bits, 2);
+  return to_float(stored);
+}
+
+inline float read_scale(const CodeLayout& layout, std::size_t group, int rows_per_page, const std::byte* block, int row) {
+  const std::byte* line = block + layout.scale_line(group, rows_per_page);
+  if (layout.scale == ScaleKind::norm_log8) return decode_gain(std::to_integer<std::uint8_t>(line[row]));
+  Half stored;
+  std::memcpy(&stored.bits, line + 2 * row, 2);
+  return to_float(stored);
+}
+
+}  // namespace detail
+
+/// @brief Writes rows [first, first + count) of a block. |x - x^| <= scale / 2 where nothing clips. Cost: O(count rank).
+inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
+  for (int row = 0; row < count; ++row) {
+    const float* values = rows + static_cast<std::ptrdiff_t>(row) * stride;
+    std::byte* line = block + layout.first_code_line(rows_per_page);
+    for (std::size_t group = 0; group < layout.groups.size(); ++group) {
+      const float scale = detail::write_scale(layout, group, rows_per_page, block, first + row, values);
+      const float inverse = scale > 0.0F ? 1.0F / scale : 0.0F;
+      const ScaleGroup& channels = layout.groups[group];
+      for (int channel = channels.first; channel < channels.first + channels.count; ++channel) {
+        const int bits = layout.bits[static_cast<std::size_t>(channel)];
+        if (bits == 0) continue;
+        const float half_range = static_cast<float>(1U << (bits - 1));
+        const float level = std::clamp(std::floor(values[channel] * inverse) + half_range, 0.0F, 2.0F * half_range - 1.0F);
+        put_code(line, first + row, bits, static_cast<unsigned>(level));
+        line += packed_bytes(rows_per_page, bits);
+      }
+    }
+  }
+}
+
+/// @brief Reads rows [first, first + count): keys channel-major [rank, stride], values row-major [count, stride]. Channels
+/// without bits are 0. Cost: O(count rank).
+inline void decode_codes(const CodeLayout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
+  const std::ptrdiff_t channel_stride = part == Part::key ? stride : 1;
+  const std::ptrdiff_t row_stride = part == Part::key ? 1 : stride;
+  const auto clear = [&](int begin, int end) {
+    for (int channel = begin; channel < end; ++channel) {
+      for (int row = 0; row < count; ++row) tile[channel * channel_stride + row * row_stride] = 0.0F;
+    }
+  };
+  constexpr int piece = 64;  // rows whose scales are kept at hand
+  float scales[piece];
+  for (int done = 0; done < count; done += piece) {
+    const int length = (std::min)(piece, count - done);
+    const std::byte* line = block + layout.first_code_line(rows_per_page);
+    for (std::size_t group = 0; group < layout.groups.size(); ++group) {
+      for (int row = 0; row < length; ++row) scales[row] = detail::read_scale(layout, group, rows_per_page, block, first + done + row);
+      const ScaleGroup& channels = layout.groups[group];
+      for (int channel = channels.first; channel < channels.first + channels.count; ++channel) {
+        const int bits = layout.bits[static_cast<std::size_t>(channel)];
+        if (bits == 0) continue;
+        const float offset = 0.5F - static_cast<float>(1U << (bits - 1));
+        float* target = tile + channel * channel_stride + done * row_stride;
+        for_each_code(line, first + done, length, bits,
+                      [&](int row, unsigned code) { target[row * row_stride] = (static_cast<float>(code) + offset) * scales[row]; });
+        line += packed_bytes(rows_per_page, bits);
+      }
+    }
+  }
+  int covered = 0;
+  for (const ScaleGroup& group : layout.groups) {
+    clear(covered, group.first);
+    for (int channel = group.first; channel < group.first + group.count; ++channel) {
+      if (layout.bits[static_cast<std::size_t>(channel)] == 0) clear(channel, channel + 1);
+    }
+    covered = group.first + group.count;
+  }
+  clear(covered, layout.rank);
+}
+
+/// @brief Copies the codes and scales of one row, bit for bit.
+inline void copy_codes(const CodeLayout& layout, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
+  const std::size_t width = static_cast<std::size_t>(layout.scale_bits()) / 8;
+  for (std::size_t group = 0; group < layout.groups.size(); ++group) {
+    const std::size_t line = layout.scale_line(group, rows_per_page);
+    std::memmove(to + line + width * static_cast<std::size_t>(to_row), from + line + width * static_cast<std::size_t>(from_row), width);
+  }
+  std::size_t line = layout.first_code_line(rows_per_page);
+  for (const std::uint8_t bits : layout.bits) {
+    if (bits == 0) continue;
+    put_code(to + line, to_row, bits, get_code(from + line, from_row, bits));
+    line += packed_bytes(rows_per_page, bits);
+  }
+}
+
+/// @brief What the quantizers made of codes have in common.
+struct PackedCodec {
+  using Layout = CodeLayout;
+  static constexpr int row_multiple = 8;
+  static std::int64_t row_bits(const Layout& layout) { return layout.row_bits(); }
+  static void encode(const Layout& layout, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
+    encode_codes(layout, rows_per_page, block, first, count, rows, stride);
+  }
+  static void decode(const Layout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
+    decode_codes(layout, part, rows_per_page, block, first, count, tile, stride);
+  }
+  static void copy_row(const Layout& layout, Part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
+    copy_codes(layout, rows_per_page, from, from_row, to, to_row);
+  }
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

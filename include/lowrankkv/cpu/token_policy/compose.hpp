@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/token_policy/compose.hpp  Compose on the CPU: the strongest wish of the members wins.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/token_policy/compose.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+template <class... Members>
+struct Impl<Compose<Members...>, Cpu> {
+  using Policy = Compose<Members...>;
+  static_assert(sizeof...(Members) > 0, "lowrankkv: Compose needs at least one token policy");
+  static_assert((TokenPolicyFor<Members, Cpu> && ...), "lowrankkv: every member of Compose must be a token policy with an Impl");
+  static constexpr int evictors = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::mass) ? 1 : 0));
+  static constexpr int scorers = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::attention) ? 1 : 0));
+  static_assert(evictors <= 1 && scorers <= 1, "lowrankkv: Compose takes one member that evicts and one that scores prompts at most");
+
+  static constexpr bool compresses = (Impl<Members, Cpu>::compresses && ...);
+  static constexpr Evidence evidence = (Evidence::none | ... | Impl<Members, Cpu>::evidence);
+
+  static void validate(const Policy& policy) {
+    for_each(policy, []<class Member>(const Member& member) {
+      if constexpr (requires { Impl<Member, Cpu>::validate(member); }) Impl<Member, Cpu>::validate(member);
+    });
+  }
+  static int recent(const Policy& policy) {
+    int longest = 0;
+    for_each(policy, [&]<class Member>(const Member& member) { longest = (std::max)(longest, Impl<Member, Cpu>::recent(member)); });
+    return longest;
+  }
+  static AttentionScores attention_scores(const Policy& policy) {
+    AttentionScores scores;
+    for_each(policy, [&]<class Member>(const Member& member) {
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::attention)) scores = Impl<Member, Cpu>::attention_scores(member);
+    });
+    return scores;
+  }
+  static RowBounds bounds(const Policy& policy, const RowBatch& batch) {
+    RowBounds all{0, batch.num_rows};
+    for_each(policy, [&]<class Member>(const Member& member) {
+      const RowBounds one = Impl<Member, Cpu>::bounds(member, batch);
+      all.full = (std::min)(batch.num_rows, all.full + one.full);
+      all.compressed = (std::min)(all.compressed, one.compressed);
+    });
+    return all;
+  }
+  static void classify(const Policy& policy, const RowBatch& batch, std::span<RowFate> fates) {
+    std::fill(fates.begin(), fates.end(), RowFate::compressed);
+    std::vector<RowFate> wish(fates.size());
+    for_each(policy, [&]<class Member>(const Member& member) {
+      Impl<Member, Cpu>::classify(member, batch, wish);
+      for (std::size_t row = 0; row < wish.size(); ++row) fates[row] = (std::max)(fates[row], wish[row]);
+    });
+  }
+  static bool pinned(const Policy& policy, std::int64_t position) {
+    bool any = false;
+    for_each(policy, [&]<class Member>(const Member& member) {
+      if constexpr (requires { Impl<Member, Cpu>::pinned(member, position); }) any = any || Impl<Member, Cpu>::pinned(member, position);
+    });
+    return any;
+  }
+  static void evict(const Policy& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
+    for_each(policy, [&]<class Member>(const Member& member) {
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::mass)) Impl<Member, Cpu>::evict(member, batch, stored, fates);
+    });
+  }
+
+ private:
+  template <class Function>
+  static void for_each(const Policy& policy, Function&& function) {
+    std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
+  }
+};
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/token_policy/heavy_hitters.hpp  HeavyHitters on the CPU: of stored and leaving rows, the largest masses stay.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/cpu/top_rows.hpp"
+#include "lowrankkv/token_policy/heavy_hitters.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+template <>
+struct Impl<HeavyHitters, Cpu> {
+  static constexpr bool compresses = true;
+  static constexpr Evidence evidence = Evidence::mass;
+  static void validate(const HeavyHitters& policy) {
+    using ::lowrankkv::detail::fail;
+    if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("HeavyHitters: keep is in [0, 1], given ", policy.keep);
+    if (policy.budget < 0) fail<ValueError>("HeavyHitters: budget is at least 0, given ", policy.budget);
+  }
+  static int recent(const HeavyHitters& policy) { return policy.recent; }
+  static RowBounds bounds(const HeavyHitters&, const RowBatch& batch) { return {0, batch.num_rows}; }
+  static void classify(const HeavyHitters&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::compressed); }
+
+  static void evict(const HeavyHitters& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
+    std::int64_t kept = policy.budget > 0 ? policy.budget : cpu::share_of_rows(policy.keep, 0, batch.first_position + batch.num_rows);
+    std::vector<float> masses;
+    const auto add = [&](float mass, bool pinned) {
+      masses.push_back(pinned ? cpu::kAlways : mass);  // pinned rows stay and take nobody's place
+      kept += pinned ? 1 : 0;
+    };
+    for (const StoredRow& row : stored) add(row.mass, row.pinned);
+    for (std::size_t row = 0; row < fates.size(); ++row) add(batch.mass[row], fates[row] == RowFate::pinned);
+    std::vector<bool> stays(masses.size(), false);
+    for (const std::int64_t row : cpu::top_rows(masses, kept)) stays[static_cast<std::size_t>(row)] = true;
+    for (std::size_t row = 0; row < stored.size(); ++row) stored[row].gone = !stays[row];
+    for (std::size_t row = 0; row < fates.size(); ++row) {
+      if (!stays[stored.size() + row]) fates[row] = (std::max)(fates[row], RowFate::dropped);
+    }
+  }
+};
+
+static_assert(TokenPolicyFor<HeavyHitters, Cpu>);
+
+LOWRANKKV_NAMESPACE_END

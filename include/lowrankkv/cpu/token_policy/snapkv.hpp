@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/token_policy/snapkv.hpp  SnapKV on the CPU: the highest scores stay.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/cpu/top_rows.hpp"
+#include "lowrankkv/token_policy/snapkv.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+template <>
+struct Impl<SnapKV, Cpu> {
+  static constexpr bool compresses = true;
+  static constexpr Evidence evidence = Evidence::attention;
+  static void validate(const SnapKV& policy) {
+    using ::lowrankkv::detail::fail;
+    if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("SnapKV: keep is in [0, 1], given ", policy.keep);
+    if (policy.budget < 0) fail<ValueError>("SnapKV: budget is at least 0, given ", policy.budget);
+    if (policy.window < 1) fail<ValueError>("SnapKV: window is at least 1, given ", policy.window);
+    if (policy.kernel < 1 || policy.kernel % 2 == 0) fail<ValueError>("SnapKV: kernel is odd and at least 1, given ", policy.kernel);
+  }
+  static int recent(const SnapKV& policy) { return policy.window; }
+  static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
+  // Decoded rows are all kept, and a prompt may be decided on in chunks: from counts alone nothing less can be promised.
+  static RowBounds bounds(const SnapKV&, const RowBatch& batch) { return {0, batch.num_rows}; }
+  static void classify(const SnapKV& policy, const RowBatch& batch, std::span<RowFate> fates) {
+    std::fill(fates.begin(), fates.end(), RowFate::compressed);
+    if (batch.phase == Phase::decode || batch.attention.empty()) return;
+    const std::int64_t kept = policy.budget > 0 ? policy.budget : cpu::share_of_rows(policy.keep, 0, batch.num_rows);
+    std::fill(fates.begin(), fates.end(), RowFate::dropped);
+    for (const std::int64_t row : cpu::top_rows(batch.attention, kept)) fates[static_cast<std::size_t>(row)] = RowFate::compressed;
+  }
+};
+
+static_assert(TokenPolicyFor<SnapKV, Cpu>);
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/top_rows.hpp  Choosing rows by score, the same way everywhere.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// A score above all others.
+inline constexpr float kAlways = std::numeric_limits<float>::infinity();
+
+/// @brief Rows of [first, first + count) that fall to a share, such that neighbouring batches add up to the whole's:
+/// floor(share (first + count)) - floor(share first).
+inline std::int64_t share_of_rows(float share, std::int64_t first, std::int64_t count) {
+  const auto below = [&](std::int64_t rows) { return static_cast<std::int64_t>(std::floor(static_cast<double>(share) * static_cast<double>(rows))); };
+  return below(first + count) - below(first);
+}
+
+/// @brief The indices of the `count` largest scores, ascending; of equal scores the earlier row wins. Cost: O(n log count).
+inline std::vector<std::int64_t> top_rows(std::span<const float> scores, std::int64_t count) {
+  const std::int64_t limit = static_cast<std::int64_t>(scores.size());
+  std::vector<std::int64_t> order(scores.size());
+  std::iota(order.begin(), order.end(), std::int64_t{0});
+  const std::int64_t keep = (std::clamp)(count, std::int64_t{0}, limit);
+  const auto higher = [&](std::int64_t a, std::int64_t b) {
+    const float left = scores[static_cast<std::size_t>(a)];
+    const float right = scores[static_cast<std::size_t>(b)];
+    return left != right ? left > right : a < b;
+  };
+  std::partial_sort(order.begin(), order.begin() + keep, order.end(), higher);
+  order.resize(static_cast<std::size_t>(keep));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file quantizer/bit_packing.hpp  Codes of 1 to 8 bits in bytes, without gaps: code i takes bits [i b, (i + 1) b), low bits first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Bytes that `count` codes of `bits` bits fill.
+constexpr std::size_t packed_bytes(std::int64_t count, int bits) { return static_cast<std::size_t>((count * bits + 7) / 8); }
+
+/// @brief Code `index` of a line.
+inline unsigned get_code(const std::byte* line, std::int64_t index, int bits) {
+  const std::int64_t bit = index * bits;
+  const std::byte* at = line + bit / 8;
+  const int shift = static_cast<int>(bit % 8);
+  unsigned word = std::to_integer<unsigned>(at[0]);
+  if (shift + bits > 8) word |= std::to_integer<unsigned>(at[1]) << 8;
+  return word >> shift & ((1U << bits) - 1U);
+}
+
+/// @brief Writes code `index` of a line; its neighbours keep their bits.
+inline void put_code(std::byte* line, std::int64_t index, int bits, unsigned code) {
+  const std::int64_t bit = index * bits;
+  std::byte* at = line + bit / 8;
+  const int shift = static_cast<int>(bit % 8);
+  const unsigned mask = ((1U << bits) - 1U) << shift;
+  const unsigned value = code << shift;
+  at[0] = static_cast<std::byte>((std::to_integer<unsigned>(at[0]) & ~mask) | (value & mask & 0xffU));
+  if (shift + bits > 8) at[1] = static_cast<std::byte>((std::to_integer<unsigned>(at[1]) & ~(mask >> 8)) | (value >> 8 & mask >> 8));
+}
+
+/// @brief Calls use(i, code) for codes [first, first + count) of a line, i from 0; eight at a time where they fill whole bytes.
+template <class Use>
+inline void for_each_code(const std::byte* line, std::int64_t first, int count, int bits, Use&& use) {
+  int i = 0;
+  for (; i < count && (first + i) % 8 != 0; ++i) use(i, get_code(line, first + i, bits));
+  for (; i + 8 <= count; i += 8) {
+    std::uint64_t word = 0;
+    const std::byte* at = line + (first + i) / 8 * bits;
+    for (int byte = 0; byte < bits; ++byte) word |= std::to_integer<std::uint64_t>(at[byte]) << (8 * byte);
+    const std::uint64_t mask = (std::uint64_t{1} << bits) - 1;
+    for (int code = 0; code < 8; ++code) use(i + code, static_cast<unsigned>(word >> (code * bits) & mask));
+  }
+  for (; i < count; ++i) use(i, get_code(line, first + i, bits));
+}
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file token_policy/compose.hpp  Compose: several token policies decide together.
+#pragma once
+
+#include <tuple>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Token policy of several: every member says what it wants of a row and the strongest wish wins (RowFate: dropped
+/// beats full, full beats compressed, a pinned sink stays). The recent window is the longest of the members'.
+///
+/// `Compose<SinkRecent, SnapKV> policy; policy.get<SnapKV>().keep = 0.25F;`
+template <class... Members>
+struct Compose {
+  std::tuple<Members...> members{};
+
+  Compose() = default;
+  explicit Compose(Members... of) : members(of...) {}
+  template <class Member>
+  Member& get() { return std::get<Member>(members); }
+  template <class Member>
+  const Member& get() const { return std::get<Member>(members); }
+  friend bool operator==(const Compose&, const Compose&) = default;
+};
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file token_policy/heavy_hitters.hpp  HeavyHitters (H2O): the tokens that have received most attention so far are kept.
+#pragma once
+
+#include "lowrankkv/concepts/impl.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Token policy: besides the recent window, each KV head keeps the tokens with the largest accumulated attention;
+/// whenever rows leave the tail, the least of stored and leaving rows are dropped for good. Causal: mass is what a row has
+/// received from the queries seen so far (all of the prompt's; of decoded ones those attended with CompressedKVCache::attend
+/// and a MassView, which is then given to accumulate()). Eviction happens every CacheConfig::flush_interval tokens; with
+/// flush_interval 1 at every token, as in the paper.
+///
+/// Alone kept tokens are compressed; Compose<KeepFull, HeavyHitters> is the paper's H2O.
+struct HeavyHitters {
+  float keep = 0.25F;  ///< heavy tokens as a share of the tokens seen so far
+  int budget = 0;      ///< > 0: so many heavy tokens instead of a share
+  int recent = 32;     ///< rows that always stay
+  friend bool operator==(const HeavyHitters&, const HeavyHitters&) = default;
+};
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file token_policy/residual_outliers.hpp  ResidualOutliers: tokens that the basis reconstructs badly stay at full rank (OjaKV v2).
+#pragma once
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Token policy: of the rows about to be compressed, those with the largest reconstruction error stay at full rank.
+///
+/// The error of a row is ||k - k^||^2 / ||k||^2, in the key metric, plus ||v - v^||^2 / ||v||^2, after rank cut and
+/// quantisation, under the basis about to be used. Applied to prompts and to every T decoded rows.
+struct ResidualOutliers {
+  float share = 0.02F;      ///< at most this share of the rows, counted over the life of a sequence
+  float threshold = 0.0F;   ///< and only rows whose error exceeds this (0 to 2); 0: the largest whatever they are
+  friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
+};
+
+LOWRANKKV_NAMESPACE_END

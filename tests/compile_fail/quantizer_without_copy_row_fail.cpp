@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// expected-error: missing 'static void copy_row(const Layout&
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+namespace lowrankkv {
+struct Mine {};
+
+template <>
+struct Impl<Mine, Cpu> {
+  using Layout = int;
+  static Layout layout(const Mine&, int rank, std::span<const std::uint8_t>) { return rank; }
+  static std::int64_t row_bits(int rank) { return rank; }
+  static constexpr int row_multiple = 8;
+  static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
+  static void decode(int, Part, int, const std::byte*, int, int, float*, int) {}
+};
+
+std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }
+}  // namespace lowrankkv

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// expected-error: missing a copyable type 'Layout' or 'static Layout layout(
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+namespace lowrankkv {
+struct Mine {};
+
+template <>
+struct Impl<Mine, Cpu> {
+  static std::int64_t row_bits(int rank) { return rank; }
+  static constexpr int row_multiple = 8;
+  static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
+  static void decode(int, Part, int, const std::byte*, int, int, float*, int) {}
+  static void copy_row(int, Part, int, const std::byte*, int, std::byte*, int) {}
+};
+
+std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }
+}  // namespace lowrankkv

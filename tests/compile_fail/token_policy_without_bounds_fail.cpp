@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// expected-error: missing 'static RowBounds bounds(
+#include "lowrankkv/compressed_kv_cache.hpp"
+
+namespace lowrankkv {
+struct Mine {};
+
+template <>
+struct Impl<Mine, Cpu> {
+  static constexpr bool compresses = true;
+  static constexpr Evidence evidence = Evidence::none;
+  static int recent(const Mine&) { return 0; }
+  static void classify(const Mine&, const RowBatch&, std::span<RowFate>) {}
+};
+
+std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, Mine>); }
+}  // namespace lowrankkv

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packed codes, the quantizers made of them, and the rotations they use.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/cpu/quantizer/block_hadamard.hpp"
+#include "lowrankkv/cpu/quantizer/int8.hpp"
+#include "lowrankkv/cpu/quantizer/transform_code.hpp"
+#include "lowrankkv/quantizer/bit_packing.hpp"
+#include "lowrankkv/quantizer/flat_rotation.hpp"
+
+using namespace lowrankkv;
+
+namespace {
+
+std::vector<float> normal_rows(std::mt19937_64& random, int count, int rank, float spread = 1.0F) {
+  std::normal_distribution<float> normal(0.0F, spread);
+  std::vector<float> rows(static_cast<std::size_t>(count * rank));
+  for (float& value : rows) value = normal(random);
+  return rows;
+}
+
+std::vector<std::byte> noise(std::mt19937_64& random, std::size_t bytes) {
+  std::vector<std::byte> block(bytes);
+  for (std::byte& byte : block) byte = static_cast<std::byte>(random());
+  return block;
+}
+
+/// Decodes rows [first, first + count) row-major, through the part's own order.
+std::vector<float> decode(const CodeLayout& layout, Part part, int rows_per_page, const std::vector<std::byte>& block, int first, int count) {
+  const int stride = (part == Part::key ? count : layout.rank) + 3;
+  std::vector<float> tile(static_cast<std::size_t>((part == Part::key ? layout.rank : count) * stride), NAN);
+  cpu::decode_codes(layout, part, rows_per_page, block.data(), first, count, tile.data(), stride);
+  std::vector<float> rows(static_cast<std::size_t>(count * layout.rank));
+  for (int row = 0; row < count; ++row) {
+    for (int channel = 0; channel < layout.rank; ++channel) {
+      rows[static_cast<std::size_t>(row * layout.rank + channel)] = tile[static_cast<std::size_t>(part == Part::key ? channel * stride + row : row * stride + channel)];
+    }
+  }
+  return rows;
+}
+
+std::size_t block_bytes(const CodeLayout& layout, int rows) { return static_cast<std::size_t>(layout.row_bits() * rows / 8); }
+
+}  // namespace
+
+TEST_CASE("codes of every width come back, whatever the place and length, and neighbours keep theirs") {
+  std::mt19937_64 random(1);
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const int length : {1, 2, 3, 7, 8, 9, 31, 64, 101}) {
+      const std::size_t bytes = packed_bytes(length, bits);
+      CHECK(bytes == static_cast<std::size_t>((length * bits + 7) / 8));
+      std::vector<std::byte> line = noise(random, bytes);
+      std::vector<unsigned> codes;
+      for (int i = 0; i < length; ++i) codes.push_back(get_code(line.data(), i, bits));
+      for (int trial = 0; trial < 3 * length; ++trial) {
+        const auto at = static_cast<std::size_t>(random() % static_cast<unsigned>(length));
+        codes[at] = static_cast<unsigned>(random()) & ((1U << bits) - 1U);
+        put_code(line.data(), static_cast<std::int64_t>(at), bits, codes[at]);
+      }
+      for (int i = 0; i < length; ++i) REQUIRE(get_code(line.data(), i, bits) == codes[static_cast<std::size_t>(i)]);
+      for (int first = 0; first < length; ++first) {
+        int seen = 0;
+        for_each_code(line.data(), first, length - first, bits, [&](int i, unsigned code) {
+          REQUIRE(i == seen++);
+          REQUIRE(code == codes[static_cast<std::size_t>(first + i)]);
+        });
+        REQUIRE(seen == length - first);
+      }
+    }
+  }
+}
+
+TEST_CASE("Int8 and BlockHadamard stay within half a step of every coefficient; a step is what the largest one needs") {
+  std::mt19937_64 random(2);
+  const auto check = [&](const CodeLayout& layout, int rows_per_page) {
+    std::vector<std::byte> block = noise(random, block_bytes(layout, rows_per_page));
+    for (int trial = 0; trial < 20; ++trial) {
+      const int first = static_cast<int>(random() % static_cast<unsigned>(rows_per_page));
+      const int count = 1 + static_cast<int>(random() % static_cast<unsigned>(rows_per_page - first));
+      const int stride = layout.rank + 2;
+      std::vector<float> rows = normal_rows(random, count, stride, std::exp2(static_cast<float>(trial) - 12.0F));
+      if (trial == 5) std::fill(rows.begin(), rows.begin() + stride, 0.0F);
+      const std::vector<float> before = decode(layout, Part::key, rows_per_page, block, 0, rows_per_page);
+      cpu::encode_codes(layout, rows_per_page, block.data(), first, count, rows.data(), stride);
+      const std::vector<float> all = decode(layout, Part::value, rows_per_page, block, 0, rows_per_page);
+      for (int row = 0; row < rows_per_page; ++row) {
+        for (const ScaleGroup& group : layout.groups) {
+          const float bits = layout.bits[static_cast<std::size_t>(group.first)];
+          float largest = 0.0F;
+          if (row >= first && row < first + count) {
+            for (int c = group.first; c < group.first + group.count; ++c) largest = std::max(largest, std::abs(rows[static_cast<std::size_t>((row - first) * stride + c)]));
+          }
+          const float step = largest / std::exp2(bits - 1.0F);
+          for (int c = group.first; c < group.first + group.count; ++c) {
+            const float got = all[static_cast<std::size_t>(row * layout.rank + c)];
+            if (row < first || row >= first + count) {
+              // A row that was not written keeps its bits (noise may decode to NaN).
+              const float old = before[static_cast<std::size_t>(row * layout.rank + c)];
+              REQUIRE((got == old || (std::isnan(got) && std::isnan(old))));
+            } else {
+              // Half a step, the scale's rounding to f16 (or to its smallest number), f32 rounding.
+              const float bound = 0.5F * step * (1.0F + 0x1p-10F) + 0x1p-25F + 1e-6F * largest;
+              REQUIRE(std::abs(got - rows[static_cast<std::size_t>((row - first) * stride + c)]) <= bound);
+            }
+          }
+        }
+      }
+    }
+  };
+  for (const int rank : {1, 2, 5, 31, 64, 77, 128}) {
+    const CodeLayout int8 = Impl<Int8, Cpu>::layout({}, rank, {});
+    CHECK(int8.row_bits() == 8 * rank + 16);
+    check(int8, 24);
+    for (int high = 2; high <= 8; ++high) {
+      const BlockHadamard policy{0.2F, high, 2 + (high + 3) % 7, true};
+      const CodeLayout layout = Impl<BlockHadamard, Cpu>::layout(policy, rank, {});
+      const int outliers = static_cast<int>(std::lround(0.2F * static_cast<float>(rank)));
+      CHECK(layout.row_bits() == outliers * high + (rank - outliers) * policy.low_bits + 16 * ((outliers > 0 ? 1 : 0) + (outliers < rank ? 1 : 0)));
+      check(layout, 16);
+    }
+  }
+}
+
+TEST_CASE("TransformCode: bits as given, steps in the maps, one gain a row, and the distortion that theory gives a Gaussian") {
+  std::mt19937_64 random(3);
+  // Mean squared error of Max's uniform quantisers for a unit Gaussian, bits 1 to 6.
+  const double distortion[] = {1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041};
+  for (int bits = 1; bits <= 6; ++bits) {
+    const TransformCode policy{1.0F};
+    const int rank = 200;
+    std::vector<std::uint8_t> widths(rank, static_cast<std::uint8_t>(bits));
+    widths.back() = 0;
+    const std::vector<float> rms(rank, 3.0F);
+    const CodeLayout layout = Impl<TransformCode, Cpu>::layout(policy, rank, widths);
+    CHECK(layout.row_bits() == bits * (rank - 1) + 8);
+    const ChannelFold fold = Impl<TransformCode, Cpu>::fold(policy, layout, rms);
+    const int count = 64;
+    std::vector<std::byte> block(block_bytes(layout, count));
+    std::vector<float> rows = normal_rows(random, count, rank, 3.0F);
+    const std::vector<float> exact = rows;
+    for (std::size_t i = 0; i < rows.size(); ++i) rows[i] /= fold.scale[i % rank];
+    cpu::encode_codes(layout, count, block.data(), 0, count, rows.data(), rank);
+    const std::vector<float> got = decode(layout, Part::key, count, block, 0, count);
+    double error = 0.0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (i % rank == rank - 1) {
+        REQUIRE(got[i] == 0.0F);  // no bits, nothing read
+      } else {
+        error += std::pow(got[i] * fold.scale[i % rank] - exact[i], 2);
+      }
+    }
+    const double relative = error / (9.0 * count * (rank - 1));
+    CHECK(relative == doctest::Approx(distortion[bits]).epsilon(0.06));
+    // A row twice as large has a gain twice as large, and the same codes.
+    for (float& value : rows) value *= 2.0F;
+    cpu::encode_codes(layout, count, block.data(), 0, count, rows.data(), rank);
+    const std::vector<float> twice = decode(layout, Part::value, count, block, 0, count);
+    for (std::size_t i = 0; i < got.size(); ++i) REQUIRE(twice[i] == doctest::Approx(2.0F * got[i]).epsilon(1e-5));
+  }
+}
+
+TEST_CASE("TransformCode stays within half a step where it does not clip, for mixed widths") {
+  std::mt19937_64 random(4);
+  std::vector<std::uint8_t> widths;
+  for (const int width : {8, 8, 6, 5, 4, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0}) widths.push_back(static_cast<std::uint8_t>(width));
+  const int rank = static_cast<int>(widths.size());
+  const CodeLayout layout = Impl<TransformCode, Cpu>::layout({}, rank, widths);
+  CHECK(layout.row_bits() == 8 + 8 + 6 + 5 + 12 + 6 + 4 + 2 + 8);
+  std::vector<std::byte> block(block_bytes(layout, 40));
+  for (int row = 0; row < 40; ++row) {
+    const std::vector<float> values = normal_rows(random, 1, rank, std::exp2(static_cast<float>(row % 9) - 4.0F));
+    cpu::encode_codes(layout, 40, block.data(), row, 1, values.data(), rank);
+    const std::vector<float> got = decode(layout, Part::key, 40, block, row, 1);
+    const float gain = cpu::decode_gain(std::to_integer<std::uint8_t>(block[static_cast<std::size_t>(row)]));
+    for (int channel = 0; channel < rank; ++channel) {
+      const auto c = static_cast<std::size_t>(channel);
+      if (widths[c] == 0) continue;
+      const float range = gain * std::exp2(static_cast<float>(widths[c]) - 1.0F);
+      const float clipped = std::clamp(values[c], -range, range);
+      REQUIRE(std::abs(got[c] - clipped) <= 0.5F * gain * 1.0001F);
+    }
+  }
+}
+
+TEST_CASE("gains: sixteen steps an octave, monotone, zero is zero, saturating") {
+  CHECK(cpu::encode_gain(0.0F) == 0);
+  CHECK(cpu::decode_gain(0) == 0.0F);
+  CHECK(cpu::encode_gain(1.0F) == 128);
+  CHECK(cpu::encode_gain(1e30F) == 255);
+  CHECK(cpu::encode_gain(1e-30F) == 1);
+  for (int code = 1; code < 256; ++code) {
+    REQUIRE(cpu::encode_gain(cpu::decode_gain(static_cast<std::uint8_t>(code))) == code);
+    if (code > 1) REQUIRE(cpu::decode_gain(static_cast<std::uint8_t>(code)) > cpu::decode_gain(static_cast<std::uint8_t>(code - 1)));
+  }
+}
+
+TEST_CASE("a copied row is the same row, bit for bit, also within one block") {
+  std::mt19937_64 random(5);
+  const std::vector<std::uint8_t> widths{7, 5, 3, 3, 2, 1};
+  const CodeLayout layouts[] = {Impl<TransformCode, Cpu>::layout({}, 6, widths), Impl<Int8, Cpu>::layout({}, 6, {}), Impl<BlockHadamard, Cpu>::layout({0.5F, 5, 3, true}, 6, {})};
+  for (const CodeLayout& layout : layouts) {
+    std::vector<std::byte> block(block_bytes(layout, 24));
+    const std::vector<float> rows = normal_rows(random, 24, 6);
+    cpu::encode_codes(layout, 24, block.data(), 0, 24, rows.data(), 6);
+    std::vector<float> expected = decode(layout, Part::value, 24, block, 0, 24);
+    for (const auto& [from, to] : {std::pair{23, 0}, {5, 6}, {6, 5}, {11, 17}}) {
+      cpu::copy_codes(layout, 24, block.data(), from, block.data(), to);
+      std::copy_n(expected.begin() + from * 6, 6, expected.begin() + to * 6);
+      REQUIRE(decode(layout, Part::value, 24, block, 0, 24) == expected);
+    }
+  }
+}
+
+TEST_CASE("flat rotations are orthogonal and symmetric for every size, and flat") {
+  for (int size = 1; size <= 160; ++size) {
+    const std::vector<float> matrix = flat_rotation(size);
+    const auto at = [&](int i, int j) { return static_cast<double>(matrix[static_cast<std::size_t>(i * size + j)]); };
+    double worst = 0.0, largest = 0.0;
+    for (int i = 0; i < size; ++i) {
+      for (int j = 0; j < size; ++j) {
+        double product = i == j ? -1.0 : 0.0;
+        for (int k = 0; k < size; ++k) product += at(i, k) * at(j, k);
+        worst = std::max({worst, std::abs(product), std::abs(at(i, j) - at(j, i))});
+        largest = std::max(largest, std::abs(at(i, j)));
+      }
+    }
+    REQUIRE(worst < 2e-6);
+    REQUIRE(largest <= std::sqrt(2.0 / size) * 1.000001);
+    if ((size & (size - 1)) == 0) REQUIRE(largest == doctest::Approx(1.0 / std::sqrt(size)));
+  }
+}
+
+TEST_CASE("quantizers refuse what they cannot use") {
+  CHECK_THROWS_WITH_AS((Impl<BlockHadamard, Cpu>::validate({0.2F, 9, 3, true})), "BlockHadamard: bits are 2 to 8, given 9", ValueError);
+  CHECK_THROWS_WITH_AS((Impl<BlockHadamard, Cpu>::validate({1.5F, 4, 3, true})), "BlockHadamard: outlier_share is in [0, 1], given 1.5", ValueError);
+  CHECK_THROWS_AS((Impl<TransformCode, Cpu>::validate({0.0F})), ValueError);
+  CHECK_THROWS_AS((Impl<TransformCode, Cpu>::layout({}, 3, {})), ShapeError);
+  CHECK_THROWS_AS(flat_rotation(0), ShapeError);
+}
