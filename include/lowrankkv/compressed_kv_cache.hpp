@@ -56,11 +56,11 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of max_tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).num_pages;
+    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer).num_pages;
   }
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.token_policy, policies.quantizer).page_bytes;
+    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer).page_bytes;
   }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
@@ -269,7 +269,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     usage.reserved_bytes = layer_.reserved_bytes() + static_cast<std::size_t>(layer_.pool->allocator().num_free()) * layer_.pool->page_bytes();
     return usage;
   }
-  /// @brief Tokens that fit in a page of this KV head, compressed.
+  /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys).
   int tokens_per_page(int kv_head) const {
     return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page : layer_.full.layout(kv_head).rows_per_page;
   }
@@ -277,8 +277,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// the token policy keeps all at full rank).
   std::size_t bytes_for(std::int64_t tokens) const {
     std::size_t pages = 0;
-    for (int head = 0; head < layer_.num_kv_heads(); ++head) {
-      const std::int64_t per_page = tokens_per_page(head);
+    for (int list = 0; list < (Base::compresses ? layer_.num_lists() : layer_.num_kv_heads()); ++list) {
+      const std::int64_t per_page = tokens_per_page(list);
       pages += static_cast<std::size_t>((tokens + per_page - 1) / per_page);
     }
     return pages * layer_.pool->page_bytes();

@@ -10,6 +10,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 struct Cpu;
 
 struct PerHead;
+struct JointValues;
+struct Projector;
 struct Static;
 struct Oja;
 struct FrequentDirections;

@@ -67,48 +67,51 @@ inline void check_channels(const char* what, const std::vector<std::uint8_t>& bi
   }
 }
 
-/// Raises ShapeError or ValueError unless `head` is a basis that PerHead can use.
-inline void validate_head(const PerHead& policy, const HeadBasis& head, int head_dim) {
+/// Raises ShapeError or ValueError unless the key maps of `head` fit the policy.
+inline void validate_keys(const PerHead& policy, const HeadBasis& head, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(head_dim);
   if (head.key_rank < 1 || head.key_rank > head_dim) fail<ShapeError>("rank: key_rank ", head.key_rank, ", head_dim ", head_dim);
-  if (head.value_rank < 1 || head.value_rank > head_dim) {
-    fail<ShapeError>("rank: value_rank ", head.value_rank, ", head_dim ", head_dim);
-  }
   const std::size_t keys = dim * static_cast<std::size_t>(head.key_rank);
-  const std::size_t values = dim * static_cast<std::size_t>(head.value_rank);
   check_size("key_down", keys, head.key_down.size());
-  check_size("value_down", values, head.value_down.size());
-  if (!head.output_up.empty()) fail<ValueError>("basis: PerHead derives output_up from value_down, but one is given");
   const bool aware = policy.key_metric == KeyMetric::query_aware;
   check_size("query_down", aware ? keys : 0, head.query_down.size());
   check_size("key_metric", aware ? dim * dim : 0, head.key_metric.size());
   check_size("key_metric_inverse", aware ? dim * dim : 0, head.key_metric_inverse.size());
-  check_channels("key", head.key_bits, head.key_rms, head.key_rank);
-  check_channels("value", head.value_bits, head.value_rms, head.value_rank);
   check_size("key_mean", policy.centred ? dim : 0, head.key_mean.size());
-  check_size("value_mean", policy.centred ? dim : 0, head.value_mean.size());
-  const double key_error =
-      biorthogonality_error(head.key_down, aware ? head.query_down : head.key_down, head_dim, head.key_rank);
-  const double value_error = biorthogonality_error(head.value_down, head.value_down, head_dim, head.value_rank);
-  if (key_error > policy.orthonormal_tolerance || value_error > policy.orthonormal_tolerance) {
-    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", key_error, " for keys and ", value_error,
-                     " for values, tolerance ", policy.orthonormal_tolerance);
+  check_channels("key", head.key_bits, head.key_rms, head.key_rank);
+  const double error = biorthogonality_error(head.key_down, aware ? head.query_down : head.key_down, head_dim, head.key_rank);
+  if (error > policy.orthonormal_tolerance) {
+    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", error, " for keys, tolerance ", policy.orthonormal_tolerance);
   }
-  if (aware) {
-    // query_down may be tiny where key_down is large; what f16 cannot resolve would decode to nothing.
-    std::vector<float> keys_stored = head.key_down, queries_stored = head.query_down;
-    for (float& value : keys_stored) value = round_to(DType::f16, value);
-    for (float& value : queries_stored) value = round_to(DType::f16, value);
-    const double stored_error = biorthogonality_error(keys_stored, queries_stored, head_dim, head.key_rank);
-    if (stored_error > 0.05) fail<ValueError>("basis: in f16 the key maps' product differs from I by ", stored_error, ", limit 0.05; scale the metric to mean 1");
-    const double metric_error = biorthogonality_error(head.key_metric, head.key_metric_inverse, head_dim, head_dim);
-    if (metric_error > 0.05) fail<ValueError>("basis: key_metric times its inverse differs from I by ", metric_error, ", limit 0.05");
-  }
+  if (!aware) return;
+  // query_down may be tiny where key_down is large; what f16 cannot resolve would decode to nothing.
+  std::vector<float> keys_stored = head.key_down, queries_stored = head.query_down;
+  for (float& value : keys_stored) value = round_to(DType::f16, value);
+  for (float& value : queries_stored) value = round_to(DType::f16, value);
+  const double stored_error = biorthogonality_error(keys_stored, queries_stored, head_dim, head.key_rank);
+  if (stored_error > 0.05) fail<ValueError>("basis: in f16 the key maps' product differs from I by ", stored_error, ", limit 0.05; scale the metric to mean 1");
+  const double metric_error = biorthogonality_error(head.key_metric, head.key_metric_inverse, head_dim, head_dim);
+  if (metric_error > 0.05) fail<ValueError>("basis: key_metric times its inverse differs from I by ", metric_error, ", limit 0.05");
 }
 
-}  // namespace detail
+/// Raises ShapeError or ValueError unless what goes with the value map of `head` fits; the map itself is checked elsewhere.
+inline void check_values(const PerHead& policy, const HeadBasis& head, int head_dim, const char* who) {
+  if (!head.output_up.empty()) fail<ValueError>("basis: ", who, " derives output_up from value_down, but one is given");
+  check_size("value_mean", policy.centred ? static_cast<std::size_t>(head_dim) : 0, head.value_mean.size());
+  check_channels("value", head.value_bits, head.value_rms, head.value_rank);
+}
 
-namespace detail {
+/// Raises ShapeError or ValueError unless `head` is a basis that PerHead can use.
+inline void validate_head(const PerHead& policy, const HeadBasis& head, int head_dim) {
+  if (head.value_rank < 1 || head.value_rank > head_dim) fail<ShapeError>("rank: value_rank ", head.value_rank, ", head_dim ", head_dim);
+  validate_keys(policy, head, head_dim);
+  check_size("value_down", static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(head.value_rank), head.value_down.size());
+  check_values(policy, head, head_dim, "PerHead");
+  const double error = biorthogonality_error(head.value_down, head.value_down, head_dim, head.value_rank);
+  if (error > policy.orthonormal_tolerance) {
+    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", error, " for values, tolerance ", policy.orthonormal_tolerance);
+  }
+}
 
 /// Raises ValueError if a map or mean is not finite, or too large for the type that epochs are stored in.
 inline void check_storable(const LayerBasis& basis, DType epoch_type) {

@@ -9,6 +9,8 @@
 ///                                         // rows [count, head_dim], in place, to the space in which U is orthonormal
 ///   static HeadBasis with_working_bases(const B&, const HeadBasis&, int head_dim, std::vector<float> key_basis,
 ///                                       std::vector<float> value_basis);       // the maps for moved bases
+/// Optional: `static int heads_per_group(const B&, int num_kv_heads)`: one row of value coefficients serves so many heads;
+///   static constexpr bool fixed;         // true: no orthonormal basis to move; only validate() and to_metric() are needed
 #pragma once
 
 #include <concepts>
@@ -37,10 +39,22 @@ concept BasisHasWithWorkingBases = requires(const P& policy, const HeadBasis& he
   { Impl<P, B>::with_working_bases(policy, head, 1, basis, basis) } -> std::same_as<HeadBasis>;
 };
 
+/// @brief The maps of P cannot be moved by an updater.
+template <class P, class B>
+constexpr bool basis_is_fixed() {
+  if constexpr (requires { Impl<P, B>::fixed; }) return Impl<P, B>::fixed;
+  else return false;
+}
+/// @brief One row of value coefficients of P serves several heads.
+template <class P, class B>
+constexpr bool joins_values() {
+  return requires(const P& policy) { Impl<P, B>::heads_per_group(policy, 1); };
+}
+
 /// @brief P can be used as the Basis of a CompressedKVCache<B, ...>.
 template <class P, class B>
-concept BasisFor = HasImpl<P, B> && BasisHasValidate<P, B> && BasisHasWorkingBasis<P, B> && BasisHasToMetric<P, B> &&
-                   BasisHasWithWorkingBases<P, B>;
+concept BasisFor = HasImpl<P, B> && BasisHasValidate<P, B> && BasisHasToMetric<P, B> &&
+                   (basis_is_fixed<P, B>() || (BasisHasWorkingBasis<P, B> && BasisHasWithWorkingBases<P, B>));
 
 namespace detail {
 
@@ -53,13 +67,13 @@ struct DiagnoseBasis {
   static_assert(!HasImpl<P, B> || BasisHasValidate<P, B>,
                 "lowrankkv: Impl<Basis, Backend> is missing 'static void validate(const Basis&, const LayerBasis&, const "
                 "CacheShape&)'; see concepts/basis.hpp");
-  static_assert(!HasImpl<P, B> || BasisHasWorkingBasis<P, B>,
+  static_assert(!HasImpl<P, B> || basis_is_fixed<P, B>() || BasisHasWorkingBasis<P, B>,
                 "lowrankkv: Impl<Basis, Backend> is missing 'static std::vector<float> working_basis(const Basis&, const "
                 "HeadBasis&, int, Part)'; see concepts/basis.hpp");
   static_assert(!HasImpl<P, B> || BasisHasToMetric<P, B>,
                 "lowrankkv: Impl<Basis, Backend> is missing 'static void to_metric(const Basis&, const HeadBasis&, int, "
                 "Part, float*, int)'; see concepts/basis.hpp");
-  static_assert(!HasImpl<P, B> || BasisHasWithWorkingBases<P, B>,
+  static_assert(!HasImpl<P, B> || basis_is_fixed<P, B>() || BasisHasWithWorkingBases<P, B>,
                 "lowrankkv: Impl<Basis, Backend> is missing 'static HeadBasis with_working_bases(const Basis&, const "
                 "HeadBasis&, int, std::vector<float>, std::vector<float>)'; see concepts/basis.hpp");
 };

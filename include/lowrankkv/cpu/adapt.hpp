@@ -27,6 +27,7 @@ struct LeavingRows {
   std::vector<float> keys, values;  ///< [total, head_dim]
   std::int64_t total = 0;
   std::int64_t count = 0;
+  std::vector<float> scores;        ///< [count] attention of a prompt's last queries, if the token policy asks for it
   std::vector<RowFate> fates;       ///< [count]
   int rejected = 0;                 ///< updates that gave no usable basis
   bool moved = false;               ///< a working basis moved
@@ -126,6 +127,8 @@ std::vector<float> rows_in_metric(const State& state, int head, const LeavingRow
 /// whether a basis moved, and how many were refused because they were not finite and orthonormal; then the old ones stay.
 template <class State>
 void adapt_head(State& state, int slot, int head, LeavingRows& rows, RowRange range, Phase phase) {
+  rows.moved = false;
+  rows.rejected = 0;
   const std::vector<std::int64_t> chosen = observed_rows(state, slot, head, rows, range, phase);
   if (chosen.empty()) return;
   const int dim = state.head_dim();

@@ -32,6 +32,7 @@ struct StoredHead {
   std::span<const Segment> segments;
   int slot = 0;
   int head = 0;
+  int value_list = 0;  ///< list of compressed rows that holds the values
   int head_dim = 0;
   int tail_length = 0;
 };
@@ -49,14 +50,14 @@ struct QueryBlock {
 
 namespace detail {
 
-/// Rows of `list` from `first` on, tile by tile, into `state`.
+/// Rows from `first` on, keys from one list and values from another (or the same), tile by tile, into `state`.
 template <class Rows>
-void attend_rows(const Rows& list, int slot, int head, std::int32_t first, std::int32_t count, const QueryRows& query,
+void attend_rows(const Rows& rows_of, int slot, int key_list, int value_list, std::int32_t first, std::int32_t count, const QueryRows& query,
                  AttentionWorkspace& work, const PartialState& state) {
   for (std::int32_t done = 0; done < count; done += kTile) {
     const int rows = (std::min)(kTile, count - done);
-    list.load_keys(slot, head, first + done, rows, work.keys.data(), kTile);
-    list.load_values(slot, head, first + done, rows, work.values.data(), query.value_width);
+    rows_of.load_keys(slot, key_list, first + done, rows, work.keys.data(), kTile);
+    rows_of.load_values(slot, value_list, first + done, rows, work.values.data(), query.value_width);
     const Tile tile{work.keys.data(), work.values.data(), query.value_width, rows};
     absorb_tile(query, tile, [rows](int) { return rows; }, work.logits.data(), state);
   }
@@ -99,19 +100,19 @@ template <class Quantizer>
 void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query,
                     AttentionWorkspace& work) {
   const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
-  const RowLayout<Quantizer>& layout = stored.compressed->layout(stored.head);
-  const int value_stride = padded(layout.value_rank);
+  const int value_rank = maps.rank(Part::value);
+  const int value_stride = padded(value_rank);
   const PartialState state = work.state(0);
   PartialState part = work.state(1);
   part.stride = value_stride;
   part.reset(full_query.rows);
 
-  const QueryRows query = project_queries(maps, stored.head_dim, layout.key_rank, value_stride, full_query, work);
-  attend_rows(*stored.compressed, stored.slot, stored.head, segment.first_row, segment.num_rows, query, work, part);
+  const QueryRows query = project_queries(maps, stored.head_dim, maps.rank(Part::key), value_stride, full_query, work);
+  attend_rows(*stored.compressed, stored.slot, stored.head, stored.value_list, segment.first_row, segment.num_rows, query, work, part);
 
   const int width = padded(stored.head_dim);
   maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
-  matmul<false>(full_query.rows, width, layout.value_rank, part.accumulator, part.stride, work.map.data(), width,
+  matmul<false>(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(), width,
                 work.expanded.data(), width);
   if (!maps.value_mean.empty()) {
     maps.value_mean.load(work.row.data(), width);
@@ -141,7 +142,7 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
   const PartialState state = work.state(0);
   state.reset(rows);
 
-  detail::attend_rows(*stored.full, stored.slot, stored.head, 0, stored.full->size(stored.slot, stored.head), query, work, state);
+  detail::attend_rows(*stored.full, stored.slot, stored.head, stored.head, 0, stored.full->size(stored.slot, stored.head), query, work, state);
   for (const Segment& segment : stored.segments) {
     if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, work);
   }
@@ -170,7 +171,7 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
     const std::int64_t token = first_token + row / group;
     const int head = stored.head * group + row % group;
     float* target = block.out.row(token, head);
-    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] = state.accumulator[row * width + channel] / state.sum[row];
+    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] = state.accumulator[row * state.stride + channel] / state.sum[row];
     if (block.lse.data != nullptr) block.lse.data[token * block.lse.token_stride + head] = state.max[row] + std::log(state.sum[row]);
   }
 }

@@ -120,24 +120,25 @@ inline void merge_states(int rows, int width, const PartialState& state, const P
 class AttentionWorkspace {
  public:
   AttentionWorkspace() = default;
-  explicit AttentionWorkspace(int head_dim, int group_size)
-      : rows_((std::max)(kQueryRows, group_size)), width_(padded(head_dim)) {
+  /// @param widest  the largest of head_dim and all value ranks
+  AttentionWorkspace(int head_dim, int widest, int group_size)
+      : rows_((std::max)(kQueryRows, group_size)), width_(padded(widest)) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
     const std::size_t width = static_cast<std::size_t>(width_);
     row.resize(width);
-    map.resize(width * width);
-    query.resize(rows * width);
-    projected.resize(rows * width);
-    expanded.resize(rows * width);
+    const std::size_t dim = static_cast<std::size_t>(padded(head_dim));
+    map.resize(width * dim);
+    query.resize(rows * dim);
+    projected.resize(rows * dim);
+    expanded.resize(rows * dim);
     logits.resize(rows * kTile);
     bias.resize(rows);
-    keys.resize(width * kTile);
+    keys.resize(dim * kTile);
     values.resize(width * kTile);
     statistics_.resize(4 * rows);
     accumulators_.resize(2 * rows * width);
   }
   int max_rows() const { return rows_; }
-  int width() const { return width_; }
   /// State 0 is the block's own, in head_dim; state 1 that of the segment being read.
   PartialState state(int index) {
     const std::size_t rows = static_cast<std::size_t>(rows_);

@@ -2,7 +2,9 @@
 /// @file cpu/backend.hpp  The Cpu backend: host memory, Eigen, threads. Includes every policy's CPU implementation.
 #pragma once
 
+#include "lowrankkv/cpu/basis/joint_values.hpp"
 #include "lowrankkv/cpu/basis/per_head.hpp"
+#include "lowrankkv/cpu/basis/projector.hpp"
 #include "lowrankkv/cpu/layer.hpp"
 #include "lowrankkv/cpu/page_pool.hpp"
 #include "lowrankkv/cpu/quantizer/block_hadamard.hpp"
@@ -18,6 +20,7 @@
 #include "lowrankkv/cpu/token_policy/sink_recent.hpp"
 #include "lowrankkv/cpu/token_policy/sliding_window.hpp"
 #include "lowrankkv/cpu/token_policy/snapkv.hpp"
+#include "lowrankkv/cpu/updater/frequent_directions.hpp"
 #include "lowrankkv/cpu/updater/oja.hpp"
 #include "lowrankkv/cpu/updater/static.hpp"
 #include "lowrankkv/fwd.hpp"

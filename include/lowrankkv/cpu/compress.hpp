@@ -13,7 +13,6 @@
 #include "lowrankkv/cpu/adapt.hpp"
 #include "lowrankkv/cpu/evict.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
-#include "lowrankkv/cpu/matmul.hpp"
 #include "lowrankkv/cpu/outliers.hpp"
 #include "lowrankkv/cpu/project.hpp"
 #include "lowrankkv/cpu/segments.hpp"
@@ -25,18 +24,19 @@ namespace cpu {
 /// pool, in one step or in several. Merges and evictions may rewrite any stored row, so sharers of pages may need them all.
 template <class State>
 void demand_compress(const State& state, int slot, std::int64_t count, Phase phase, PageDemand& demand) {
+  const auto add = [&](const auto& rows, int list, std::int64_t more, bool rewrites) {
+    if (rewrites) {
+      rows.demand_rewrite(slot, list, more, demand);
+    } else {
+      rows.demand_extend(slot, list, more, demand);
+    }
+  };
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     const RowBounds bounds = State::TokenImpl::bounds(state.token_policy, {head, state.first_tail_position(slot), count, phase});
-    if (State::keeps_mass) {
-      state.full.demand_rewrite(slot, head, bounds.full, demand);
-    } else {
-      state.full.demand_extend(slot, head, bounds.full, demand);
-    }
-    if (State::keeps_mass || (State::UpdaterImpl::adapts && bounds.compressed > 0)) {
-      state.compressed.demand_rewrite(slot, head, bounds.compressed, demand);
-    } else {
-      state.compressed.demand_extend(slot, head, bounds.compressed, demand);
-    }
+    add(state.full, head, bounds.full, State::keeps_mass);
+    const bool rewrites = State::keeps_mass || (State::UpdaterImpl::adapts && bounds.compressed > 0);
+    add(state.compressed, head, bounds.compressed, rewrites);
+    if (State::joins && head % state.heads_per_group() == 0) add(state.compressed, state.value_list(head), bounds.compressed, rewrites);
   }
 }
 
@@ -68,45 +68,86 @@ void gather_leaving(const State& state, int slot, int head, std::int64_t count, 
       value[channel] = round_to(state.config.full_type, value[channel]);
     }
   }
-  rows.fates.resize(static_cast<std::size_t>(count));
-  RowBatch batch{head, state.first_tail_position(slot), count, phase};
-  std::vector<float> scores;
   if constexpr (wants(State::TokenImpl::evidence, Evidence::attention)) {
-    if (phase == Phase::prefill) scores = prompt_scores(state, slot, head, rows, State::TokenImpl::attention_scores(state.token_policy));
-    batch.attention = scores;
+    if (phase == Phase::prefill) rows.scores = prompt_scores(state, slot, head, rows, State::TokenImpl::attention_scores(state.token_policy));
   }
-  State::TokenImpl::classify(state.token_policy, batch, rows.fates);
 }
 
-/// Stores the decided rows of `range` of one head: runs of equal state go to the list of that state.
+/// The fate of the leaving rows of the heads of a group, on their common evidence.
 template <class State>
-void store_head(State& state, int slot, int head, const LeavingRows& rows, RowRange range, const HeadRows& first) {
-  const int dim = state.head_dim();
-  std::int32_t full_row = first.num_full;
-  std::int32_t compressed_row = first.num_compressed;
-  std::optional<Projection> projection;
+void decide_group(State& state, int slot, int group, std::vector<LeavingRows>& rows, Phase phase) {
+  const int first = group * state.heads_per_group();
+  LeavingRows& leader = rows[static_cast<std::size_t>(first)];
+  leader.fates.resize(static_cast<std::size_t>(leader.count));
+  for (int head = first + 1; head < first + state.heads_per_group(); ++head) {
+    const LeavingRows& other = rows[static_cast<std::size_t>(head)];
+    for (std::size_t row = 0; row < leader.scores.size(); ++row) leader.scores[row] += other.scores[row];
+  }
+  RowBatch batch{first, state.first_tail_position(slot), leader.count, phase};
+  batch.attention = leader.scores;
+  State::TokenImpl::classify(state.token_policy, batch, leader.fates);
+  if constexpr (State::keeps_mass) evict_rows(state, slot, first, leader, phase);
+  for (int head = first + 1; head < first + state.heads_per_group(); ++head) rows[static_cast<std::size_t>(head)].fates = leader.fates;
+}
+
+/// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in a state, the list's first new
+/// row being `next`.
+template <class Store>
+void for_each_run(const LeavingRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
   for (std::int64_t begin = range.begin; begin < range.end;) {
-    const RowState kind = state_of(rows.fates[static_cast<std::size_t>(begin)]);
+    const RowState here = state_of(rows.fates[static_cast<std::size_t>(begin)]);
     std::int64_t end = begin + 1;
-    while (end < range.end && state_of(rows.fates[static_cast<std::size_t>(end)]) == kind) ++end;
-    const std::int32_t count = static_cast<std::int32_t>(end - begin);
-    const float* keys = rows.keys.data() + begin * dim;
-    const float* values = rows.values.data() + begin * dim;
-    if (kind == RowState::full) {
-      state.full.overwrite(slot, head, full_row, count, keys, dim, values, dim);
-      full_row += count;
-    } else if (kind == RowState::compressed) {
-      if (!projection) projection.emplace(state.epochs.head(state.sequence(slot).epoch, head), dim);
-      for (std::int32_t done = 0; done < count; done += kTile) {
-        const std::int32_t n = (std::min)(kTile, count - done);
-        const float* key_codes = projection->project(Part::key, keys + static_cast<std::ptrdiff_t>(done) * dim, n);
-        const float* value_codes = projection->project(Part::value, values + static_cast<std::ptrdiff_t>(done) * dim, n);
-        state.compressed.overwrite(slot, head, compressed_row + done, n, key_codes, projection->stride(Part::key), value_codes, projection->stride(Part::value));
-      }
-      compressed_row += count;
+    while (end < range.end && state_of(rows.fates[static_cast<std::size_t>(end)]) == here) ++end;
+    if (here == kind) {
+      store(begin, static_cast<std::int32_t>(end - begin), next);
+      next += static_cast<std::int32_t>(end - begin);
     }
     begin = end;
   }
+}
+
+/// The same for compressed rows, in tiles of at most kTile.
+template <class Store>
+void for_each_tile(const LeavingRows& rows, RowRange range, std::int32_t next, Store&& store) {
+  for_each_run(rows, range, RowState::compressed, next, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+    for (std::int32_t done = 0; done < count; done += kTile) store(begin + done, (std::min)(kTile, count - done), row + done);
+  });
+}
+
+/// Stores the decided rows of `range` of the heads of a group; first[head] is where their lists went on.
+template <class State>
+void store_group(State& state, int slot, int group, const std::vector<LeavingRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+  const int dim = state.head_dim();
+  const int leader = group * state.heads_per_group();
+  std::vector<Projection> projections;
+  for (int head = leader; head < leader + state.heads_per_group(); ++head) {
+    const LeavingRows& mine = rows[static_cast<std::size_t>(head)];
+    const HeadRows& next = first[static_cast<std::size_t>(head)];
+    for_each_run(mine, range, RowState::full, next.num_full, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+      state.full.overwrite(slot, head, row, count, mine.keys.data() + begin * dim, dim, mine.values.data() + begin * dim, dim);
+    });
+    if (std::find(mine.fates.begin() + range.begin, mine.fates.begin() + range.end, RowFate::compressed) == mine.fates.begin() + range.end) continue;
+    Projection& projection = projections.emplace_back(state.epochs.head(state.sequence(slot).epoch, head), dim);
+    for_each_tile(mine, range, next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+      const float* keys = projection.project(Part::key, mine.keys.data() + begin * dim, count);
+      const float* values = State::joins ? nullptr : projection.project(Part::value, mine.values.data() + begin * dim, count);
+      state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key), values, projection.stride(Part::value));
+    });
+  }
+  if (!State::joins || projections.empty()) return;
+  // One latent: the sum of what each head's block of the value map makes of its values.
+  const int stride = projections.front().stride(Part::value);
+  std::vector<float> sum(static_cast<std::size_t>(kTile * stride));
+  for_each_tile(rows[static_cast<std::size_t>(leader)], range, first[static_cast<std::size_t>(leader)].num_compressed,
+                [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+                  std::fill(sum.begin(), sum.end(), 0.0F);
+                  for (std::size_t member = 0; member < projections.size(); ++member) {
+                    const LeavingRows& mine = rows[static_cast<std::size_t>(leader) + member];
+                    const float* part = projections[member].project(Part::value, mine.values.data() + begin * dim, count);
+                    for (std::int32_t i = 0; i < count * stride; ++i) sum[static_cast<std::size_t>(i)] += part[i];
+                  }
+                  state.compressed.overwrite(slot, state.value_list(leader), row, count, nullptr, 0, sum.data(), stride);
+                });
 }
 
 /// Lists the decided rows of `range` of one head: makes room for them, notes where they are. Returns where they begin.
@@ -125,51 +166,52 @@ HeadRows list_rows(State& state, int slot, int head, const LeavingRows& rows, Ro
   }
   state.full.extend(slot, head, counts[static_cast<int>(RowState::full)]);
   const std::int32_t compressed = counts[static_cast<int>(RowState::compressed)];
+  if (compressed == 0) return before;
   state.compressed.extend(slot, head, compressed);
-  if (compressed > 0) state.used_segments(slot, head).back().num_rows += compressed;
+  if (State::joins && head % state.heads_per_group() == 0) state.compressed.extend(slot, state.value_list(head), compressed);
+  state.used_segments(slot, head).back().num_rows += compressed;
   return before;
 }
 
-/// Rows [range) leave: the updater sees them, a basis may be published, those that it reconstructs badly may stay at full
+/// Runs the updater on rows of `range`, of which at most `compressed` of a head will be compressed, and publishes what it
+/// arrived at if it is time.
+template <class State>
+void adapt_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRange range, std::int64_t compressed, Phase phase) {
+  state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) { adapt_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, phase); });
+  bool moved = false;
+  for (const LeavingRows& head : rows) {
+    state.statistics.rejected_updates += head.rejected;
+    moved = moved || head.moved;
+  }
+  // The rows that an epoch was published for do not count towards the next one.
+  const bool published = publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
+  auto& sequence = state.sequence(slot);
+  sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + compressed;
+}
+
+/// Rows of `range` leave: the updater sees them, a basis may be published, those that it reconstructs badly may stay at full
 /// rank, and all are stored.
 template <class State>
 void compress_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRange range, Phase phase) {
-  const int heads = state.num_kv_heads();
-  auto& sequence = state.sequence(slot);
   const auto most_compressed = [&] {
     std::int64_t most = 0;
-    for (const LeavingRows& head : rows) most = (std::max)(most, std::count(head.fates.begin() + range.begin, head.fates.begin() + range.end, RowFate::compressed));
+    for (const LeavingRows& head : rows) {
+      most = (std::max)(most, std::int64_t{std::count(head.fates.begin() + range.begin, head.fates.begin() + range.end, RowFate::compressed)});
+    }
     return most;
   };
   std::int64_t compressed = most_compressed();
-  if (State::UpdaterImpl::adapts && compressed > 0) {
-    state.threads->run(heads, [&](std::int64_t head, int) {
-      LeavingRows& mine = rows[static_cast<std::size_t>(head)];
-      mine.moved = false;
-      mine.rejected = 0;
-      adapt_head(state, slot, static_cast<int>(head), mine, range, phase);
-    });
-    bool moved = false;
-    for (const LeavingRows& head : rows) {
-      state.statistics.rejected_updates += head.rejected;
-      moved = moved || head.moved;
-    }
-    // The rows that an epoch was published for do not count towards the next one.
-    const bool published = publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
-    sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + compressed;
+  if constexpr (State::UpdaterImpl::adapts) {
+    if (compressed > 0) adapt_range(state, slot, rows, range, compressed, phase);
   }
   if constexpr (wants(State::TokenImpl::evidence, Evidence::residuals)) {
-    state.threads->run(heads, [&](std::int64_t head, int) {
-      exempt_outliers(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, phase);
-    });
+    state.threads->run(state.num_groups(), [&](std::int64_t group, int) { exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase); });
     compressed = most_compressed();
   }
   if (compressed > 0) open_segment(state, slot);
   std::vector<HeadRows> before;
-  for (int head = 0; head < heads; ++head) before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
-  state.threads->run(heads, [&](std::int64_t head, int) {
-    store_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, before[static_cast<std::size_t>(head)]);
-  });
+  for (int head = 0; head < state.num_kv_heads(); ++head) before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
+  state.threads->run(state.num_groups(), [&](std::int64_t group, int) { store_group(state, slot, static_cast<int>(group), rows, range, before); });
 }
 
 /// The rows that stay: the tail without the rows that left it, then the rest of the prompt chunk.
@@ -208,9 +250,7 @@ void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
     state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
       detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
     });
-    if constexpr (State::keeps_mass) {
-      for (int head = 0; head < state.num_kv_heads(); ++head) evict_rows(state, slot, head, rows[static_cast<std::size_t>(head)], phase);
-    }
+    for (int group = 0; group < state.num_groups(); ++group) detail::decide_group(state, slot, group, rows, phase);
     const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>() ? state.config.flush_interval : count;
     for (std::int64_t begin = 0; begin < count; begin += step) {
       detail::compress_range(state, slot, rows, {begin, (std::min)(begin + step, count)}, phase);

@@ -83,7 +83,7 @@ struct EpochHead {
     scale_columns(Part::key, target, stride, query_map().rows, false);
   }
   /// @brief target [rank, stride]: what coefficients (or accumulated values) are multiplied with to become rows.
-  /// `scratch` holds head_dim numbers.
+  /// `scratch` holds as many numbers as the larger of rank and head_dim.
   void load_decoder(Part part, float* target, int stride, float* scratch) const {
     if (part == Part::key) {
       query_map().load_transposed(target, stride, scratch);

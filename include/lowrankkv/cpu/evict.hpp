@@ -14,7 +14,7 @@ namespace cpu {
 
 namespace detail {
 
-/// Drops the rows of one list of a head; its masses follow.
+/// Drops rows of one list of a head; its masses follow.
 template <class State>
 void retain_rows(State& state, int slot, int head, RowState kind, const std::vector<bool>& keep) {
   std::vector<float>& mass = state.mass(slot, head).of(kind);
@@ -36,44 +36,53 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
     first += rows;
   }
   state.compressed.retain(slot, head, keep);
+  if (State::joins && head % state.heads_per_group() == 0) state.compressed.retain(slot, state.value_list(head), keep);
 }
 
 }  // namespace detail
 
-/// @brief Lets the token policy drop stored and leaving rows of a head by the attention they have received.
+/// @brief Lets the token policy drop stored and leaving rows of the heads of a group, of which `first` is the first and `rows`
+/// are the leaving ones, by the attention that they have received together.
 /// Cost: O(stored rows), and a copy of the codes behind the first row dropped.
 template <class State>
-void evict_rows(State& state, int slot, int head, LeavingRows& rows, Phase phase) {
-  RowRuns& runs = state.runs(slot, head);
-  std::vector<RowState> states = runs.states();
+void evict_rows(State& state, int slot, int first, LeavingRows& rows, Phase phase) {
+  const int end = first + state.heads_per_group();
+  std::vector<RowState> states = state.runs(slot, first).states();  // the same for all heads of the group
   std::vector<StoredRow> stored;
   for (std::size_t position = 0; position < states.size(); ++position) {
     if (states[position] == RowState::dropped) continue;
-    const RowPlace place = runs.find(static_cast<std::int64_t>(position));
-    StoredRow row{state.mass(slot, head).of(place.state)[static_cast<std::size_t>(place.row)]};
+    const RowPlace place = state.runs(slot, first).find(static_cast<std::int64_t>(position));
+    StoredRow row;
+    for (int head = first; head < end; ++head) row.mass += state.mass(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
     if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
       row.pinned = State::TokenImpl::pinned(state.token_policy, static_cast<std::int64_t>(position));
     }
     stored.push_back(row);
   }
-  RowBatch batch{head, state.first_tail_position(slot), rows.count, phase};
-  batch.mass = std::span(state.mass(slot, head).recent).first(static_cast<std::size_t>(rows.count));
+  std::vector<float> leaving(static_cast<std::size_t>(rows.count), 0.0F);
+  for (int head = first; head < end; ++head) {
+    for (std::size_t row = 0; row < leaving.size(); ++row) leaving[row] += state.mass(slot, head).recent[row];
+  }
+  RowBatch batch{first, state.first_tail_position(slot), rows.count, phase};
+  batch.mass = leaving;
   State::TokenImpl::evict(state.token_policy, batch, stored, rows.fates);
 
-  std::vector<bool> keep[2];
+  std::vector<bool> keep_full, keep_compressed;
   std::size_t next = 0;
   bool any = false;
   for (RowState& kind : states) {
     if (kind == RowState::dropped) continue;
     const bool gone = stored[next++].gone;
-    keep[kind == RowState::full ? 0 : 1].push_back(!gone);
+    (kind == RowState::full ? keep_full : keep_compressed).push_back(!gone);
     if (gone) kind = RowState::dropped;
     any = any || gone;
   }
   if (!any) return;
-  runs.assign(states);
-  detail::retain_rows(state, slot, head, RowState::full, keep[0]);
-  detail::retain_rows(state, slot, head, RowState::compressed, keep[1]);
+  for (int head = first; head < end; ++head) {
+    state.runs(slot, head).assign(states);
+    detail::retain_rows(state, slot, head, RowState::full, keep_full);
+    detail::retain_rows(state, slot, head, RowState::compressed, keep_compressed);
+  }
 }
 
 }  // namespace cpu

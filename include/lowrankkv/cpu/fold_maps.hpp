@@ -21,8 +21,9 @@ std::vector<HeadFolds> fold_maps(const State& state, const std::vector<HeadBasis
   std::vector<HeadFolds> folds(heads.size());
   if constexpr (requires(const typename Codec::Layout& layout, std::span<const float> rms) { Codec::fold(state.quantizer, layout, rms); }) {
     for (std::size_t head = 0; head < heads.size(); ++head) {
-      const auto& layout = state.compressed.layout(static_cast<int>(head));
-      folds[head] = {Codec::fold(state.quantizer, layout.key, heads[head].key_rms), Codec::fold(state.quantizer, layout.value, heads[head].value_rms)};
+      const int index = static_cast<int>(head);
+      folds[head] = {Codec::fold(state.quantizer, state.code_layout(index, Part::key), heads[head].key_rms),
+                     Codec::fold(state.quantizer, state.code_layout(index, Part::value), heads[head].value_rms)};
     }
   }
   return folds;

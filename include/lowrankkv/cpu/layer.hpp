@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "lowrankkv/cpu/attend.hpp"
@@ -36,7 +37,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   using State = LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Block = QueryBlock;
 
-  static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis, const TokenPolicy& token_policy, const Quantizer& quantizer) {
+  static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis, [[maybe_unused]] const BasisPolicy& of_basis,
+                                      const TokenPolicy& token_policy, const Quantizer& quantizer) {
     LayerSizes<Quantizer> result;
     const int dim = config.shape.head_dim;
     const NoQuantizer plain{config.full_type};
@@ -46,28 +48,38 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       const RowBounds bounds = State::TokenImpl::bounds(token_policy, {0, 0, config.max_tokens, phase});
       most = {(std::max)(most.full, bounds.full), (std::max)(most.compressed, bounds.compressed)};
     }
-    for (int head = 0; head < config.shape.num_kv_heads; ++head) {
-      result.full.push_back(make_row_layout(plain, dim, dim, {}, {}, result.page_bytes));
-      if constexpr (State::TokenImpl::compresses) {
-        const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
-        result.compressed.push_back(make_row_layout(quantizer, maps.key_rank, maps.value_rank, maps.key_bits, maps.value_bits, result.page_bytes));
-      } else {
-        result.compressed.emplace_back();
-        result.compressed.back().rows_per_page = 1;  // never holds a row
+    const int heads = config.shape.num_kv_heads;
+    for (int head = 0; head < heads; ++head) result.full.push_back(make_row_layout(plain, dim, dim, {}, {}, result.page_bytes));
+    if constexpr (State::TokenImpl::compresses) {
+      for (const HeadBasis& maps : basis.heads) {
+        result.compressed.push_back(make_row_layout(quantizer, maps.key_rank, State::joins ? 0 : maps.value_rank, maps.key_bits,
+                                                    State::joins ? std::span<const std::uint8_t>() : maps.value_bits, result.page_bytes));
       }
-      const auto pages = [](std::int64_t rows, int rows_per_page) { return static_cast<std::int32_t>((rows + rows_per_page - 1) / rows_per_page); };
-      const std::int32_t full_pages = pages(most.full, result.full.back().rows_per_page);
-      const std::int32_t compressed_pages = pages(most.compressed, result.compressed.back().rows_per_page);
-      result.max_full_pages = (std::max)(result.max_full_pages, full_pages);
-      result.max_compressed_pages = (std::max)(result.max_compressed_pages, compressed_pages);
-      result.num_pages += config.max_sequences * (std::int64_t{full_pages} + compressed_pages);
+      if constexpr (State::joins) {
+        for (int head = 0; head < heads; head += State::BasisImpl::heads_per_group(of_basis, heads)) {
+          const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
+          result.compressed.push_back(make_row_layout(quantizer, 0, maps.value_rank, {}, maps.value_bits, result.page_bytes));
+        }
+      }
+    } else {
+      result.compressed.resize(static_cast<std::size_t>(heads));
+      for (auto& layout : result.compressed) layout.rows_per_page = 1;  // never hold a row
     }
+    const auto pages = [&](std::int64_t rows, const auto& layouts, std::int32_t& most_pages) {
+      for (const auto& layout : layouts) {
+        const auto count = static_cast<std::int32_t>((rows + layout.rows_per_page - 1) / layout.rows_per_page);
+        most_pages = (std::max)(most_pages, count);
+        result.num_pages += std::int64_t{config.max_sequences} * count;
+      }
+    };
+    pages(most.full, result.full, result.max_full_pages);
+    pages(most.compressed, result.compressed, result.max_compressed_pages);
     return result;
   }
 
   Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis, const Updater& of_updates, const TokenPolicy& of_tokens,
         const Quantizer& of_codes, std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
-    const LayerSizes<Quantizer> layout = sizes(settings, basis, of_tokens, of_codes);
+    const LayerSizes<Quantizer> layout = sizes(settings, basis, of_basis, of_tokens, of_codes);
     this->config = settings;
     this->basis_policy = of_basis;
     this->updater = of_updates;
@@ -79,16 +91,16 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->threads = workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
     const int heads = settings.shape.num_kv_heads;
     // Room for the calibrated segment and for one that is about to be merged away.
-    this->table = DescriptorTable(settings.max_sequences, heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
+    this->table = DescriptorTable(settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
     this->full = PagedRows<NoQuantizer>(RowList::full, layout.full, this->pool.get(), &this->table);
     this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed, this->pool.get(), &this->table);
     this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity, settings.shape.head_dim, settings.full_type);
     this->epochs = EpochStore(settings.epoch_type);
     if (State::TokenImpl::compresses) this->epochs.add(this->calibrated.heads, fold_maps(static_cast<const State&>(*this), this->calibrated.heads), settings.shape.head_dim);
     this->slots.resize(static_cast<std::size_t>(settings.max_sequences));
-    for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
-      this->workspaces.emplace_back(settings.shape.head_dim, settings.shape.group_size());
-    }
+    int widest = settings.shape.head_dim;
+    for (const HeadBasis& head : this->calibrated.heads) widest = (std::max)(widest, head.value_rank);
+    for (int thread = 0; thread < this->threads->num_threads(); ++thread) this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size());
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
   Layer& operator=(const Layer&) = delete;
@@ -177,7 +189,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
  private:
   StoredHead<Quantizer> stored_head(int slot, int head, bool prompt) {
     return {&this->full, &this->compressed, &this->epochs, &this->tail, prompt ? &this->sequence(slot).chunk : nullptr,
-            this->used_segments(slot, head), slot, head, this->head_dim(), this->table.lengths(slot).tail_length};
+            this->used_segments(slot, head), slot, head, State::TokenImpl::compresses ? this->value_list(head) : head, this->head_dim(),
+            this->table.lengths(slot).tail_length};
   }
   void add_recent_mass(int slot, std::int64_t rows) {
     if (!State::keeps_mass) return;

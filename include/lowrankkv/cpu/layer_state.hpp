@@ -66,6 +66,8 @@ struct LayerState {
   using QuantizerPolicy = Quantizer;
   using Epochs = EpochPolicy;
   using Codec = Impl<Quantizer, Cpu>;
+  static constexpr bool joins = joins_values<BasisPolicy, Cpu>();
+  static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(), "lowrankkv: this Basis cannot be moved; use it with the Static updater");
   static constexpr bool keeps_mass = wants(TokenImpl::evidence, Evidence::mass);
 
   CacheConfig config;
@@ -89,6 +91,18 @@ struct LayerState {
   int num_kv_heads() const { return config.shape.num_kv_heads; }
   int head_dim() const { return config.shape.head_dim; }
   int recent() const { return TokenImpl::recent(token_policy); }
+  /// Heads that share the fate of their tokens, because one row of value coefficients serves them all. Usually one.
+  int heads_per_group() const {
+    if constexpr (joins) return BasisImpl::heads_per_group(basis_policy, num_kv_heads());
+    else return 1;
+  }
+  int num_groups() const { return num_kv_heads() / heads_per_group(); }
+  /// Lists of compressed rows: list h holds the keys of head h and its values; with joint values those of group g are in
+  /// list num_kv_heads + g instead, where there are no keys.
+  int num_lists() const { return num_kv_heads() + (joins ? num_groups() : 0); }
+  int value_list(int head) const { return joins ? num_kv_heads() + head / heads_per_group() : head; }
+  int list_of(int head, Part part) const { return part == Part::key ? head : value_list(head); }
+  const typename Impl<Quantizer, Cpu>::Layout& code_layout(int head, Part part) const { return compressed.layout(list_of(head, part)).of(part); }
   int key_rank(int head) const { return calibrated.heads[static_cast<std::size_t>(head)].key_rank; }
   int value_rank(int head) const { return calibrated.heads[static_cast<std::size_t>(head)].value_rank; }
   Sequence& sequence(int slot) { return slots[static_cast<std::size_t>(slot)]; }
@@ -108,7 +122,7 @@ struct LayerState {
   /// @brief Bytes of `rows` compressed rows over all KV heads.
   std::size_t compressed_bytes(std::int64_t rows) const {
     std::size_t bytes = 0;
-    for (int head = 0; head < num_kv_heads(); ++head) bytes += compressed.layout(head).bytes(rows);
+    for (int list = 0; list < num_lists(); ++list) bytes += compressed.layout(list).bytes(rows);
     return bytes;
   }
 

@@ -14,70 +14,104 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief ||x - x^||^2 / ||x - mean||^2 of rows [count, head_dim] under an epoch's maps and the quantizer, in the metric in
-/// which the basis is orthonormal; added to error[0, count). A row without energy has no error. Cost: one encode and one decode.
+namespace detail {
+
+/// error[i] += ||x_i - x^_i||^2 / ||x_i - mean||^2 in the metric in which the basis is orthonormal; rows [count, head_dim],
+/// decoded [count, padded(head_dim)]. A row without energy has no error.
 template <class State>
-void add_relative_error(const State& state, int head, const EpochHead& maps, Part part, const float* rows, std::int32_t count, float* error) {
+void add_error_of_rows(const State& state, int head, Part part, const float* rows, const float* decoded, std::int32_t count, float* error) {
+  const int dim = state.head_dim();
+  const HeadBasis& basis = state.calibrated.heads[static_cast<std::size_t>(head)];
+  std::vector<float> exact(rows, rows + static_cast<std::ptrdiff_t>(count) * dim), approximate(exact.size());
+  for (std::int32_t row = 0; row < count; ++row) std::copy_n(decoded + row * padded(dim), dim, approximate.begin() + row * dim);
+  State::BasisImpl::to_metric(state.basis_policy, basis, dim, part, exact.data(), count);
+  State::BasisImpl::to_metric(state.basis_policy, basis, dim, part, approximate.data(), count);
+  for (std::int32_t row = 0; row < count; ++row) {
+    double energy = 0.0, lost = 0.0;
+    for (int channel = 0; channel < dim; ++channel) {
+      const double value = exact[static_cast<std::size_t>(row * dim + channel)];
+      const double difference = value - approximate[static_cast<std::size_t>(row * dim + channel)];
+      energy += value * value;
+      lost += difference * difference;
+    }
+    if (energy > 0.0) error[row] += static_cast<float>(lost / energy);
+  }
+}
+
+}  // namespace detail
+
+/// @brief Adds to error[0, range) the relative errors of the rows of `range`, summed over heads [first, first + heads), whose
+/// rows share one code: after projection, quantisation and back, under the current epoch. Cost: one encode and one decode.
+template <class State>
+void add_relative_error(const State& state, int slot, int first, int heads, Part part, const std::vector<LeavingRows>& rows, RowRange range, float* error) {
   using Codec = typename State::Codec;
   const int dim = state.head_dim();
-  const auto& layout = state.compressed.layout(head);
-  const int tile = (std::min)(kTile, layout.rows_per_page);
-  const int rank = layout.rank(part);
-  Projection projection(maps, dim);
-  const Reconstruction reconstruction(maps, part, dim);
-  std::vector<std::byte> block(static_cast<std::size_t>((Codec::row_bits(layout.of(part)) * layout.rows_per_page + 7) / 8));
-  std::vector<float> codes(static_cast<std::size_t>(rank * tile)), coefficients(codes.size());
-  std::vector<float> decoded(static_cast<std::size_t>(tile * padded(dim))), exact(static_cast<std::size_t>(tile * dim)), approximate(exact.size());
-  for (std::int32_t done = 0; done < count; done += tile) {
-    const std::int32_t n = (std::min)(tile, count - done);
-    const float* source = rows + static_cast<std::ptrdiff_t>(done) * dim;
-    const float* projected = projection.project(part, source, n);
-    Codec::encode(layout.of(part), part, layout.rows_per_page, block.data(), 0, n, projected, projection.stride(part));
-    Codec::decode(layout.of(part), part, layout.rows_per_page, block.data(), 0, n, codes.data(), part == Part::key ? n : rank);
-    for (std::int32_t row = 0; row < n; ++row) {
-      for (int channel = 0; channel < rank; ++channel) {
-        coefficients[static_cast<std::size_t>(row * rank + channel)] = codes[static_cast<std::size_t>(part == Part::key ? channel * n + row : row * rank + channel)];
-      }
+  const auto& layout = state.code_layout(first, part);
+  const int per_block = (kTile + Codec::row_multiple - 1) / Codec::row_multiple * Codec::row_multiple;
+  std::vector<Projection> projections;
+  std::vector<Reconstruction> reconstructions;
+  for (int head = first; head < first + heads; ++head) {
+    const EpochHead& maps = state.epochs.head(state.sequence(slot).epoch, head);
+    projections.emplace_back(maps, dim);
+    reconstructions.emplace_back(maps, part, dim);
+  }
+  const int stride = projections.front().stride(part);
+  std::vector<std::byte> block(static_cast<std::size_t>((Codec::row_bits(layout) * per_block + 7) / 8));
+  std::vector<float> coefficients(static_cast<std::size_t>(kTile * stride)), codes(static_cast<std::size_t>(kTile * stride));
+  std::vector<float> decoded(static_cast<std::size_t>(kTile * padded(dim)));
+  for (std::int64_t begin = range.begin; begin < range.end; begin += kTile) {
+    const std::int32_t count = static_cast<std::int32_t>((std::min)(std::int64_t{kTile}, range.end - begin));
+    const auto source = [&](int member) {
+      const LeavingRows& mine = rows[static_cast<std::size_t>(first + member)];
+      return (part == Part::key ? mine.keys : mine.values).data() + begin * dim;
+    };
+    std::fill(coefficients.begin(), coefficients.end(), 0.0F);
+    for (int member = 0; member < heads; ++member) {
+      const float* projected = projections[static_cast<std::size_t>(member)].project(part, source(member), count);
+      for (std::int32_t i = 0; i < count * stride; ++i) coefficients[static_cast<std::size_t>(i)] += projected[i];
     }
-    reconstruction.apply(coefficients.data(), rank, n, decoded.data());
-    std::copy_n(source, static_cast<std::ptrdiff_t>(n) * dim, exact.begin());
-    for (std::int32_t row = 0; row < n; ++row) std::copy_n(decoded.begin() + row * padded(dim), dim, approximate.begin() + row * dim);
-    State::BasisImpl::to_metric(state.basis_policy, state.calibrated.heads[static_cast<std::size_t>(head)], dim, part, exact.data(), n);
-    State::BasisImpl::to_metric(state.basis_policy, state.calibrated.heads[static_cast<std::size_t>(head)], dim, part, approximate.data(), n);
-    for (std::int32_t row = 0; row < n; ++row) {
-      double energy = 0.0, lost = 0.0;
-      for (int channel = 0; channel < dim; ++channel) {
-        const double value = exact[static_cast<std::size_t>(row * dim + channel)];
-        const double difference = value - approximate[static_cast<std::size_t>(row * dim + channel)];
-        energy += value * value;
-        lost += difference * difference;
+    Codec::encode(layout, part, per_block, block.data(), 0, count, coefficients.data(), stride);
+    // Read as values: row-major, whichever part it is. The block was written as `part`, so read keys channel-major and turn.
+    if (part == Part::key) {
+      Codec::decode(layout, part, per_block, block.data(), 0, count, codes.data(), count);
+      const int rank = state.epochs.head(state.sequence(slot).epoch, first).rank(part);
+      for (std::int32_t row = 0; row < count; ++row) {
+        for (int channel = 0; channel < rank; ++channel) coefficients[static_cast<std::size_t>(row * stride + channel)] = codes[static_cast<std::size_t>(channel * count + row)];
       }
-      if (energy > 0.0) error[done + row] += static_cast<float>(lost / energy);
+    } else {
+      Codec::decode(layout, part, per_block, block.data(), 0, count, coefficients.data(), stride);
+    }
+    for (int member = 0; member < heads; ++member) {
+      reconstructions[static_cast<std::size_t>(member)].apply(coefficients.data(), stride, count, decoded.data());
+      detail::add_error_of_rows(state, first + member, part, source(member), decoded.data(), count, error + (begin - range.begin));
     }
   }
 }
 
 /// @brief Asks the token policy again, now that the basis is known under which rows would be stored: those of `range` that
-/// it wants at full rank are exempted.
+/// it wants at full rank are exempted, in all heads of the group.
 template <class State>
-void exempt_outliers(const State& state, int slot, int head, LeavingRows& rows, RowRange range, Phase phase) {
-  const int dim = state.head_dim();
-  const EpochHead& maps = state.epochs.head(state.sequence(slot).epoch, head);
-  const std::int32_t count = static_cast<std::int32_t>(range.size());
-  std::vector<float> residuals(static_cast<std::size_t>(count), 0.0F);
-  add_relative_error(state, head, maps, Part::key, rows.keys.data() + range.begin * dim, count, residuals.data());
-  add_relative_error(state, head, maps, Part::value, rows.values.data() + range.begin * dim, count, residuals.data());
-  const std::span<RowFate> fates = std::span(rows.fates).subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(count));
+void exempt_outliers(const State& state, int slot, int group, std::vector<LeavingRows>& rows, RowRange range, Phase phase) {
+  const int heads = state.heads_per_group();
+  const int first = group * heads;
+  std::vector<float> residuals(static_cast<std::size_t>(range.size()), 0.0F);
+  for (int head = first; head < first + heads; ++head) add_relative_error(state, slot, head, 1, Part::key, rows, range, residuals.data());
+  add_relative_error(state, slot, first, heads, Part::value, rows, range, residuals.data());
+  const auto fates_of = [&](int head) {
+    return std::span(rows[static_cast<std::size_t>(head)].fates).subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(range.size()));
+  };
+  const std::span<RowFate> fates = fates_of(first);
   for (std::size_t row = 0; row < fates.size(); ++row) {
     if (fates[row] != RowFate::compressed) residuals[row] = -1.0F;  // not a candidate
   }
-  RowBatch batch{head, state.first_tail_position(slot) + range.begin, count, phase};
+  RowBatch batch{first, state.first_tail_position(slot) + range.begin, range.size(), phase};
   batch.residuals = residuals;
   std::vector<RowFate> wish(fates.size());
   State::TokenImpl::classify(state.token_policy, batch, wish);
   for (std::size_t row = 0; row < fates.size(); ++row) {
     if (fates[row] == RowFate::compressed && wish[row] == RowFate::full) fates[row] = RowFate::full;
   }
+  for (int head = first + 1; head < first + heads; ++head) std::copy(fates.begin(), fates.end(), fates_of(head).begin());
 }
 
 }  // namespace cpu

@@ -61,8 +61,8 @@ class Reconstruction {
   Reconstruction(const EpochHead& maps, Part part, int head_dim) : rank_(maps.rank(part)), width_(padded(head_dim)) {
     map_.resize(static_cast<std::size_t>(rank_ * width_));
     mean_.resize(static_cast<std::size_t>(width_));
-    maps.load_decoder(part, map_.data(), width_, mean_.data());
-    std::fill(mean_.begin(), mean_.end(), 0.0F);
+    std::vector<float> scratch(static_cast<std::size_t>((std::max)(rank_, head_dim)));
+    maps.load_decoder(part, map_.data(), width_, scratch.data());
     if (!maps.mean(part).empty()) maps.mean(part).load(mean_.data(), width_);
   }
   void apply(const float* coefficients, int coefficient_stride, std::int32_t count, float* out) const {

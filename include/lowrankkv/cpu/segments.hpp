@@ -87,6 +87,8 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
 /// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages were checked before.
 template <class State>
 void merge_segment(State& state, int slot, int index) {
+  // Only an updater makes a second epoch, and joint values have none.
+  if constexpr (State::joins) return;
   const std::size_t older = static_cast<std::size_t>(index);
   std::int32_t released = 0;
   for (int head = 0; head < state.num_kv_heads(); ++head) {

@@ -15,16 +15,22 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
+/// @brief Drops compressed rows of every list from rows_of_head(head) on; a group's values follow its first head.
+template <class State, class RowsOfHead>
+void truncate_compressed(State& state, int slot, RowsOfHead&& rows_of_head) {
+  if (!State::TokenImpl::compresses) return;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    state.compressed.truncate(slot, head, rows_of_head(head));
+    if (State::joins && head % state.heads_per_group() == 0) state.compressed.truncate(slot, state.value_list(head), rows_of_head(head));
+  }
+}
+
 /// @brief Frees everything of a slot.
 template <class State>
 void clear_slot(State& state, int slot) {
-  for (int head = 0; head < state.num_kv_heads(); ++head) {
-    state.full.truncate(slot, head, 0);
-    state.compressed.truncate(slot, head, 0);
-  }
-  if (state.num_kv_heads() > 0) {
-    for (const Segment& segment : state.used_segments(slot, 0)) state.epochs.release(segment.epoch);
-  }
+  for (int head = 0; head < state.num_kv_heads(); ++head) state.full.truncate(slot, head, 0);
+  truncate_compressed(state, slot, [](int) { return 0; });
+  for (const Segment& segment : state.used_segments(slot, 0)) state.epochs.release(segment.epoch);
   if (State::TokenImpl::compresses) state.epochs.release(state.sequence(slot).epoch);
   state.table.lengths(slot) = {};
   state.sequence(slot) = {};
@@ -65,10 +71,10 @@ void fork_slot(State& state, int source, int target) {
   state.table.lengths(target) = state.table.lengths(source);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     state.full.share(source, target, head);
-    state.compressed.share(source, target, head);
     const auto from = state.used_segments(source, head);
     std::copy(from.begin(), from.end(), state.used_segments(target, head).begin());
   }
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) state.compressed.share(source, target, list);
   for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
   state.sequence(target) = state.sequence(source);
   reserve_mass(state, target);
@@ -85,7 +91,6 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
     runs.truncate(length);
     const std::int32_t compressed = runs.num_rows(RowState::compressed);
     state.full.truncate(slot, head, runs.num_rows(RowState::full));
-    state.compressed.truncate(slot, head, compressed);
     if (State::keeps_mass) {
       HeadMass& mass = state.mass(slot, head);
       mass.full.resize(static_cast<std::size_t>(runs.num_rows(RowState::full)));
@@ -97,6 +102,7 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
       segment.first_row = (std::min)(segment.first_row, compressed);
     }
   }
+  truncate_compressed(state, slot, [&](int head) { return state.runs(slot, head).num_rows(RowState::compressed); });
   while (lengths.num_segments > 0) {
     bool last_empty = true;
     for (int head = 0; head < state.num_kv_heads(); ++head) last_empty = last_empty && state.used_segments(slot, head).back().num_rows == 0;
@@ -113,9 +119,10 @@ namespace detail {
 /// Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
 template <class State>
 void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
-  const int rank = state.compressed.layout(head).rank(part);
+  const int list = state.list_of(head, part);
+  const int rank = state.compressed.layout(list).rank(part);
   std::vector<float> coefficients(static_cast<std::size_t>(count * rank));
-  load_coefficients(state.compressed, slot, head, part, row, count, coefficients.data(), rank);
+  load_coefficients(state.compressed, slot, list, part, row, count, coefficients.data(), rank);
   Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
 }
 
@@ -188,17 +195,19 @@ MemoryUsage slot_memory(const State& state, int slot) {
   const auto& sequence = state.sequence(slot);
   const SequenceLengths& lengths = state.table.lengths(slot);
   MemoryUsage usage;
+  const auto count_pages = [&](std::size_t bytes, std::int32_t pages) { usage.slack_bytes += static_cast<std::size_t>(pages) * state.pool->page_bytes() - bytes; };
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
+    const std::size_t coefficients = state.compressed.layout(list).bytes(state.table.rows(slot, list).num_compressed);
+    usage.coefficient_bytes += coefficients;
+    count_pages(coefficients, state.compressed.num_pages(slot, list));
+  }
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     const std::size_t h = static_cast<std::size_t>(head);
-    const HeadRows& rows = state.table.rows(slot, head);
-    const std::size_t coefficients = state.compressed.layout(head).bytes(rows.num_compressed);
-    const std::size_t full = state.full.layout(head).bytes(rows.num_full);
-    const std::size_t pages = static_cast<std::size_t>(state.full.num_pages(slot, head) + state.compressed.num_pages(slot, head));
-    usage.coefficient_bytes += coefficients;
+    const std::size_t full = state.full.layout(head).bytes(state.table.rows(slot, head).num_full);
     usage.full_row_bytes += full;
+    count_pages(full, state.full.num_pages(slot, head));
     usage.position_bytes += sequence.runs[h].bytes();
     if (State::keeps_mass) usage.updater_bytes += sequence.mass[h].bytes();
-    usage.slack_bytes += pages * state.pool->page_bytes() - coefficients - full;
     const auto& adaptation = sequence.adaptation[h];
     usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +
                            State::UpdaterImpl::state_bytes(adaptation.key_state) + State::UpdaterImpl::state_bytes(adaptation.value_state);

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/updater/frequent_directions.hpp  FrequentDirections as an updater of the CPU backend.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/cpu/frequent_directions.hpp"
+#include "lowrankkv/updater/frequent_directions.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+template <>
+struct Impl<FrequentDirections, Cpu> {
+  static constexpr bool adapts = true;
+  static constexpr bool sequential = true;
+  static constexpr bool publishes = true;
+
+  struct State {
+    std::optional<cpu::FrequentDirectionsSketch> sketch;
+    double threshold = 0.0;
+    std::int64_t chunk_rows = 0;  ///< of the chunk that is being written
+    bool exceeded = false;        ///< a row's residual was above the threshold
+  };
+
+  static void validate(const FrequentDirections& policy) {
+    using ::lowrankkv::detail::fail;
+    if (!(policy.sketch_share >= 2.0F) || !std::isfinite(policy.sketch_share)) fail<ValueError>("FrequentDirections: sketch_share is at least 2, given ", policy.sketch_share);
+    if (policy.chunk_length < 1) fail<ValueError>("FrequentDirections: chunk_length is at least 1, given ", policy.chunk_length);
+    if (!(policy.threshold_scale >= 0.0F)) fail<ValueError>("FrequentDirections: threshold_scale is at least 0, given ", policy.threshold_scale);
+  }
+  static PromptSelection prompt_selection(const FrequentDirections&) { return {}; }
+
+  static State start(const FrequentDirections& policy, const UpdaterStart& of) {
+    const int rows = static_cast<int>(std::ceil(policy.sketch_share * static_cast<float>(of.rank)));
+    // 0 times infinity: a scale of 0 asks for a chunk per batch, whatever was calibrated.
+    const double threshold = policy.threshold_scale > 0.0F ? static_cast<double>(policy.threshold_scale) * of.residual_threshold : -1.0;
+    return {cpu::FrequentDirectionsSketch(rows, of.head_dim), threshold, 0, false};
+  }
+
+  static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis, Phase) {
+    state.sketch->add(rows);
+    state.chunk_rows += rows.rows;
+    const Eigen::MatrixXd x = cpu::to_matrix(rows);
+    const Eigen::MatrixXd u = cpu::to_matrix(basis);
+    const Eigen::VectorXd residual = (x - (x * u) * u.transpose()).rowwise().norm();
+    state.exceeded = state.exceeded || residual.maxCoeff() > state.threshold;
+  }
+
+  static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase) {
+    if (!state.exceeded && state.chunk_rows < policy.chunk_length) return false;
+    const std::vector<float> moved = cpu::to_row_major(state.sketch->basis(static_cast<int>(basis.cols)));
+    for (std::int64_t row = 0; row < updated.rows; ++row) std::copy_n(moved.begin() + row * updated.cols, updated.cols, updated.row(row));
+    state.chunk_rows = 0;
+    state.exceeded = false;
+    return true;
+  }
+
+  static std::size_t state_bytes(const State& state) { return state.sketch ? state.sketch->bytes() : 0; }
+};
+
+static_assert(UpdaterFor<FrequentDirections, Cpu>);
+
+LOWRANKKV_NAMESPACE_END

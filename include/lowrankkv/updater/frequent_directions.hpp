@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file updater/frequent_directions.hpp  FrequentDirections: bases of chunks from a running sketch of the stream (SubSpace-A).
+#pragma once
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Updater policy of SubSpace-A (section 3.3 B): every row enters a Frequent Directions sketch; a chunk of rows is closed
+/// and the next one gets the sketch's top directions as its basis when a row's residual under the chunk's basis exceeds its
+/// threshold, in keys or in values, or when the chunk has chunk_length rows. Old rows keep the basis that wrote them; beyond
+/// KeepEpochs<max> chunks, old ones are merged by re-projection.
+///
+/// Prompts too are taken flush_interval rows at a time, in order; a rollover concerns all rows of such a batch (with
+/// flush_interval 1 it is decided row by row, as printed). Warm-up tokens at full rank are the token policy's sinks.
+/// Thresholds are calibrated percentiles of residuals, HeadBasis::key_threshold and value_threshold.
+struct FrequentDirections {
+  float sketch_share = 2.0F;     ///< sketch rows per rank, m / r; at least 2
+  int chunk_length = 256;        ///< L
+  float threshold_scale = 1.0F;  ///< thresholds are multiplied with it; 0: every batch begins a chunk
+  friend bool operator==(const FrequentDirections&, const FrequentDirections&) = default;
+};
+
+LOWRANKKV_NAMESPACE_END
