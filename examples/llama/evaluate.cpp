@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "evaluate.hpp"
 
+#include <Eigen/Core>
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -80,7 +81,8 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
                                        std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments) {
   std::vector<Contender> contenders;
   for (const std::string& name : names) {
-    const std::vector<double> knobs = find_method(name).has_ratio ? ratios : std::vector<double>{1.0};
+    const MethodInfo& info = find_method(name);
+    const std::vector<double> knobs = info.ratio.empty() || ratios.empty() ? info.ratios : ratios;
     for (const double ratio : knobs) {
       options.method = name;
       options.ratio = ratio;
@@ -143,27 +145,74 @@ std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::Seque
   return hidden;
 }
 
+namespace {
+
+/// N_g = W_g W_g^T of every query head of a layer: how much of an error in a head's output reaches the residual stream.
+std::vector<Eigen::MatrixXd> output_grams(const Engine& engine, int layer) {
+  const Config& config = engine.model.config();
+  const Linear& output = engine.model.output_projection(layer);
+  const Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>> weight(output.weight.data(), output.out_features, output.in_features);
+  std::vector<Eigen::MatrixXd> grams;
+  for (int head = 0; head < config.num_qo_heads; ++head) {
+    const Eigen::MatrixXd part = weight.middleCols(head * config.head_dim, config.head_dim).cast<double>();
+    grams.push_back(part.transpose() * part);
+  }
+  return grams;
+}
+
+/// The window with spans of its own context at its end: reading them a second time is retrieval, and text alone has little.
+Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt19937_64& random) {
+  constexpr std::size_t kSpans = 8;
+  const std::size_t span = std::max<std::size_t>(1, copies / kSpans);
+  for (std::size_t added = 0; added < copies;) {
+    const std::size_t count = std::min(span, copies - added);
+    const std::size_t from = static_cast<std::size_t>(random() % (context - count + 1));
+    for (std::size_t i = 0; i < count; ++i) window.push_back(window[from + i]);
+    added += count;
+  }
+  return window;
+}
+
+}  // namespace
+
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens) {
   const Config& config = engine.model.config();
-  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(config.num_layers), lowrankkv::calibrate::LayerMoments(config.cache_shape()));
+  const int layers = config.num_layers;
+  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape()));
+  for (int layer = 0; layer < layers; ++layer) moments[static_cast<std::size_t>(layer)].coding().set_output_grams(output_grams(engine, layer));
   const Ids ids = encode_documents(engine, text);
-  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), config.num_layers, window_tokens, {}, engine.threads);
-  const std::size_t body = static_cast<std::size_t>(config.bos >= 0 ? window_tokens - 1 : window_tokens);
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), layers, window_tokens, {}, engine.threads);
   const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
-  Progress progress("calibrate", static_cast<std::int64_t>((limit + body - 1) / body));
-  for (std::size_t at = 0; at < limit; at += body) {
-    Ids window = slice(ids, at, std::min(body, limit - at));
+  std::mt19937_64 random(1);
+  Progress progress("calibrate", static_cast<std::int64_t>(limit));
+  bool half = false;  // every second window is half as long: bases serve contexts of all lengths
+  for (std::size_t at = 0; at < limit; half = !half) {
+    const std::size_t length = static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
+    const std::size_t copies = std::min<std::size_t>(512, length / 8);
+    const std::size_t begin = config.bos >= 0 ? 1 : 0;
+    const std::size_t body = std::min(std::max<std::size_t>(1, length - copies - begin), limit - at);
+    Ids window = slice(ids, at, body);
     if (config.bos >= 0) window.insert(window.begin(), config.bos);
+    const std::int64_t text_tokens = static_cast<std::int64_t>(window.size());
+    const std::int64_t context = std::max<std::int64_t>(1, text_tokens - static_cast<std::int64_t>(copies));
+    window = with_copies(std::move(window), static_cast<std::size_t>(context), std::min(copies, static_cast<std::size_t>(context)), random);
     const std::int64_t n = static_cast<std::int64_t>(window.size());
     store->create(kSequence);
     engine.model.forward(window, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) {
       store->prefill(layer, kSequence, n, q, k, v, out);
-      moments[static_cast<std::size_t>(layer)].add({q, n, config.num_qo_heads, config.head_dim}, {k, n, config.num_kv_heads, config.head_dim},
-                                                   {v, n, config.num_kv_heads, config.head_dim});
+      const lowrankkv::QueryView query(q, n, config.num_qo_heads, config.head_dim);
+      const lowrankkv::KeyView key(k, n, config.num_kv_heads, config.head_dim);
+      const lowrankkv::ValueView value(v, n, config.num_kv_heads, config.head_dim);
+      auto& of_layer = moments[static_cast<std::size_t>(layer)];
+      of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
+      of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
+        engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
+      });
     });
     store->erase(kSequence);
-    progress.step();
+    at += body;
+    progress.step(static_cast<std::int64_t>(body));
   }
   return moments;
 }

@@ -44,7 +44,7 @@ struct Contender {
   std::unique_ptr<KvStore> store;
   Row row;
 };
-/// Every method at every ratio (methods without a ratio once).
+/// Every method at every ratio (methods without a ratio once); no ratios: each method at those of its MethodInfo.
 std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& methods, const std::vector<double>& ratios,
                                        MethodOptions options, std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments);
 

@@ -37,23 +37,26 @@ enum class KeyBasis { method_default, keys, queries_and_keys, query_aware };
 
 struct MethodOptions {
   std::string method = "OjaKV";
-  double ratio = 0.6;             // rank / head_dim; FullKV has none
+  double ratio = 0.6;             // the method's knob, see MethodInfo; FullKV has none
+  std::int64_t context = 0;       // tokens at which a method that thinks in bytes or windows meets its ratio; 0: the capacity
   lowrankkv::DType storage = lowrankkv::DType::f16;  // coefficients, full rows and maps
   KeyBasis key_basis = KeyBasis::method_default;
   bool centred = false;
   float prefill_rate = -1.0F;     // Oja; negative: the library's default
   float decode_rate = -1.0F;
+  float outlier_share = -1.0F;    // OjaKVv2 and Budgeted; negative: the method's default
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };
 
+/// What can be named.
 struct MethodInfo {
   std::string name;
+  std::string ratio;           // what --ratio means: empty if it means nothing
   std::string description;
-  bool has_ratio = true;
+  std::vector<double> ratios;  // where the demonstrations measure it
 };
 
-/// What can be named.
 const std::vector<MethodInfo>& methods();
 const MethodInfo& find_method(const std::string& name);
 

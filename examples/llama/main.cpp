@@ -34,20 +34,25 @@ struct Options {
   }
   void add_method(CLI::App* app) {
     app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")->delimiter(',')->capture_default_str();
-    app->add_option("--ratio", ratios, "rank / head_dim, or several separated by commas")->delimiter(',')->check(CLI::Range(0.001, 1.0))->capture_default_str();
+    app->add_option("--ratio", ratios, "what a method calls ratio (see 'methods'), or several separated by commas")->delimiter(',')->check(CLI::Range(0.001, 1.0))->capture_default_str();
     app->add_option("--bases", bases, "bundle written by 'calibrate'; every method but FullKV needs one")->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32}, {"f16", lowrankkv::DType::f16}, {"bf16", lowrankkv::DType::bf16}};
     app->add_option("--storage", method.storage, "type of coefficients and full rows")->transform(CLI::CheckedTransformer(types))->option_text("f32|f16|bf16 [f16]");
     const std::map<std::string, llama::KeyBasis> keys{{"keys", llama::KeyBasis::keys}, {"queries-and-keys", llama::KeyBasis::queries_and_keys}, {"query-aware", llama::KeyBasis::query_aware}};
     app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")->transform(CLI::CheckedTransformer(keys))->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
+    app->add_option("--context", method.context, "tokens at which methods that think in bytes or windows meet their ratio; default: the prompt's")->check(CLI::PositiveNumber);
+    app->add_option("--outliers", method.outlier_share, "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")->check(CLI::Range(0.0, 1.0));
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);
     app->add_option("--prefill-chunk", method.prefill_chunk, "prompt tokens compressed at a time; 0: the whole prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")->check(CLI::NonNegativeNumber);
   }
-  std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens) const {
-    return llama::make_contenders(engine, methods, ratios, method, max_tokens, llama::load_bases(engine, bases));
+  /// @param context  tokens at which methods that think in bytes meet their ratio
+  std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens, std::int64_t context) const {
+    llama::MethodOptions options = method;
+    if (options.context == 0) options.context = context;
+    return llama::make_contenders(engine, methods, ratios, options, max_tokens, llama::load_bases(engine, bases));
   }
 };
 
@@ -132,8 +137,8 @@ int main(int argc, char** argv) try {
   if (methods->parsed()) {
     nlohmann::ordered_json list = nlohmann::ordered_json::array();
     for (const llama::MethodInfo& info : llama::methods()) {
-      std::printf("%-16s %-9s %s\n", info.name.c_str(), info.has_ratio ? "--ratio" : "", info.description.c_str());
-      list.push_back({{"method", info.name}, {"has_ratio", info.has_ratio}, {"description", info.description}});
+      std::printf("%-16s %s\n%-16s   %s\n", info.name.c_str(), info.description.c_str(), "", info.ratio.empty() ? "no --ratio" : ("--ratio: " + info.ratio).c_str());
+      list.push_back({{"method", info.name}, {"ratio", info.ratio}, {"description", info.description}});
     }
     if (!options.json.empty() && !(std::ofstream(options.json) << list.dump(2) << '\n')) throw std::runtime_error("cannot write " + options.json);
     return 0;
@@ -154,14 +159,14 @@ int main(int argc, char** argv) try {
     return 0;
   }
   if (bpb->parsed()) {
-    auto contenders = options.contenders(engine, 1024);
+    auto contenders = options.contenders(engine, 1024, 1024);
     llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text), max_windows);
     finish(options, contenders);
     return 0;
   }
   if (retrieve->parsed()) {
     const auto set = llama::load_samples(eval, tasks, samples);
-    auto contenders = options.contenders(engine, engine.model.config().max_positions);
+    auto contenders = options.contenders(engine, engine.model.config().max_positions, static_cast<std::int64_t>(set.front().prompt.size()));
     llama::measure_retrieval(engine, contenders, set, tail);
     finish(options, contenders);
     return 0;
@@ -169,7 +174,7 @@ int main(int argc, char** argv) try {
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
   std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
   if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
-  auto contenders = options.contenders(engine, engine.model.config().max_positions);
+  auto contenders = options.contenders(engine, engine.model.config().max_positions, static_cast<std::int64_t>(ids.size()));
   sampling.seed = options.seed;
   for (llama::Contender& contender : contenders) {
     if (contenders.size() > 1) std::printf("--- %s %.2f\n", contender.row.method.c_str(), contender.row.ratio);

@@ -20,8 +20,8 @@ class Progress {
     if (terminal_) std::fprintf(stderr, "\r\033[K");
     std::fprintf(stderr, "%s: %lld steps in %.1f s\n", name_.c_str(), static_cast<long long>(done_), seconds());
   }
-  void step() {
-    ++done_;
+  void step(std::int64_t count = 1) {
+    done_ += count;
     const double now = seconds();
     if (!terminal_ || now - shown_ < 0.2) return;
     shown_ = now;

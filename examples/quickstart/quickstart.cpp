@@ -53,7 +53,7 @@ int main(int argc, char** argv) try {
 
   std::vector<std::string> names;
   for (const llama::MethodInfo& info : llama::methods()) names.push_back(info.name);
-  auto contenders = llama::make_contenders(engine, names, {0.8, 0.6, 0.4}, {}, config.max_positions, moments);
+  auto contenders = llama::make_contenders(engine, names, {}, {.context = 1024}, config.max_positions, moments);
   // In the domain of the calibration text, and shifted away from it.
   llama::measure_bits_per_byte(engine, contenders, "prose", llama::read_text(data + "/text/prose.txt"), 8);
   llama::measure_bits_per_byte(engine, contenders, "code", llama::read_text(data + "/text/code.txt"), 8);

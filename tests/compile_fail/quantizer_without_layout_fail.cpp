@@ -8,7 +8,7 @@ struct Mine {};
 template <>
 struct Impl<Mine, Cpu> {
   static std::int64_t row_bits(int rank) { return rank; }
-  static constexpr int row_multiple = 8;
+  static std::size_t block_bytes(int rank, int rows) { return static_cast<std::size_t>(rank * rows); }
   static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
   static void decode(int, Part, int, const std::byte*, int, int, float*, int) {}
   static void copy_row(int, Part, int, const std::byte*, int, std::byte*, int) {}

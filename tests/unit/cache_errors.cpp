@@ -272,7 +272,7 @@ TEST_CASE("configurations that cannot work") {
   CHECK(raised<ShapeError>([] { FullKV<> cache({.shape = {2, 2, 0}}); }).find("head_dim 0; all must be at least 1") != std::string::npos);
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .max_sequences = 0}); }) == "max_sequences: at least 1, given 0");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .max_tokens = 0}); }) == "max_tokens: 1 to 2147483647, given 0");
-  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .page_bytes = 16}); }) == "page_bytes: 1 rows need 64, a page has 16");
+  CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .page_bytes = 16}); }) == "page_bytes: a row needs 64, a page has 16");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 8, .tail_capacity = 40}); }) == "tail_capacity: 40, must exceed recent + flush_interval = 40");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .num_pages = -1}); }) == "num_pages: 0 to 2147483647, given -1");
   CHECK(raised<CapacityError>([] { FullKV<> cache({.shape = kShape, .flush_interval = 2147483647}); }) == "flush_interval: 1 to 16777216, given 2147483647");

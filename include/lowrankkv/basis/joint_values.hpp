@@ -17,7 +17,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// (attention, mass, residuals) is summed over the group. Works with the Static updater.
 struct JointValues {
   int heads_per_group = 0;  ///< heads whose values share a latent; 0: all of the layer; must divide num_kv_heads
-  PerHead keys{};           ///< metric and centring
+  PerHead keys{};           ///< metric of the keys, and centring of both; values are joined in the plain metric
   friend bool operator==(const JointValues&, const JointValues&) = default;
 
   /// @brief Heads of one group in a layer of num_kv_heads.
@@ -41,6 +41,7 @@ inline void validate(const JointValues& policy, const LayerBasis& basis, const C
   using detail::fail;
   detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis", static_cast<int>(basis.heads.size()));
   const int group = policy.group_of(shape.num_kv_heads);
+  if (policy.keys.value_metric != ValueMetric::plain) fail<ValueError>("JointValues: value_metric ", static_cast<int>(policy.keys.value_metric), ", plain (0) expected");
   if (policy.heads_per_group < 0 || shape.num_kv_heads % group != 0) fail<ShapeError>("JointValues: heads_per_group ", policy.heads_per_group, ", num_kv_heads ", shape.num_kv_heads);
   for (int first = 0; first < shape.num_kv_heads; first += group) {
     const HeadBasis& leader = basis.heads[static_cast<std::size_t>(first)];
@@ -53,7 +54,7 @@ inline void validate(const JointValues& policy, const LayerBasis& basis, const C
       if (maps.value_bits != leader.value_bits || maps.value_rms != leader.value_rms) fail<ValueError>("JointValues: value_bits or value_rms of heads ", first, " and ", head, " differ, one latent has one set");
       detail::validate_keys(policy.keys, maps, shape.head_dim);
       detail::check_size("value_down", static_cast<std::size_t>(shape.head_dim) * static_cast<std::size_t>(maps.value_rank), maps.value_down.size());
-      detail::check_values(policy.keys, maps, shape.head_dim, "JointValues");
+      detail::check_values(policy.keys, maps, shape.head_dim);
     }
     const double error = detail::joint_orthonormality_error(&leader, group, shape.head_dim);
     if (error > static_cast<double>(policy.keys.orthonormal_tolerance)) {

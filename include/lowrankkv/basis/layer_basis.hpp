@@ -28,6 +28,8 @@ struct HeadBasis {
   /// each; empty: keys live in the plain metric. Then key_down = R U and query_down = R^-1 U with U orthonormal.
   std::vector<float> key_metric;
   std::vector<float> key_metric_inverse;
+  std::vector<float> value_metric;  ///< the same for values: value_down = R U, output_up = U^T R^-1
+  std::vector<float> value_metric_inverse;
 
   /// What quantizers with bits of their own for every channel need: bits per channel, non-increasing, and the calibrated
   /// root mean square of its coefficients, [key_rank] and [value_rank]; empty where not needed.
@@ -40,7 +42,7 @@ struct HeadBasis {
 
   std::size_t bytes() const {
     return key_bits.size() + value_bits.size() + 4 * (key_rms.size() + value_rms.size()) + 4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() + key_mean.size() +
-                value_mean.size() + key_metric.size() + key_metric_inverse.size());
+                value_mean.size() + key_metric.size() + key_metric_inverse.size() + value_metric.size() + value_metric_inverse.size());
   }
 };
 

@@ -19,12 +19,20 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @brief The metric in which a key basis is orthonormal.
 enum class KeyMetric {
   plain,        ///< minimises ||k - k^||^2; key_down = query_down = U
-  query_aware,  ///< minimises E ||q (k - k^)||^2; key_down = R U, query_down = R^-1 U
+  query_aware,  ///< minimises E ||(k - k^) R||^2, R the root of the queries' second moment or of what the loss makes of an
+                ///< error in a key; key_down = R U, query_down = R^-1 U
+};
+
+/// @brief The metric in which a value basis is orthonormal.
+enum class ValueMetric {
+  plain,         ///< minimises ||v - v^||^2; value_down = U, output_up = U^T
+  output_aware,  ///< minimises E ||(v - v^) R||^2 for a metric R; value_down = R U, output_up = U^T R^-1
 };
 
 /// @brief Basis policy: one orthonormal basis per KV head for keys and one for values.
 struct PerHead {
   KeyMetric key_metric = KeyMetric::plain;
+  ValueMetric value_metric = ValueMetric::plain;
   bool centred = false;              ///< subtract the calibrated means before projecting
   float orthonormal_tolerance = 1e-3F;  ///< largest entry of |U^T U - I| that is accepted
   friend bool operator==(const PerHead&, const PerHead&) = default;
@@ -67,6 +75,24 @@ inline void check_channels(const char* what, const std::vector<std::uint8_t>& bi
   }
 }
 
+/// Raises ValueError unless the maps of one part are biorthogonal, as given and in f16, and the metric fits its inverse.
+inline void check_metric(const char* part, const std::vector<float>& down, const std::vector<float>& up, const std::vector<float>& metric,
+                         const std::vector<float>& inverse, int head_dim, int rank, float tolerance) {
+  const double error = biorthogonality_error(down, up, head_dim, rank);
+  if (error > static_cast<double>(tolerance)) {
+    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", error, " for ", part, "s, tolerance ", tolerance);
+  }
+  if (metric.empty()) return;
+  // One map may be tiny where the other is large; what f16 cannot resolve would decode to nothing.
+  std::vector<float> down_stored = down, up_stored = up;
+  for (float& value : down_stored) value = round_to(DType::f16, value);
+  for (float& value : up_stored) value = round_to(DType::f16, value);
+  const double stored_error = biorthogonality_error(down_stored, up_stored, head_dim, rank);
+  if (stored_error > 0.05) fail<ValueError>("basis: in f16 the ", part, " maps' product differs from I by ", stored_error, ", limit 0.05; scale the metric to mean 1");
+  const double metric_error = biorthogonality_error(metric, inverse, head_dim, head_dim);
+  if (metric_error > 0.05) fail<ValueError>("basis: ", part, "_metric times its inverse differs from I by ", metric_error, ", limit 0.05");
+}
+
 /// Raises ShapeError or ValueError unless the key maps of `head` fit the policy.
 inline void validate_keys(const PerHead& policy, const HeadBasis& head, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(head_dim);
@@ -79,26 +105,31 @@ inline void validate_keys(const PerHead& policy, const HeadBasis& head, int head
   check_size("key_metric_inverse", aware ? dim * dim : 0, head.key_metric_inverse.size());
   check_size("key_mean", policy.centred ? dim : 0, head.key_mean.size());
   check_channels("key", head.key_bits, head.key_rms, head.key_rank);
-  const double error = biorthogonality_error(head.key_down, aware ? head.query_down : head.key_down, head_dim, head.key_rank);
-  if (error > policy.orthonormal_tolerance) {
-    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", error, " for keys, tolerance ", policy.orthonormal_tolerance);
-  }
-  if (!aware) return;
-  // query_down may be tiny where key_down is large; what f16 cannot resolve would decode to nothing.
-  std::vector<float> keys_stored = head.key_down, queries_stored = head.query_down;
-  for (float& value : keys_stored) value = round_to(DType::f16, value);
-  for (float& value : queries_stored) value = round_to(DType::f16, value);
-  const double stored_error = biorthogonality_error(keys_stored, queries_stored, head_dim, head.key_rank);
-  if (stored_error > 0.05) fail<ValueError>("basis: in f16 the key maps' product differs from I by ", stored_error, ", limit 0.05; scale the metric to mean 1");
-  const double metric_error = biorthogonality_error(head.key_metric, head.key_metric_inverse, head_dim, head_dim);
-  if (metric_error > 0.05) fail<ValueError>("basis: key_metric times its inverse differs from I by ", metric_error, ", limit 0.05");
+  check_metric("key", head.key_down, aware ? head.query_down : head.key_down, head.key_metric, head.key_metric_inverse, head_dim, head.key_rank, policy.orthonormal_tolerance);
 }
 
 /// Raises ShapeError or ValueError unless what goes with the value map of `head` fits; the map itself is checked elsewhere.
-inline void check_values(const PerHead& policy, const HeadBasis& head, int head_dim, const char* who) {
-  if (!head.output_up.empty()) fail<ValueError>("basis: ", who, " derives output_up from value_down, but one is given");
-  check_size("value_mean", policy.centred ? static_cast<std::size_t>(head_dim) : 0, head.value_mean.size());
+inline void check_values(const PerHead& policy, const HeadBasis& head, int head_dim) {
+  const std::size_t dim = static_cast<std::size_t>(head_dim);
+  const bool aware = policy.value_metric == ValueMetric::output_aware;
+  if (!aware && !head.output_up.empty()) fail<ValueError>("basis: output_up is derived from value_down in the plain metric, but ", head.output_up.size(), " elements are given, 0 expected");
+  check_size("output_up", aware ? dim * static_cast<std::size_t>(head.value_rank) : 0, head.output_up.size());
+  check_size("value_metric", aware ? dim * dim : 0, head.value_metric.size());
+  check_size("value_metric_inverse", aware ? dim * dim : 0, head.value_metric_inverse.size());
+  check_size("value_mean", policy.centred ? dim : 0, head.value_mean.size());
   check_channels("value", head.value_bits, head.value_rms, head.value_rank);
+}
+
+/// output_up [rank, dim] as [dim, rank], or value_down where there is none.
+inline std::vector<float> value_decoder(const HeadBasis& head, int head_dim) {
+  if (head.output_up.empty()) return head.value_down;
+  std::vector<float> turned(head.output_up.size());
+  for (int channel = 0; channel < head_dim; ++channel) {
+    for (int k = 0; k < head.value_rank; ++k) {
+      turned[static_cast<std::size_t>(channel * head.value_rank + k)] = head.output_up[static_cast<std::size_t>(k * head_dim + channel)];
+    }
+  }
+  return turned;
 }
 
 /// Raises ShapeError or ValueError unless `head` is a basis that PerHead can use.
@@ -106,11 +137,8 @@ inline void validate_head(const PerHead& policy, const HeadBasis& head, int head
   if (head.value_rank < 1 || head.value_rank > head_dim) fail<ShapeError>("rank: value_rank ", head.value_rank, ", head_dim ", head_dim);
   validate_keys(policy, head, head_dim);
   check_size("value_down", static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(head.value_rank), head.value_down.size());
-  check_values(policy, head, head_dim, "PerHead");
-  const double error = biorthogonality_error(head.value_down, head.value_down, head_dim, head.value_rank);
-  if (error > policy.orthonormal_tolerance) {
-    fail<ValueError>("basis: not orthonormal: max |U^T U - I| is ", error, " for values, tolerance ", policy.orthonormal_tolerance);
-  }
+  check_values(policy, head, head_dim);
+  check_metric("value", head.value_down, value_decoder(head, head_dim), head.value_metric, head.value_metric_inverse, head_dim, head.value_rank, policy.orthonormal_tolerance);
 }
 
 /// Raises ValueError if a map or mean is not finite, or too large for the type that epochs are stored in.

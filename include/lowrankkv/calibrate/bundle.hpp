@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
-/// Schema (version 1). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
+/// Schema (version 2). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
 /// `head_dim`, and what the writer adds (`source`). Tensors, f64, for layer i and x in {query, key, value}:
 ///   layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
 ///   layers.i.x.sum            [num_kv_heads, head_dim]            sum of x
 ///   layers.i.x.count          [num_kv_heads]                      rows
-/// These are sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the moments of
+/// and, for x in {key, value}, f32: layers.i.x.sample  [num_kv_heads, rows, head_dim]  rows spread over the stream;
+/// of the values of all heads of a token, stacked: layers.i.values.second_moment  [num_kv_heads head_dim, num_kv_heads
+/// head_dim], layers.i.values.sum, layers.i.values.count  [1].
+/// And for transform coding, of the rows that will be compressed (CodingStatistics): layers.i.coded_x.second_moment, .sum,
+/// .count as above and layers.i.coded_x.metric  [num_kv_heads, head_dim, head_dim]  for x in {key, value};
+/// layers.i.coded_queries  [1].
+/// Moments are sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the moments of
 /// two runs can be added.
 #pragma once
 
@@ -31,7 +37,7 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
-  writer.set_metadata("version", "1");
+  writer.set_metadata("version", "2");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
   writer.set_metadata("num_kv_heads", std::to_string(shape.num_kv_heads));
@@ -39,10 +45,10 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
   const std::int64_t heads = shape.num_kv_heads;
   const std::int64_t dim = shape.head_dim;
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const auto write = [&](const char* name, Moments HeadMoments::* member) {
+    const auto write = [&](const std::string& name, auto&& moments_of) {
       std::vector<double> second, sum, count;
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        const Moments& moments = layers[i].head(head).*member;
+        const Moments& moments = moments_of(head);
         second.insert(second.end(), moments.second.data(), moments.second.data() + moments.second.size());  // symmetric
         sum.insert(sum.end(), moments.first.data(), moments.first.data() + moments.first.size());
         count.push_back(moments.count);
@@ -52,9 +58,38 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
       writer.add(prefix + "sum", {heads, dim}, sum);
       writer.add(prefix + "count", {heads}, count);
     };
-    write("query", &HeadMoments::query);
-    write("key", &HeadMoments::key);
-    write("value", &HeadMoments::value);
+    write("query", [&](int head) -> const Moments& { return layers[i].head(head).query; });
+    write("key", [&](int head) -> const Moments& { return layers[i].head(head).key; });
+    write("value", [&](int head) -> const Moments& { return layers[i].head(head).value; });
+    const auto write_sample = [&](const char* name, RowSample HeadMoments::* member) {
+      std::vector<float> rows;
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        const std::vector<float>& sample = (layers[i].head(head).*member).values();
+        rows.insert(rows.end(), sample.begin(), sample.end());
+      }
+      const std::int64_t count = static_cast<std::int64_t>(rows.size()) / (heads * dim);
+      writer.add("layers." + std::to_string(i) + "." + name + ".sample", {heads, count, dim}, rows);
+    };
+    const CodingStatistics& coding = layers[i].coding();
+    const auto write_coding = [&](const std::string& name, Moments CodingHead::* moments, Eigen::MatrixXd CodingHead::* metric) {
+      write("coded_" + name, [&](int head) -> const Moments& { return coding.head(head).*moments; });
+      std::vector<double> values;
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        const Eigen::MatrixXd& matrix = coding.head(head).*metric;
+        values.insert(values.end(), matrix.data(), matrix.data() + matrix.size());  // symmetric
+      }
+      writer.add("layers." + std::to_string(i) + ".coded_" + name + ".metric", {heads, dim, dim}, values);
+    };
+    write_coding("key", &CodingHead::key, &CodingHead::key_metric);
+    write_coding("value", &CodingHead::value, &CodingHead::value_metric);
+    writer.add("layers." + std::to_string(i) + ".coded_queries", {1}, std::vector<double>{coding.num_queries()});
+    write_sample("key", &HeadMoments::key_sample);
+    write_sample("value", &HeadMoments::value_sample);
+    const Moments& values = layers[i].values();
+    const std::string prefix = "layers." + std::to_string(i) + ".values.";
+    writer.add(prefix + "second_moment", {heads * dim, heads * dim}, std::vector<double>(values.second.data(), values.second.data() + values.second.size()));
+    writer.add(prefix + "sum", {heads * dim}, std::vector<double>(values.first.data(), values.first.data() + values.first.size()));
+    writer.add(prefix + "count", {1}, std::vector<double>{values.count});
   }
   writer.write(path);
 }
@@ -67,8 +102,8 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
   };
-  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "1") {
-    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 1");
+  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "2") {
+    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 2");
   }
   const auto same = [&](const std::string& key, int model) {
     if (metadata(key) != std::to_string(model)) ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
@@ -81,13 +116,13 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
   const std::int64_t dim = shape.head_dim;
   std::vector<LayerMoments> layers(static_cast<std::size_t>(num_layers), LayerMoments(shape));
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const auto read = [&](const char* name, Moments HeadMoments::* member) {
+    const auto read = [&](const std::string& name, auto&& moments_of) {
       const std::string prefix = "layers." + std::to_string(i) + "." + name + ".";
       const std::vector<double> second = file.values<double>(prefix + "second_moment", {heads, dim, dim});
       const std::vector<double> sum = file.values<double>(prefix + "sum", {heads, dim});
       const std::vector<double> count = file.values<double>(prefix + "count", {heads});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        Moments& moments = layers[i].head(head).*member;
+        Moments& moments = moments_of(head);
         moments.second = Eigen::Map<const Eigen::MatrixXd>(second.data() + head * dim * dim, dim, dim);
         moments.first = Eigen::Map<const Eigen::VectorXd>(sum.data() + head * dim, dim);
         moments.count = count[static_cast<std::size_t>(head)];
@@ -96,9 +131,41 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
         }
       }
     };
-    read("query", &HeadMoments::query);
-    read("key", &HeadMoments::key);
-    read("value", &HeadMoments::value);
+    read("query", [&](int head) -> Moments& { return layers[i].head(head).query; });
+    read("key", [&](int head) -> Moments& { return layers[i].head(head).key; });
+    read("value", [&](int head) -> Moments& { return layers[i].head(head).value; });
+    const auto read_sample = [&](const char* name, RowSample HeadMoments::* member) {
+      const std::string tensor = "layers." + std::to_string(i) + "." + name + ".sample";
+      const std::vector<std::int64_t>& extents = file.info(tensor).shape;
+      const std::int64_t rows = extents.size() == 3 ? extents[1] : -1;
+      const std::vector<float> all = file.values<float>(tensor, {heads, rows, dim});
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        layers[i].head(head).*member = RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim, all.begin() + (head + 1) * rows * dim));
+      }
+    };
+    CodingStatistics& coding = layers[i].coding();
+    const auto read_coding = [&](const std::string& name, Moments CodingHead::* moments, Eigen::MatrixXd CodingHead::* metric) {
+      read("coded_" + name, [&](int head) -> Moments& { return coding.head(head).*moments; });
+      const std::string tensor = "layers." + std::to_string(i) + ".coded_" + name + ".metric";
+      const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        coding.head(head).*metric = Eigen::Map<const Eigen::MatrixXd>(all.data() + head * dim * dim, dim, dim);
+        if (!(coding.head(head).*metric).allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head, " is not finite");
+      }
+    };
+    read_coding("key", &CodingHead::key, &CodingHead::key_metric);
+    read_coding("value", &CodingHead::value, &CodingHead::value_metric);
+    coding.set_num_queries(file.values<double>("layers." + std::to_string(i) + ".coded_queries", {1}).front());
+    read_sample("key", &HeadMoments::key_sample);
+    read_sample("value", &HeadMoments::value_sample);
+    Moments& values = layers[i].values();
+    const std::string prefix = "layers." + std::to_string(i) + ".values.";
+    const std::vector<double> second = file.values<double>(prefix + "second_moment", {heads * dim, heads * dim});
+    const std::vector<double> sum = file.values<double>(prefix + "sum", {heads * dim});
+    values.second = Eigen::Map<const Eigen::MatrixXd>(second.data(), heads * dim, heads * dim);
+    values.first = Eigen::Map<const Eigen::VectorXd>(sum.data(), heads * dim);
+    values.count = file.values<double>(prefix + "count", {1}).front();
+    if (!values.second.allFinite() || !values.first.allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* is not finite, ", values.count, " rows");
   }
   return layers;
 }

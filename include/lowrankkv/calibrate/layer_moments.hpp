@@ -4,15 +4,18 @@
 
 #include <Eigen/Core>
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/calibrate/choose_rank.hpp"
+#include "lowrankkv/calibrate/coding_statistics.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/convert.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -33,9 +36,40 @@ struct BasisOptions {
   PerHead policy{};          ///< metric and centring; key_source is ignored by query-aware keys, whose metric holds the queries
 };
 
-/// @brief Moments of the keys, values and (all grouped) queries of one KV head.
+/// @brief Rows spread evenly over a stream of unknown length: every stride-th one, the stride doubling when room runs out.
+class RowSample {
+ public:
+  RowSample() = default;
+  RowSample(int head_dim, std::int64_t capacity) : dim_(head_dim), capacity_(capacity) {}
+  /// @brief A sample that was stored: rows [n, head_dim].
+  RowSample(int head_dim, std::vector<float> rows) : dim_(head_dim), capacity_(static_cast<std::int64_t>(rows.size()) / head_dim), rows_(std::move(rows)) {}
+  void add(MatrixView rows) {
+    for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
+      if (seen_ % stride_ != 0) continue;
+      if (size() == capacity_) {  // keep every second row
+        for (std::int64_t kept = 0; 2 * kept < size(); ++kept) std::copy_n(rows_.begin() + 2 * kept * dim_, dim_, rows_.begin() + kept * dim_);
+        rows_.resize(static_cast<std::size_t>((size() + 1) / 2 * dim_));
+        stride_ *= 2;
+        if (seen_ % stride_ != 0) continue;
+      }
+      rows_.insert(rows_.end(), rows.row(row), rows.row(row) + dim_);
+    }
+  }
+  std::int64_t size() const { return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_; }
+  MatrixView rows() const { return {rows_.data(), size(), dim_}; }
+  const std::vector<float>& values() const { return rows_; }
+
+ private:
+  int dim_ = 0;
+  std::int64_t capacity_ = 0, seen_ = 0, stride_ = 1;
+  std::vector<float> rows_;
+};
+
+/// @brief Moments of the keys, values and (all grouped) queries of one KV head, and a sample of the rows for what moments
+/// cannot tell (percentiles).
 struct HeadMoments {
   Moments query, key, value;
+  RowSample key_sample, value_sample;
 };
 
 /// @brief Collects one layer's activations in a single pass.
@@ -44,29 +78,49 @@ class LayerMoments {
   LayerMoments() = default;
   explicit LayerMoments(const CacheShape& shape) : shape_(shape) {
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads));
-    for (HeadMoments& head : heads_) head = {Moments(shape.head_dim), Moments(shape.head_dim), Moments(shape.head_dim)};
+    const RowSample sample(shape.head_dim, kSampleRows);
+    for (HeadMoments& head : heads_) head = {Moments(shape.head_dim), Moments(shape.head_dim), Moments(shape.head_dim), sample, sample};
+    values_ = Moments(shape.num_kv_heads * shape.head_dim);
+    coding_ = CodingStatistics(shape);
   }
+  /// Rows kept of each head's keys and values.
+  static constexpr std::int64_t kSampleRows = 256;
   const CacheShape& shape() const { return shape_; }
   HeadMoments& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const HeadMoments& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
+  /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim]: what joint values are made from.
+  Moments& values() { return values_; }
+  const Moments& values() const { return values_; }
+  /// @brief Statistics for transform coding; filled by CodingStatistics::add(), not by add() below.
+  CodingStatistics& coding() { return coding_; }
+  const CodingStatistics& coding() const { return coding_; }
 
   /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim]; key, value [n, num_kv_heads, head_dim].
   void add(const QueryView& query, const KeyView& key, const ValueView& value) {
     ::lowrankkv::detail::check_rows("query", query, key.num_tokens, shape_.num_qo_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("key", key, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("value", value, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
-    std::vector<float> rows(static_cast<std::size_t>(key.num_tokens * shape_.head_dim));
-    const auto add_head = [&](const auto& view, int head, Moments& moments) {
-      for (std::int64_t token = 0; token < view.num_tokens; ++token) cpu::load_row(view, token, head, rows.data() + token * shape_.head_dim);
-      moments.add({rows.data(), view.num_tokens, shape_.head_dim});
+    const int dim = shape_.head_dim;
+    const std::int64_t n = key.num_tokens;
+    std::vector<float> rows(static_cast<std::size_t>(n * dim));
+    const auto load = [&](const auto& view, int head) {
+      for (std::int64_t token = 0; token < n; ++token) cpu::load_row(view, token, head, rows.data() + token * dim);
+      return MatrixView(rows.data(), n, dim);
     };
-    for (int head = 0; head < shape_.num_kv_heads; ++head) {
-      add_head(key, head, heads_[static_cast<std::size_t>(head)].key);
-      add_head(value, head, heads_[static_cast<std::size_t>(head)].value);
-      for (int member = 0; member < shape_.group_size(); ++member) {
-        add_head(query, head * shape_.group_size() + member, heads_[static_cast<std::size_t>(head)].query);
-      }
+    std::vector<float> stacked(rows.size() * static_cast<std::size_t>(shape_.num_kv_heads));
+    const int width = shape_.num_kv_heads * dim;
+    for (int index = 0; index < shape_.num_kv_heads; ++index) {
+      HeadMoments& head = heads_[static_cast<std::size_t>(index)];
+      const MatrixView keys = load(key, index);
+      head.key.add(keys);
+      head.key_sample.add(keys);
+      const MatrixView values = load(value, index);
+      head.value.add(values);
+      head.value_sample.add(values);
+      for (std::int64_t token = 0; token < n; ++token) std::copy_n(values.row(token), dim, stacked.begin() + token * width + index * dim);
+      for (int member = 0; member < shape_.group_size(); ++member) head.query.add(load(query, index * shape_.group_size() + member));
     }
+    values_.add({stacked.data(), n, width});
   }
 
   /// @brief The spectrum of the key rows that `options` asks for, in their metric: what a key rank is chosen from.
@@ -106,19 +160,19 @@ class LayerMoments {
       maps.key_rank = of_keys;
       maps.value_rank = of_values;
       const Eigen::MatrixXd keys = key_spectrum(head, options).vectors.leftCols(maps.key_rank);
-      maps.value_down = row_major(value_spectrum(head, options).vectors.leftCols(maps.value_rank));
+      maps.value_down = cpu::to_row_major(value_spectrum(head, options).vectors.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
         const MetricRoot metric = metric_root(moments.query.second);
-        maps.key_down = row_major(metric.root * keys);
-        maps.query_down = row_major(metric.inverse * keys);
-        maps.key_metric = row_major(metric.root);
-        maps.key_metric_inverse = row_major(metric.inverse);
+        maps.key_down = cpu::to_row_major(metric.root * keys);
+        maps.query_down = cpu::to_row_major(metric.inverse * keys);
+        maps.key_metric = cpu::to_row_major(metric.root);
+        maps.key_metric_inverse = cpu::to_row_major(metric.inverse);
       } else {
-        maps.key_down = row_major(keys);
+        maps.key_down = cpu::to_row_major(keys);
       }
       if (options.policy.centred) {
-        maps.key_mean = row_major(moments.key.mean());
-        maps.value_mean = row_major(moments.value.mean());
+        maps.key_mean = cpu::to_row_major(moments.key.mean());
+        maps.value_mean = cpu::to_row_major(moments.value.mean());
       }
       layer.heads.push_back(std::move(maps));
     }
@@ -132,14 +186,10 @@ class LayerMoments {
     for (int head = 0; head < shape_.num_kv_heads; ++head) ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
     return max_over_heads(ranks);
   }
-  static std::vector<float> row_major(const Eigen::MatrixXd& matrix) {
-    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-    std::vector<float> values(static_cast<std::size_t>(matrix.size()));
-    Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.cast<float>();
-    return values;
-  }
   CacheShape shape_;
   std::vector<HeadMoments> heads_;
+  Moments values_;
+  CodingStatistics coding_;
 };
 
 }  // namespace calibrate

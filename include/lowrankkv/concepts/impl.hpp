@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "lowrankkv/core/attention_scores.hpp"
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/fwd.hpp"
 
@@ -18,18 +19,6 @@ enum class Phase : std::uint8_t { prefill, decode };
 
 /// @brief Which of the two things a token stores.
 enum class Part : std::uint8_t { key, value };
-
-/// @brief How neighbouring scores are pooled, so that a chosen token brings its neighbours along.
-enum class Pooling : std::uint8_t { average, maximum };
-
-/// @brief SnapKV scores of a prompt's rows: the attention they get from the prompt's last queries.
-struct AttentionScores {
-  int window = 0;   ///< queries at the end of the prompt (or chunk) that score it; kAllQueries: every one, causally (H2O)
-  int kernel = 1;   ///< width of the pooling window, odd; 1: no pooling
-  Pooling pooling = Pooling::average;
-  static constexpr int kAllQueries = 1 << 30;
-  friend bool operator==(const AttentionScores&, const AttentionScores&) = default;
-};
 
 /// @brief Which prompt rows an updater wants to observe.
 struct PromptSelection {

@@ -5,8 +5,8 @@
 /// struct Q plus `Impl<Q, Backend>` with
 ///   using Layout = ...;                     // how the keys (or values) of one KV head lie in a block; copyable
 ///   static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);  // bits: of the basis's channels, or empty
-///   static std::int64_t row_bits(const Layout&);   // of one row of a block, scales included
-///   static constexpr int row_multiple;             // pages hold a multiple of so many rows; row_bits times it fills bytes
+///   static std::int64_t row_bits(const Layout&);   // of one row of a block, scales included: what memory() counts
+///   static std::size_t block_bytes(const Layout&, int rows);  // of a block of so many rows; may exceed rows x row_bits by padding
 ///   static void encode(const Layout&, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride);
 ///   static void decode(const Layout&, Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride);
 ///   static void copy_row(const Layout&, Part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row);
@@ -42,7 +42,7 @@ concept QuantizerHasLayout = requires(const Q& policy, std::span<const std::uint
 template <class Q, class B>
 concept QuantizerHasRowBits = requires(const typename Impl<Q, B>::Layout& layout) {
   { Impl<Q, B>::row_bits(layout) } -> std::convertible_to<std::int64_t>;
-  { Impl<Q, B>::row_multiple } -> std::convertible_to<int>;
+  { Impl<Q, B>::block_bytes(layout, 1) } -> std::convertible_to<std::size_t>;
 };
 template <class Q, class B>
 concept QuantizerHasEncode = requires(const typename Impl<Q, B>::Layout& layout, std::byte* block, const float* rows) {
@@ -82,7 +82,7 @@ struct DiagnoseQuantizer {
                 "Quantizer&, int rank, std::span<const std::uint8_t> bits)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasRowBits<Q, B>,
                 "lowrankkv: Impl<Quantizer, Backend> is missing 'static std::int64_t row_bits(const Layout&)' or 'static "
-                "constexpr int row_multiple'; see concepts/quantizer.hpp");
+                "std::size_t block_bytes(const Layout&, int rows)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasEncode<Q, B>,
                 "lowrankkv: Impl<Quantizer, Backend> is missing 'static void encode(const Layout&, Part, int, std::byte*, "
                 "int, int, const float*, int)'; see concepts/quantizer.hpp");

@@ -12,6 +12,7 @@
 /// (attention while decoding, residuals before the basis is known) is an empty span: decide without it.
 /// Optional: `static void validate(const P&)`, which raises what is wrong with the parameters;
 ///   static AttentionScores attention_scores(const P&);  // with Evidence::attention: how the prompt is to be scored
+///   static bool relative_residuals(const P&);  // with Evidence::residuals: false: errors not divided by the rows' energy
 ///   static bool pinned(const P&, std::int64_t position); // with eviction elsewhere in a composition: never drop this one
 ///   static void evict(const P&, const RowBatch&, std::span<StoredRow>, std::span<RowFate>);  // with Evidence::mass:
 ///                                                      // after classify(), drops stored rows and leaving ones
@@ -41,7 +42,9 @@ enum class Evidence : unsigned {
   residuals = 2,  ///< relative reconstruction error of the rows under the basis that is about to store them
   mass = 4        ///< attention that every stored and leaving row has received so far
 };
+/// @brief Both.
 constexpr Evidence operator|(Evidence a, Evidence b) { return static_cast<Evidence>(static_cast<unsigned>(a) | static_cast<unsigned>(b)); }
+/// @brief `all` contains `one`.
 constexpr bool wants(Evidence all, Evidence one) { return (static_cast<unsigned>(all) & static_cast<unsigned>(one)) != 0; }
 
 /// @brief A row that has left the tail before, as an evicting policy sees it.
@@ -64,7 +67,7 @@ struct RowBatch {
   std::int64_t num_rows = 0;
   Phase phase = Phase::prefill;
   std::span<const float> attention{};  ///< [num_rows]; a prompt's rows only
-  std::span<const float> residuals{};  ///< [num_rows] ||k - k^||^2 / ||k||^2 in the key metric + the same of values
+  std::span<const float> residuals{};  ///< [num_rows] error of keys and of values in their metrics, relative or not; -1: no candidate
   std::span<const float> mass{};       ///< [num_rows]
 };
 

@@ -16,10 +16,10 @@ namespace cpu {
 
 namespace detail {
 
-/// error[i] += ||x_i - x^_i||^2 / ||x_i - mean||^2 in the metric in which the basis is orthonormal; rows [count, head_dim],
-/// decoded [count, padded(head_dim)]. A row without energy has no error.
+/// error[i] += ||x_i - x^_i||^2, or that over ||x_i - mean||^2, in the metric in which the basis is orthonormal; rows
+/// [count, head_dim], decoded [count, padded(head_dim)]. A row without energy has no relative error.
 template <class State>
-void add_error_of_rows(const State& state, int head, Part part, const float* rows, const float* decoded, std::int32_t count, float* error) {
+void add_error_of_rows(const State& state, int head, Part part, bool relative, const float* rows, const float* decoded, std::int32_t count, float* error) {
   const int dim = state.head_dim();
   const HeadBasis& basis = state.calibrated.heads[static_cast<std::size_t>(head)];
   std::vector<float> exact(rows, rows + static_cast<std::ptrdiff_t>(count) * dim), approximate(exact.size());
@@ -34,20 +34,20 @@ void add_error_of_rows(const State& state, int head, Part part, const float* row
       energy += value * value;
       lost += difference * difference;
     }
-    if (energy > 0.0) error[row] += static_cast<float>(lost / energy);
+    if (!relative || energy > 0.0) error[row] += static_cast<float>(relative ? lost / energy : lost);
   }
 }
 
 }  // namespace detail
 
-/// @brief Adds to error[0, range) the relative errors of the rows of `range`, summed over heads [first, first + heads), whose
+/// @brief Adds to error[0, range) the (relative) errors of the rows of `range`, summed over heads [first, first + heads), whose
 /// rows share one code: after projection, quantisation and back, under the current epoch. Cost: one encode and one decode.
 template <class State>
-void add_relative_error(const State& state, int slot, int first, int heads, Part part, const std::vector<LeavingRows>& rows, RowRange range, float* error) {
+void add_error(const State& state, int slot, int first, int heads, Part part, bool relative, const std::vector<LeavingRows>& rows, RowRange range, float* error) {
   using Codec = typename State::Codec;
   const int dim = state.head_dim();
   const auto& layout = state.code_layout(first, part);
-  const int per_block = (kTile + Codec::row_multiple - 1) / Codec::row_multiple * Codec::row_multiple;
+  const int per_block = kTile;
   std::vector<Projection> projections;
   std::vector<Reconstruction> reconstructions;
   for (int head = first; head < first + heads; ++head) {
@@ -56,7 +56,7 @@ void add_relative_error(const State& state, int slot, int first, int heads, Part
     reconstructions.emplace_back(maps, part, dim);
   }
   const int stride = projections.front().stride(part);
-  std::vector<std::byte> block(static_cast<std::size_t>((Codec::row_bits(layout) * per_block + 7) / 8));
+  std::vector<std::byte> block(Codec::block_bytes(layout, per_block));
   std::vector<float> coefficients(static_cast<std::size_t>(kTile * stride)), codes(static_cast<std::size_t>(kTile * stride));
   std::vector<float> decoded(static_cast<std::size_t>(kTile * padded(dim)));
   for (std::int64_t begin = range.begin; begin < range.end; begin += kTile) {
@@ -71,7 +71,7 @@ void add_relative_error(const State& state, int slot, int first, int heads, Part
       for (std::int32_t i = 0; i < count * stride; ++i) coefficients[static_cast<std::size_t>(i)] += projected[i];
     }
     Codec::encode(layout, part, per_block, block.data(), 0, count, coefficients.data(), stride);
-    // Read as values: row-major, whichever part it is. The block was written as `part`, so read keys channel-major and turn.
+    // Keys come back channel-major.
     if (part == Part::key) {
       Codec::decode(layout, part, per_block, block.data(), 0, count, codes.data(), count);
       const int rank = state.epochs.head(state.sequence(slot).epoch, first).rank(part);
@@ -83,7 +83,7 @@ void add_relative_error(const State& state, int slot, int first, int heads, Part
     }
     for (int member = 0; member < heads; ++member) {
       reconstructions[static_cast<std::size_t>(member)].apply(coefficients.data(), stride, count, decoded.data());
-      detail::add_error_of_rows(state, first + member, part, source(member), decoded.data(), count, error + (begin - range.begin));
+      detail::add_error_of_rows(state, first + member, part, relative, source(member), decoded.data(), count, error + (begin - range.begin));
     }
   }
 }
@@ -95,8 +95,10 @@ void exempt_outliers(const State& state, int slot, int group, std::vector<Leavin
   const int heads = state.heads_per_group();
   const int first = group * heads;
   std::vector<float> residuals(static_cast<std::size_t>(range.size()), 0.0F);
-  for (int head = first; head < first + heads; ++head) add_relative_error(state, slot, head, 1, Part::key, rows, range, residuals.data());
-  add_relative_error(state, slot, first, heads, Part::value, rows, range, residuals.data());
+  bool relative = true;
+  if constexpr (requires { State::TokenImpl::relative_residuals(state.token_policy); }) relative = State::TokenImpl::relative_residuals(state.token_policy);
+  for (int head = first; head < first + heads; ++head) add_error(state, slot, head, 1, Part::key, relative, rows, range, residuals.data());
+  add_error(state, slot, first, heads, Part::value, relative, rows, range, residuals.data());
   const auto fates_of = [&](int head) {
     return std::span(rows[static_cast<std::size_t>(head)].fates).subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(range.size()));
   };

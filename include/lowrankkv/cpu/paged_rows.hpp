@@ -34,7 +34,9 @@ struct RowLayout {
   /// @brief Bytes that `rows` rows fill, scales included.
   std::size_t bytes(std::int64_t rows) const { return static_cast<std::size_t>((rows * row_bits() + 7) / 8); }
   /// @brief Where the values of a page begin.
-  std::size_t key_block_bytes() const { return static_cast<std::size_t>(Impl<Quantizer, Cpu>::row_bits(key) * rows_per_page / 8); }
+  std::size_t key_block_bytes() const { return Impl<Quantizer, Cpu>::block_bytes(key, rows_per_page); }
+  /// @brief Bytes of a page of `rows` rows.
+  std::size_t page_bytes(int rows) const { return Impl<Quantizer, Cpu>::block_bytes(key, rows) + Impl<Quantizer, Cpu>::block_bytes(value, rows); }
 };
 
 /// @brief The layout of rows of these ranks under `quantizer`, with `bits` of the channels if the basis has them; raises
@@ -44,12 +46,17 @@ RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, i
                                      std::span<const std::uint8_t> value_bits, std::size_t page_bytes) {
   using Codec = Impl<Quantizer, Cpu>;
   RowLayout<Quantizer> layout{key_rank, value_rank, Codec::layout(quantizer, key_rank, key_bits), Codec::layout(quantizer, value_rank, value_bits), 0};
-  const std::int64_t unit = layout.row_bits() * Codec::row_multiple;
-  const std::int64_t units = unit == 0 ? 1 << 20 : static_cast<std::int64_t>(page_bytes) * 8 / unit;
-  if (units < 1) {
-    ::lowrankkv::detail::fail<CapacityError>("page_bytes: ", Codec::row_multiple, " rows need ", (unit + 7) / 8, ", a page has ", page_bytes);
+  if (layout.page_bytes(1) > page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.page_bytes(1), ", a page has ", page_bytes);
+  int rows = 1, limit = 1 << 20;  // the most that fit; rows without bits need no bytes at all
+  while (rows < limit) {
+    const int middle = rows + (limit - rows + 1) / 2;
+    if (layout.page_bytes(middle) <= page_bytes) {
+      rows = middle;
+    } else {
+      limit = middle - 1;
+    }
   }
-  layout.rows_per_page = static_cast<int>((std::min)(units * Codec::row_multiple, std::int64_t{1} << 20));
+  layout.rows_per_page = rows;
   return layout;
 }
 

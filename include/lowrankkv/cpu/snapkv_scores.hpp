@@ -14,7 +14,7 @@
 #include <span>
 #include <vector>
 
-#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/attention_scores.hpp"
 #include "lowrankkv/core/views.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file quantizer/code_layout.hpp  How quantised rows of one KV head's keys (or values) lie in a block; no Eigen, no CUDA.
 ///
-/// A block of R rows (R a multiple of 8) holds, one after the other: for each scale group a line of R scales, then for each
-/// channel of b > 0 bits a line of R codes of b bits. Code q of b bits stands for (q - 2^(b-1) + 1/2) scale: uniform mid-rise.
+/// A block of R rows holds, one after the other: for each scale group a line of R scales, then for each channel of b > 0 bits a
+/// line of R codes of b bits, filled up to a whole byte. Code q of b bits stands for (q - 2^(b-1) + 1/2) scale: uniform mid-rise.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/quantizer/bit_packing.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -41,8 +41,14 @@ struct CodeLayout {
   }
   /// @brief Byte at which the scales of a group begin in a block of `rows` rows.
   std::size_t scale_line(std::size_t group, int rows) const { return group * static_cast<std::size_t>(rows) * static_cast<std::size_t>(scale_bits()) / 8; }
-  /// @brief Byte at which the first channel's codes begin; a channel's line has rows * bits / 8 bytes.
+  /// @brief Byte at which the first channel's codes begin; a channel's line has packed_bytes(rows, bits) bytes.
   std::size_t first_code_line(int rows) const { return scale_line(groups.size(), rows); }
+  /// @brief Bytes of a block of `rows` rows.
+  std::size_t block_bytes(int rows) const {
+    std::size_t bytes = first_code_line(rows);
+    for (const std::uint8_t width : bits) bytes += packed_bytes(rows, width);
+    return bytes;
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

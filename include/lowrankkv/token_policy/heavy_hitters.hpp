@@ -2,7 +2,7 @@
 /// @file token_policy/heavy_hitters.hpp  HeavyHitters (H2O): the tokens that have received most attention so far are kept.
 #pragma once
 
-#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/config.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 

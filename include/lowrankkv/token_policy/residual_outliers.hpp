@@ -6,13 +6,20 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
+/// @brief How errors of rows are compared.
+enum class OutlierError {
+  relative,  ///< ||k - k^||^2 / ||k||^2 + ||v - v^||^2 / ||v||^2, means subtracted: 0 to about 2 (OjaKV v2)
+  absolute   ///< ||k - k^||^2 + ||v - v^||^2: for metrics that measure both in one unit, as Budgeted's do
+};
+
 /// @brief Token policy: of the rows about to be compressed, those with the largest reconstruction error stay at full rank.
 ///
-/// The error of a row is ||k - k^||^2 / ||k||^2, in the key metric, plus ||v - v^||^2 / ||v||^2, after rank cut and
-/// quantisation, under the basis about to be used. Applied to prompts and to every T decoded rows.
+/// The error of a row is taken in the basis's metrics, after rank cut and quantisation, under the basis about to be used.
+/// Applied to prompts and to every T decoded rows.
 struct ResidualOutliers {
+  OutlierError error = OutlierError::relative;
   float share = 0.02F;      ///< at most this share of the rows, counted over the life of a sequence
-  float threshold = 0.0F;   ///< and only rows whose error exceeds this (0 to 2); 0: the largest whatever they are
+  float threshold = 0.0F;   ///< and only rows whose error exceeds this; 0: the largest whatever they are
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
 

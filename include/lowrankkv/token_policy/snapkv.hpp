@@ -2,7 +2,7 @@
 /// @file token_policy/snapkv.hpp  SnapKV: of a prompt, the tokens that its last queries attend to are kept.
 #pragma once
 
-#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/attention_scores.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 

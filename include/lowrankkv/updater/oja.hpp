@@ -5,7 +5,7 @@
 /// prompt tokens, T update period (CacheConfig::flush_interval).
 #pragma once
 
-#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/attention_scores.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 

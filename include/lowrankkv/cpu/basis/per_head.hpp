@@ -21,14 +21,12 @@ struct Impl<PerHead, Cpu> {
     ::lowrankkv::validate(policy, basis, shape);
   }
 
-  /// U [head_dim, rank]: value_down, or key_down taken back through the metric (R^-1 R U).
+  /// U [head_dim, rank]: the encoder taken back through the metric, R^-1 (R U).
   static std::vector<float> working_basis(const PerHead& policy, const HeadBasis& head, int head_dim, Part part) {
-    if (part == Part::value) return head.value_down;
-    if (policy.key_metric == KeyMetric::plain) return head.key_down;
-    std::vector<float> basis(head.key_down.size());
-    Eigen::Map<RowMajor>(basis.data(), head_dim, head.key_rank) =
-        ConstMap(head.key_metric_inverse.data(), head_dim, head_dim) * ConstMap(head.key_down.data(), head_dim, head.key_rank);
-    return basis;
+    const std::vector<float>& down = part == Part::key ? head.key_down : head.value_down;
+    if (!has_metric(policy, part)) return down;
+    const std::vector<float>& inverse = part == Part::key ? head.key_metric_inverse : head.value_metric_inverse;
+    return product(inverse, down, head_dim, part == Part::key ? head.key_rank : head.value_rank);
   }
 
   /// x <- (x - mean) R, where there is a mean or a metric.
@@ -36,9 +34,9 @@ struct Impl<PerHead, Cpu> {
     Eigen::Map<RowMajor> matrix(rows, count, head_dim);
     const std::vector<float>& mean = part == Part::key ? head.key_mean : head.value_mean;
     if (!mean.empty()) matrix.rowwise() -= Eigen::Map<const Eigen::RowVectorXf>(mean.data(), head_dim);
-    if (part == Part::key && policy.key_metric == KeyMetric::query_aware) {
-      matrix = (matrix * ConstMap(head.key_metric.data(), head_dim, head_dim)).eval();
-    }
+    if (!has_metric(policy, part)) return;
+    const std::vector<float>& metric = part == Part::key ? head.key_metric : head.value_metric;
+    matrix = (matrix * ConstMap(metric.data(), head_dim, head_dim)).eval();
   }
 
   static HeadBasis with_working_bases(const PerHead& policy, const HeadBasis& head, int head_dim, std::vector<float> key_basis,
@@ -52,17 +50,32 @@ struct Impl<PerHead, Cpu> {
     moved.value_bits = head.value_bits;
     moved.key_rms = head.key_rms;
     moved.value_rms = head.value_rms;
-    moved.value_down = std::move(value_basis);
-    if (policy.key_metric == KeyMetric::plain) {
+    if (has_metric(policy, Part::key)) {
+      moved.key_down = product(head.key_metric, key_basis, head_dim, head.key_rank);
+      moved.query_down = product(head.key_metric_inverse, key_basis, head_dim, head.key_rank);
+    } else {
       moved.key_down = std::move(key_basis);
-      return moved;
     }
-    const ConstMap basis(key_basis.data(), head_dim, head.key_rank);
-    moved.key_down.resize(key_basis.size());
-    moved.query_down.resize(key_basis.size());
-    Eigen::Map<RowMajor>(moved.key_down.data(), head_dim, head.key_rank) = ConstMap(head.key_metric.data(), head_dim, head_dim) * basis;
-    Eigen::Map<RowMajor>(moved.query_down.data(), head_dim, head.key_rank) = ConstMap(head.key_metric_inverse.data(), head_dim, head_dim) * basis;
+    if (has_metric(policy, Part::value)) {
+      moved.value_down = product(head.value_metric, value_basis, head_dim, head.value_rank);
+      moved.output_up.resize(value_basis.size());
+      Eigen::Map<RowMajor>(moved.output_up.data(), head.value_rank, head_dim) =
+          ConstMap(value_basis.data(), head_dim, head.value_rank).transpose() * ConstMap(head.value_metric_inverse.data(), head_dim, head_dim);
+    } else {
+      moved.value_down = std::move(value_basis);
+    }
     return moved;
+  }
+
+ private:
+  static bool has_metric(const PerHead& policy, Part part) {
+    return part == Part::key ? policy.key_metric == KeyMetric::query_aware : policy.value_metric == ValueMetric::output_aware;
+  }
+  /// metric [dim, dim] times basis [dim, rank].
+  static std::vector<float> product(const std::vector<float>& metric, const std::vector<float>& basis, int dim, int rank) {
+    std::vector<float> result(basis.size());
+    Eigen::Map<RowMajor>(result.data(), dim, rank) = ConstMap(metric.data(), dim, dim) * ConstMap(basis.data(), dim, rank);
+    return result;
   }
 };
 

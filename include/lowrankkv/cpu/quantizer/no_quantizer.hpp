@@ -22,10 +22,10 @@ struct Impl<NoQuantizer, Cpu> {
     DType type = DType::f16;
     int rank = 0;
   };
-  static constexpr int row_multiple = 1;
 
   static Layout layout(const NoQuantizer& policy, int rank, std::span<const std::uint8_t>) { return {policy.type, rank}; }
   static std::int64_t row_bits(const Layout& layout) { return static_cast<std::int64_t>(8 * size_of(layout.type)) * layout.rank; }
+  static std::size_t block_bytes(const Layout& layout, int rows) { return size_of(layout.type) * static_cast<std::size_t>(layout.rank) * static_cast<std::size_t>(rows); }
 
   static void encode(const Layout& layout, Part part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
     for (int row = 0; row < count; ++row) {

@@ -29,6 +29,7 @@ inline std::uint8_t encode_gain(float gain) {
   if (!(gain > 0.0F)) return 0;
   return static_cast<std::uint8_t>(std::clamp(std::lround(16.0F * std::log2(gain)) + 128L, 1L, 255L));
 }
+/// @brief What a gain code stands for.
 inline float decode_gain(std::uint8_t code) { return code == 0 ? 0.0F : std::exp2((static_cast<float>(code) - 128.0F) / 16.0F); }
 
 namespace detail {
@@ -145,8 +146,8 @@ inline void copy_codes(const CodeLayout& layout, int rows_per_page, const std::b
 /// @brief What the quantizers made of codes have in common.
 struct PackedCodec {
   using Layout = CodeLayout;
-  static constexpr int row_multiple = 8;
   static std::int64_t row_bits(const Layout& layout) { return layout.row_bits(); }
+  static std::size_t block_bytes(const Layout& layout, int rows) { return layout.block_bytes(rows); }
   static void encode(const Layout& layout, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
     encode_codes(layout, rows_per_page, block, first, count, rows, stride);
   }

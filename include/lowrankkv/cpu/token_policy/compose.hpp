@@ -13,6 +13,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
+/// @brief Compose on the CPU; every member must itself be a token policy.
 template <class... Members>
 struct Impl<Compose<Members...>, Cpu> {
   using Policy = Compose<Members...>;
@@ -20,7 +21,8 @@ struct Impl<Compose<Members...>, Cpu> {
   static_assert((TokenPolicyFor<Members, Cpu> && ...), "lowrankkv: every member of Compose must be a token policy with an Impl");
   static constexpr int evictors = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::mass) ? 1 : 0));
   static constexpr int scorers = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::attention) ? 1 : 0));
-  static_assert(evictors <= 1 && scorers <= 1, "lowrankkv: Compose takes one member that evicts and one that scores prompts at most");
+  static constexpr int exempters = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::residuals) ? 1 : 0));
+  static_assert(evictors <= 1 && scorers <= 1 && exempters <= 1, "lowrankkv: Compose takes one member of each kind that decides by evidence at most");
 
   static constexpr bool compresses = (Impl<Members, Cpu>::compresses && ...);
   static constexpr Evidence evidence = (Evidence::none | ... | Impl<Members, Cpu>::evidence);
@@ -41,6 +43,13 @@ struct Impl<Compose<Members...>, Cpu> {
       if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::attention)) scores = Impl<Member, Cpu>::attention_scores(member);
     });
     return scores;
+  }
+  static bool relative_residuals(const Policy& policy) {
+    bool relative = true;
+    for_each(policy, [&]<class Member>(const Member& member) {
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::residuals)) relative = relative_of(member);
+    });
+    return relative;
   }
   static RowBounds bounds(const Policy& policy, const RowBatch& batch) {
     RowBounds all{0, batch.num_rows};
@@ -73,6 +82,11 @@ struct Impl<Compose<Members...>, Cpu> {
   }
 
  private:
+  template <class Member>
+  static bool relative_of(const Member& member) {
+    if constexpr (requires { Impl<Member, Cpu>::relative_residuals(member); }) return Impl<Member, Cpu>::relative_residuals(member);
+    else return true;
+  }
   template <class Function>
   static void for_each(const Policy& policy, Function&& function) {
     std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);

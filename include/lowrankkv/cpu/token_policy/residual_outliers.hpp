@@ -21,6 +21,7 @@ struct Impl<ResidualOutliers, Cpu> {
     if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
     if (!(policy.threshold >= 0.0F)) fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
   }
+  static bool relative_residuals(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
   static int recent(const ResidualOutliers&) { return 0; }
   static RowBounds bounds(const ResidualOutliers& policy, const RowBatch& batch) {
     return {cpu::share_of_rows(policy.share, batch.first_position, batch.num_rows), batch.num_rows};

@@ -22,6 +22,7 @@ inline void pin_sinks(const RowBatch& batch, int sinks, RowFate rest, std::span<
   std::fill(fates.begin(), fates.begin() + pinned, RowFate::pinned);
   std::fill(fates.begin() + pinned, fates.end(), rest);
 }
+/// @brief Raises CapacityError for a negative number of sinks.
 inline void check_sinks(int sinks) {
   if (sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", sinks);
 }

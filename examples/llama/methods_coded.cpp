@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// Methods that quantise: SubSpace-G and -A, STAR-KV, and the library's own Budgeted.
+#include <algorithm>
+#include <cmath>
+
+#include "lowrankkv/calibrate/budgeted.hpp"
+#include "lowrankkv/calibrate/joint_values.hpp"
+#include "lowrankkv/calibrate/residual_thresholds.hpp"
+#include "stack_store.hpp"
+
+namespace llama {
+namespace {
+
+using namespace lowrankkv;  // the names of the library are what this file is about
+
+/// Rows of codes are short: small pages leave little of the last one empty.
+constexpr std::size_t kPageBytes = 4096;
+
+std::unique_ptr<KvStore> subspace_g(Recipe recipe) {
+  recipe.config.page_bytes = kPageBytes;
+  SubSpaceG<>::PolicySet policies;
+  policies.basis = recipe.basis_options(1.0).policy;
+  return recipe.store<SubSpaceG<>>(recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0)), policies);
+}
+
+std::unique_ptr<KvStore> subspace_a(Recipe recipe) {
+  recipe.config.page_bytes = kPageBytes;
+  SubSpaceA<>::PolicySet policies;
+  policies.basis = recipe.basis_options(1.0).policy;
+  std::vector<LayerBasis> bases = recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0));
+  for (std::size_t layer = 0; layer < bases.size(); ++layer) calibrate::set_residual_thresholds(recipe.moments[layer], policies.basis, 0.99, bases[layer]);
+  return recipe.store<SubSpaceA<>>(std::move(bases), policies);
+}
+
+/// Per-head keys and joint values at the rank that 3.2 bits a coefficient leave of the ratio.
+std::vector<LayerBasis> star_bases(const Recipe& recipe, double ratio, const BlockHadamard& codes) {
+  recipe.need_moments();
+  const double outliers = static_cast<double>(codes.outlier_share);
+  const double bits = outliers * codes.high_bits + (1.0 - outliers) * codes.low_bits;
+  const double share = std::min(1.0, ratio * 16.0 / bits);
+  const CacheShape& shape = recipe.config.shape;
+  std::vector<LayerBasis> bases;
+  for (const auto& layer : recipe.moments) {
+    LayerBasis basis = layer.basis(recipe.basis_options(share));
+    const int rank = calibrate::rank_by_ratio(shape.num_kv_heads * shape.head_dim, share);
+    const calibrate::JointValueMaps joint = calibrate::joint_values(layer.values(), shape.num_kv_heads, rank);
+    for (int head = 0; head < shape.num_kv_heads; ++head) {
+      HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
+      maps.value_rank = rank;
+      maps.value_down = cpu::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
+    }
+    bases.push_back(std::move(basis));
+  }
+  return bases;
+}
+
+std::unique_ptr<KvStore> star(Recipe recipe) {
+  recipe.config.page_bytes = kPageBytes;
+  StarKV<>::PolicySet policies;
+  policies.basis.keys = recipe.basis_options(1.0).policy;
+  return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer), policies);
+}
+
+std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
+  recipe.config.page_bytes = kPageBytes;
+  StarKVH2O<>::PolicySet policies;
+  policies.basis.keys = recipe.basis_options(1.0).policy;
+  const double keep = std::min(1.0, std::sqrt(5.0 * recipe.options.ratio));
+  policies.token_policy.get<HeavyHitters>().keep = static_cast<float>(keep);
+  return recipe.store<StarKVH2O<>>(star_bases(recipe, recipe.options.ratio / keep, policies.quantizer), policies);
+}
+
+std::unique_ptr<KvStore> budgeted(Recipe recipe) {
+  recipe.need_moments();
+  calibrate::BudgetOptions options;
+  options.ratio = recipe.options.ratio;
+  options.context = recipe.context();
+  options.full_type = recipe.options.storage;
+  options.page_bytes = kPageBytes;
+  if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
+  const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
+  recipe.config.page_bytes = kPageBytes;
+  recipe.config.epoch_type = DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
+  return recipe.store<Budgeted<>>(model.bases, model.policies);
+}
+
+}  // namespace
+
+std::vector<Method> coded_methods() {
+  return {
+      {{"SubSpaceG", "rank / head_dim x 8 / 16", "every token projected, coefficients in 8 bits", {0.4, 0.2}}, subspace_g},
+      {{"SubSpaceA", "rank / head_dim x 8 / 16", "chunks under bases from a Frequent Directions sketch, 32 tokens of warm-up, coefficients in 8 bits", {0.4, 0.2}}, subspace_a},
+      {{"StarKV", "rank / head_dim x 3.2 / 16", "per-head keys, joint values, rotated blocks of 4 and 3 bits; 32 sinks and 32 recent tokens at full rank", {0.2, 0.14}}, star},
+      {{"StarKV+H2O", "tokens kept x rank / head_dim x 3.2 / 16", "StarKV on the tokens that H2O keeps", {0.14}}, star_h2o},
+      {{"Budgeted", "bytes, everything counted", "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 sinks and 32 recent tokens at full rank",
+        {0.2, 0.14, 0.1, 0.07}},
+       budgeted},
+  };
+}
+
+}  // namespace llama

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a preset of the library to a KvStore, and what all methods are built from.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "kv_store.hpp"
+#include "lowrankkv/layer_stack.hpp"
+#include "lowrankkv/presets.hpp"
+
+namespace llama {
+
+template <class Cache>
+class StackStore final : public KvStore {
+ public:
+  StackStore(const lowrankkv::CacheConfig& config, std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies,
+             std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
+      : shape_(config.shape), stack_(config, std::move(bases), policies, std::move(threads)) {}
+
+  void create(lowrankkv::SequenceId seq) override { stack_.create(seq); }
+  void erase(lowrankkv::SequenceId seq) override { stack_.erase(seq); }
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
+    stack_.layer(layer).prefill(seq, queries(query, n), keys(key, n), values(value, n), outputs(out, n));
+  }
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) override {
+    stack_.layer(layer).ingest(seq, keys(key, n), values(value, n), queries(query, n));
+  }
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
+    Cache& cache = stack_.layer(layer);
+    cache.append(seq, keys(key, n), values(value, n));
+    // Eviction by accumulated attention needs to be told what the step's queries attended to.
+    if constexpr (requires(const lowrankkv::MassView& mass) { cache.accumulate(seq, mass); }) {
+      mass_.resize(static_cast<std::size_t>(shape_.num_kv_heads * cache.num_tokens(seq)));
+      const lowrankkv::MassView mass(mass_.data(), 1, shape_.num_kv_heads, cache.num_tokens(seq));
+      cache.attend(seq, queries(query, n), outputs(out, n), {}, mass);
+      cache.accumulate(seq, mass);
+    } else {
+      cache.attend(seq, queries(query, n), outputs(out, n));
+    }
+  }
+  void maintain(lowrankkv::SequenceId seq) override { stack_.maintain(seq); }
+  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return stack_.memory(seq); }
+  lowrankkv::MemoryUsage memory() const override { return stack_.memory(); }
+  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return stack_.num_tokens(seq); }
+
+ private:
+  lowrankkv::QueryView queries(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_qo_heads, shape_.head_dim}; }
+  lowrankkv::KeyView keys(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_kv_heads, shape_.head_dim}; }
+  lowrankkv::ValueView values(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_kv_heads, shape_.head_dim}; }
+  lowrankkv::OutputView outputs(float* rows, std::int64_t n) const { return {rows, n, shape_.num_qo_heads, shape_.head_dim}; }
+
+  lowrankkv::CacheShape shape_;
+  lowrankkv::LayerStack<Cache> stack_;
+  std::vector<float> mass_;
+};
+
+/// What the command line asks for, and the model that it is for.
+struct Recipe {
+  const MethodOptions& options;
+  lowrankkv::CacheConfig config;
+  int num_layers = 0;
+  const std::vector<lowrankkv::calibrate::LayerMoments>& moments;
+  const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads;
+
+  std::int64_t context() const { return options.context > 0 ? options.context : config.max_tokens; }
+  /// Per-head bases at one ratio, of the rows and in the metric that the options name.
+  lowrankkv::calibrate::BasisOptions basis_options(double ratio) const;
+  std::vector<lowrankkv::LayerBasis> bases(double ratio) const;
+  /// Raises std::runtime_error unless every layer was calibrated.
+  void need_moments() const;
+
+  template <class Cache>
+  std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies) const {
+    if (bases.empty()) bases.resize(static_cast<std::size_t>(num_layers));
+    return std::make_unique<StackStore<Cache>>(config, std::move(bases), policies, threads);
+  }
+};
+
+/// A method: what it is called and how it is made. The lists are in three files only to keep each one's compilation short.
+struct Method {
+  MethodInfo info;
+  std::unique_ptr<KvStore> (*build)(Recipe recipe);
+};
+std::vector<Method> low_rank_methods();
+std::vector<Method> selection_methods();
+std::vector<Method> coded_methods();
+
+}  // namespace llama

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file calibrate/budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits, steps, policies.
+#pragma once
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/calibrate/allocate_bits.hpp"
+#include "lowrankkv/calibrate/layer_moments.hpp"
+#include "lowrankkv/calibrate/moments.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/presets.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace calibrate {
+
+/// @brief What a sequence may cost, and how it is spent.
+struct BudgetOptions {
+  double ratio = 0.1;               ///< measured bytes of a sequence of `context` tokens over those of f16 K and V
+  std::int64_t context = 4096;      ///< the length at which the budget is to be met; longer sequences cost less
+  int sinks = 4;                    ///< first tokens, at full rank; 0 to 16 serve equally well
+  int recent = 32;                  ///< last tokens, at full rank; fewer cost quality
+  double outlier_share = 0.0;       ///< tokens with the largest error in the metric, at full rank
+  std::vector<int> widths{2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
+  float step_scale = 1.15F;         ///< TransformCode::step_scale
+  double metric_floor = 1e-3;       ///< smallest eigenvalue of a metric, relative to its mean
+  DType full_type = DType::f16;     ///< of rows at full rank
+  std::size_t page_bytes = 4096;    ///< of the pool: small enough that the last ones waste little, large enough for wide rows
+};
+
+/// @brief What a Budgeted cache of every layer is made from.
+struct BudgetedModel {
+  std::vector<LayerBasis> bases;  ///< one per layer
+  Budgeted<Cpu>::PolicySet policies;
+  double bits_per_row = 0.0;      ///< codes and gains of one compressed token over the whole model
+};
+
+namespace detail {
+
+/// The principal axes of one head's keys or values in their metric.
+struct CodedPart {
+  MetricRoot metric;
+  Spectrum spectrum;        ///< of the rows in the metric; values per row
+  double unit = 0.0;        ///< the metric's mean eigenvalue: what a unit of the spectrum costs the output
+  Eigen::VectorXd mean;
+};
+
+inline CodedPart coded_part(const Moments& rows, const Eigen::MatrixXd& metric, double queries, double floor) {
+  CodedPart part;
+  part.unit = metric.trace() / static_cast<double>(metric.rows()) / (std::max)(queries, 1.0);
+  // A head that no query reads has no metric: its rows may be coded as nothing.
+  part.metric = part.unit > 0.0 ? metric_root(metric, floor) : MetricRoot{Eigen::MatrixXd::Identity(metric.rows(), metric.cols()), Eigen::MatrixXd::Identity(metric.rows(), metric.cols())};
+  part.spectrum = principal_axes(part.metric.root * rows.centred() * part.metric.root / (std::max)(rows.count, 1.0));
+  part.mean = rows.mean();
+  return part;
+}
+
+/// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]; channels without bits are cut, one stays.
+struct CodedMaps {
+  int rank = 1;
+  std::vector<std::uint8_t> bits;
+  std::vector<float> down, up, metric, inverse, mean, rms;
+};
+
+/// Channels that are kept: those with bits, or one.
+inline int coded_channels(const std::vector<std::uint8_t>& bits) {
+  return static_cast<int>((std::max)(std::ptrdiff_t{1}, std::count_if(bits.begin(), bits.end(), [](std::uint8_t width) { return width > 0; })));
+}
+
+inline CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bits) {
+  CodedMaps maps;
+  maps.rank = coded_channels(bits);
+  maps.bits.assign(bits.begin(), bits.begin() + maps.rank);
+  const Eigen::MatrixXd axes = part.spectrum.vectors.leftCols(maps.rank);
+  maps.down = cpu::to_row_major(part.metric.root * axes);
+  maps.up = cpu::to_row_major(part.metric.inverse * axes);
+  maps.metric = cpu::to_row_major(part.metric.root);
+  maps.inverse = cpu::to_row_major(part.metric.inverse);
+  maps.mean = cpu::to_row_major(part.mean);
+  const double least = 1e-12 * (part.spectrum.values[0] > 0.0 ? part.spectrum.values[0] : 1.0);
+  for (int channel = 0; channel < maps.rank; ++channel) maps.rms.push_back(static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least))));
+  return maps;
+}
+
+}  // namespace detail
+
+/// @brief Bytes of a sequence of options.context tokens right after its prompt, as MemoryUsage::total() counts them: pages of
+/// codes and of full rows with their slack, the recent window, positions.
+/// @param bits  per layer and head the bits of its keys, then of its values
+inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std::vector<std::uint8_t>> bits, const BudgetOptions& options) {
+  const TransformCode quantizer{options.step_scale};
+  const NoQuantizer plain{options.full_type};
+  const auto rows_of = [&](double share) { return static_cast<std::int64_t>(share * static_cast<double>(options.context)); };
+  const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
+  const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
+  const std::int64_t outliers = (std::min)(rows_of(options.outlier_share), options.context - recent - sinks);
+  const std::int64_t compressed = options.context - recent - sinks - outliers;
+  const auto pages = [&](std::int64_t rows, int per_page) { return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes); };
+  const auto full = cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes);
+  std::int64_t bytes = 0;
+  for (std::size_t part = 0; part + 1 < bits.size(); part += 2) {
+    const auto coded = [](const std::vector<std::uint8_t>& all) { return std::span(all).first(static_cast<std::size_t>(detail::coded_channels(all))); };
+    const auto key = coded(bits[part]), value = coded(bits[part + 1]);
+    const auto codes = cpu::make_row_layout(quantizer, static_cast<int>(key.size()), static_cast<int>(value.size()), key, value, options.page_bytes);
+    // Two runs of positions for sinks and rest, two more for every outlier.
+    const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) * ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
+    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) + recent * static_cast<std::int64_t>(full.bytes(1)) + positions;
+  }
+  return bytes;
+}
+
+/// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the centred rows in the metrics of
+/// CodingStatistics, bits by reverse water-filling over all layers, heads, keys and values at once.
+/// @param layers  every layer's calibration; what counts is LayerMoments::coding()
+/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, ShapeError without layers
+/// Cost: four eigendecompositions of head_dim per layer and head.
+inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
+  if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
+  const CacheShape& shape = layers.front().shape();
+  std::vector<detail::CodedPart> parts;  // layer by layer, head by head: keys, values
+  std::vector<Eigen::VectorXd> energies;
+  for (const LayerMoments& moments : layers) {
+    const CodingStatistics& layer = moments.coding();
+    for (int index = 0; index < shape.num_kv_heads; ++index) {
+      const CodingHead& head = layer.head(index);
+      parts.push_back(detail::coded_part(head.key, head.key_metric, layer.num_queries(), options.metric_floor));
+      parts.push_back(detail::coded_part(head.value, head.value_metric, layer.num_queries(), options.metric_floor));
+    }
+  }
+  for (const detail::CodedPart& part : parts) energies.push_back(part.unit * part.spectrum.values);
+  // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits whose bytes fit.
+  const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());  // f16 K and V of a token
+  const double limit = options.ratio * plain * static_cast<double>(options.context);
+  std::vector<std::vector<std::uint8_t>> bits = allocate_bits(energies, 0.0, options.widths);
+  const double least = static_cast<double>(budgeted_bytes(shape, bits, options));
+  if (least > limit) ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context, " tokens, rows at full rank and pages alone need ", least / plain / static_cast<double>(options.context));
+  double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());
+  for (int step = 0; step < 24; ++step) {
+    const double middle = 0.5 * (low + high);
+    std::vector<std::vector<std::uint8_t>> trial = allocate_bits(energies, middle, options.widths);
+    if (static_cast<double>(budgeted_bytes(shape, trial, options)) <= limit) {
+      low = middle;
+      bits = std::move(trial);
+    } else {
+      high = middle;
+    }
+  }
+
+  BudgetedModel model;
+  std::size_t part = 0;
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) {
+    LayerBasis& basis = model.bases.emplace_back();
+    for (int index = 0; index < shape.num_kv_heads; ++index, part += 2) {
+      detail::CodedMaps key = detail::coded_maps(parts[part], bits[part]);
+      detail::CodedMaps value = detail::coded_maps(parts[part + 1], bits[part + 1]);
+      HeadBasis head;
+      head.key_rank = key.rank;
+      head.key_down = std::move(key.down);
+      head.query_down = std::move(key.up);
+      head.key_metric = std::move(key.metric);
+      head.key_metric_inverse = std::move(key.inverse);
+      head.key_mean = std::move(key.mean);
+      head.key_bits = std::move(key.bits);
+      head.key_rms = std::move(key.rms);
+      head.value_rank = value.rank;
+      head.value_down = std::move(value.down);
+      // [head_dim, rank] to [rank, head_dim]
+      head.output_up = cpu::to_row_major(cpu::to_matrix({value.up.data(), shape.head_dim, value.rank}).transpose());
+      head.value_metric = std::move(value.metric);
+      head.value_metric_inverse = std::move(value.inverse);
+      head.value_mean = std::move(value.mean);
+      head.value_bits = std::move(value.bits);
+      head.value_rms = std::move(value.rms);
+      for (const std::uint8_t width : head.key_bits) model.bits_per_row += width;
+      for (const std::uint8_t width : head.value_bits) model.bits_per_row += width;
+      model.bits_per_row += (head.key_bits.front() > 0 ? 8.0 : 0.0) + (head.value_bits.front() > 0 ? 8.0 : 0.0);
+      basis.heads.push_back(std::move(head));
+    }
+  }
+  model.policies.basis = {KeyMetric::query_aware, ValueMetric::output_aware, true};
+  model.policies.token_policy.get<SinkRecent>() = {options.sinks, options.recent};
+  model.policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute, static_cast<float>(options.outlier_share)};
+  model.policies.quantizer.step_scale = options.step_scale;
+  return model;
+}
+
+}  // namespace calibrate
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file calibrate/coding_statistics.hpp  What an error in a stored key or value does to a layer's output: metrics for coding.
+///
+/// Softmax weights p_ij, outputs o_i = sum_j p_ij v_j, and N_g = W_g W_g^T with W_g [head_dim, hidden] the part of the output
+/// projection that query head g meets. To first order an error dk_j changes logit ij by q_i dk_j and the layer's output by
+/// p_ij (q_i dk_j) (v_j - o_i) W_g; an error dv_j changes it by p_ij dv_j W_g. With errors that are independent from token to
+/// token, the expected squared change of the output is E[dk A_K dk^T] + E[dv A_V dv^T], per KV head:
+///   A_K = sum_{g,i} ( sum_j p_ij^2 (v_j - o_i) N_g (v_j - o_i)^T ) q_i^T q_i        A_V = sum_g N_g sum_{i,j} p_ij^2
+/// q scaled by 1/sqrt(head_dim); j over the rows that will be compressed, i over later queries. Both metrics are in one unit,
+/// that of the residual stream, so one water-filling serves keys, values, heads and layers without weights of its own. Only
+/// forward passes are needed. Continuations should contain retrieval as well as text: let the model read spans of the context
+/// a second time.
+#pragma once
+
+#include <Eigen/Core>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/calibrate/moments.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/convert.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace calibrate {
+
+/// @brief Moments of the rows that will be compressed, and the metrics above, of one KV head.
+struct CodingHead {
+  Moments key, value;
+  Eigen::MatrixXd key_metric, value_metric;  ///< A_K, A_V summed over queries, [head_dim, head_dim]
+};
+
+/// @brief Collects one layer's statistics for transform coding, one sequence at a time.
+class CodingStatistics {
+ public:
+  CodingStatistics() = default;
+  /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are extreme, and left out
+  explicit CodingStatistics(const CacheShape& shape, int exempt = 32) : shape_(shape), exempt_(exempt) {
+    const Eigen::MatrixXd zero = Eigen::MatrixXd::Zero(shape.head_dim, shape.head_dim);
+    heads_.resize(static_cast<std::size_t>(shape.num_kv_heads), {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
+    grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixXd::Identity(shape.head_dim, shape.head_dim));
+  }
+  /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is used.
+  void set_output_grams(std::vector<Eigen::MatrixXd> grams) {
+    ::lowrankkv::detail::check_equal("num_qo_heads", "cache", static_cast<std::size_t>(shape_.num_qo_heads), "output_grams", grams.size());
+    for (const Eigen::MatrixXd& gram : grams) ::lowrankkv::detail::check_equal("head_dim", "cache", Eigen::Index{shape_.head_dim}, "output_gram", gram.rows());
+    grams_ = std::move(grams);
+  }
+  const CacheShape& shape() const { return shape_; }
+  CodingHead& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
+  const CodingHead& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
+  /// @brief Queries that the metrics are sums over.
+  double num_queries() const { return num_queries_; }
+  void set_num_queries(double queries) { num_queries_ = queries; }
+
+  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim]; key, value
+  /// [n, num_kv_heads, head_dim]. The first `context` tokens are what would be compressed, the rest reads them.
+  /// @param query_stride  every so-many-th token of the rest is used
+  /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a KV head
+  /// @throws ShapeError if extents differ or context is not in [1, n]
+  /// Cost: 6 n head_dim products per query used and head. Memory: 64 n floats.
+  template <class Run>
+  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride, Run&& run) {
+    const std::int64_t n = key.num_tokens;
+    ::lowrankkv::detail::check_rows("query", query, n, shape_.num_qo_heads, shape_.head_dim);
+    ::lowrankkv::detail::check_rows("key", key, n, shape_.num_kv_heads, shape_.head_dim);
+    ::lowrankkv::detail::check_rows("value", value, n, shape_.num_kv_heads, shape_.head_dim);
+    if (context < 1 || context > n) ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
+    std::vector<std::int64_t> readers;
+    for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride)) readers.push_back(token);
+    const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
+    run(shape_.num_kv_heads, [&](int index) {
+      CodingHead& head = heads_[static_cast<std::size_t>(index)];
+      const Rows keys = load(key, index);
+      const Rows values = load(value, index);
+      head.key.add({keys.data() + first * shape_.head_dim, context - first, shape_.head_dim});
+      head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
+      for (int member = 0; member < shape_.group_size(); ++member) {
+        const int which = index * shape_.group_size() + member;
+        for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
+          const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
+          const auto to = readers.begin() + static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
+          add_block(query, which, {from, to}, keys, values, first, context, head);
+        }
+      }
+    });
+    num_queries_ += static_cast<double>(readers.size());
+  }
+  /// @brief The same on the calling thread.
+  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride = 1) {
+    add(query, key, value, context, query_stride, [](int count, auto&& function) {
+      for (int index = 0; index < count; ++index) function(index);
+    });
+  }
+
+ private:
+  using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  static constexpr std::size_t kBlock = 64;
+
+  template <class View>
+  Rows load(const View& view, int head) const {
+    Rows rows(view.num_tokens, shape_.head_dim);
+    for (std::int64_t token = 0; token < view.num_tokens; ++token) cpu::load_row(view, token, head, rows.data() + token * shape_.head_dim);
+    return rows;
+  }
+
+  void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers, const Rows& keys, const Rows& values, std::int64_t first,
+                 std::int64_t context, CodingHead& head) const {
+    const Eigen::MatrixXf gram = grams_[static_cast<std::size_t>(which)].cast<float>();
+    const Eigen::Index count = static_cast<Eigen::Index>(readers.size());
+    Rows queries(count, shape_.head_dim);
+    for (Eigen::Index i = 0; i < count; ++i) cpu::load_row(query, readers[static_cast<std::size_t>(i)], which, queries.data() + i * shape_.head_dim);
+    queries /= std::sqrt(static_cast<float>(shape_.head_dim));
+    const Eigen::Index seen = readers.back() + 1;
+    Eigen::MatrixXf weights = keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
+    for (Eigen::Index i = 0; i < count; ++i) {
+      auto column = weights.col(i).array();
+      const Eigen::Index own = readers[static_cast<std::size_t>(i)] + 1;
+      column.head(own) = (column.head(own) - column.head(own).maxCoeff()).exp();
+      column.tail(seen - own) = 0.0F;
+      column /= column.sum();
+    }
+    const Eigen::MatrixXf outputs = values.topRows(seen).transpose() * weights;  // [head_dim, count]
+    const auto stored = values.middleRows(first, context - first);
+    const Eigen::MatrixXf squares = weights.middleRows(first, context - first).cwiseAbs2();
+    // sum_j w (v - o) N (v - o) = sum_j w v N v - 2 o N (sum_j w v) + (sum_j w) o N o
+    const Eigen::VectorXf energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
+    const Eigen::MatrixXf means = stored.transpose() * squares;
+    const Eigen::VectorXf sums = squares.colwise().sum();
+    const Eigen::MatrixXf turned = gram * outputs;
+    Eigen::MatrixXd weighted = queries.cast<double>();
+    for (Eigen::Index i = 0; i < count; ++i) {
+      const double spread = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(turned.col(i).dot(means.col(i))) +
+                            static_cast<double>(sums[i]) * static_cast<double>(turned.col(i).dot(outputs.col(i)));
+      weighted.row(i) *= (std::max)(spread, 0.0);
+    }
+    head.key_metric.noalias() += weighted.transpose() * queries.cast<double>();
+    head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
+  }
+
+  CacheShape shape_;
+  int exempt_ = 0;
+  double num_queries_ = 0.0;
+  std::vector<CodingHead> heads_;
+  std::vector<Eigen::MatrixXd> grams_;
+};
+
+}  // namespace calibrate
+LOWRANKKV_NAMESPACE_END
