@@ -13,18 +13,18 @@ namespace {
 
 using namespace lowrankkv;  // the names of the library are what this file is about
 
-/// Rows of codes are short: small pages leave little of the last one empty.
-constexpr std::size_t kPageBytes = 4096;
+/// Rows of codes are short: small pages leave little of the last one empty, large ones lose little to whole rows.
+std::size_t page_bytes(const Recipe& recipe) { return recipe.context() <= 2048 ? 1024 : 4096; }
 
 std::unique_ptr<KvStore> subspace_g(Recipe recipe) {
-  recipe.config.page_bytes = kPageBytes;
+  recipe.config.page_bytes = page_bytes(recipe);
   SubSpaceG<>::PolicySet policies;
   policies.basis = recipe.basis_options(1.0).policy;
   return recipe.store<SubSpaceG<>>(recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0)), policies);
 }
 
 std::unique_ptr<KvStore> subspace_a(Recipe recipe) {
-  recipe.config.page_bytes = kPageBytes;
+  recipe.config.page_bytes = page_bytes(recipe);
   SubSpaceA<>::PolicySet policies;
   policies.basis = recipe.basis_options(1.0).policy;
   std::vector<LayerBasis> bases = recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0));
@@ -55,14 +55,14 @@ std::vector<LayerBasis> star_bases(const Recipe& recipe, double ratio, const Blo
 }
 
 std::unique_ptr<KvStore> star(Recipe recipe) {
-  recipe.config.page_bytes = kPageBytes;
+  recipe.config.page_bytes = page_bytes(recipe);
   StarKV<>::PolicySet policies;
   policies.basis.keys = recipe.basis_options(1.0).policy;
   return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer), policies);
 }
 
 std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
-  recipe.config.page_bytes = kPageBytes;
+  recipe.config.page_bytes = page_bytes(recipe);
   StarKVH2O<>::PolicySet policies;
   policies.basis.keys = recipe.basis_options(1.0).policy;
   const double keep = std::min(1.0, std::sqrt(5.0 * recipe.options.ratio));
@@ -76,10 +76,10 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
-  options.page_bytes = kPageBytes;
+  options.page_bytes = page_bytes(recipe);
   if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
-  recipe.config.page_bytes = kPageBytes;
+  recipe.config.page_bytes = page_bytes(recipe);
   recipe.config.epoch_type = DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
   return recipe.store<Budgeted<>>(model.bases, model.policies);
 }

@@ -20,7 +20,8 @@ void show_needle(const llama::Engine& engine, std::vector<llama::Contender>& con
   std::printf("\nA needle question: %zu tokens of text in which four special magic numbers are hidden, and then\n  %s\n", sample->prompt.size(), prompt.substr(line + 1).c_str());
   std::printf("  %-24s %s\n", "the right answer:", engine.tokenizer.decode(sample->answer).c_str());
   for (llama::Contender& contender : contenders) {
-    const bool shown = contender.row.method == "FullKV" || (contender.row.method == "OjaKV" && contender.row.ratio == 0.8);
+    const auto& row = contender.row;
+    const bool shown = row.method == "FullKV" || (row.method == "OjaKV" && row.ratio == 0.6) || (row.method == "Budgeted" && row.ratio == 0.1);
     if (!shown) continue;
     const auto ids = llama::generate(engine, *contender.store, sample->prompt, static_cast<int>(sample->answer.size()), {}, {});
     char name[64];
