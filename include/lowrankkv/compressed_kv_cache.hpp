@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -232,6 +233,24 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   void erase(SequenceId seq) {
     clear_slot(layer_, sequences_.find(seq));
     sequences_.remove(seq);
+  }
+
+  /// @brief Bytes that save() writes for a sequence.
+  std::size_t save_bytes(SequenceId seq) const { return save_sequence(layer_, this->idle_slot(seq), {}, true); }
+  /// @brief Writes a sequence to the caller's buffer: versioned, checksummed, independent of page size; own epochs included,
+  /// the calibrated maps as a fingerprint. Loaded, it goes on bit for bit as the original.
+  /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const { return save_sequence(layer_, this->idle_slot(seq), buffer, false); }
+  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps and policies; max_tokens,
+  /// pages and other sequences may differ.
+  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer, CapacityError if they do not fit
+  void load(SequenceId seq, std::span<const std::byte> saved) {
+    ByteReader in = open_saved(layer_, saved);
+    auto sequence = read_sequence(layer_, in);
+    layer_.pool->allocator().require(pages_of(layer_, sequence));
+    const int slot = sequences_.add(seq);
+    open_slot(layer_, slot);
+    store_sequence(layer_, slot, std::move(sequence));
   }
 
   /// @brief Writes the stored K and V of positions [first, first + key.num_tokens): full rows as stored, others decoded,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -86,6 +87,43 @@ class LayerStack {
   }
   void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
 
+  /// @brief Bytes that save() writes for a sequence.
+  std::size_t save_bytes(SequenceId seq) const {
+    std::size_t bytes = 2 * sizeof(std::uint64_t);
+    for (const auto& layer : layers_) bytes += sizeof(std::uint64_t) + layer->save_bytes(seq);
+    return bytes;
+  }
+  /// @brief Writes a sequence of all layers to the caller's buffer. @throws CapacityError if it is smaller than save_bytes()
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const {
+    if (buffer.size() < save_bytes(seq)) detail::fail<CapacityError>("save: buffer of ", buffer.size(), " bytes, ", save_bytes(seq), " needed");
+    ByteWriter out(buffer);
+    out.value(kSavedStack);
+    out.value(static_cast<std::uint64_t>(layers_.size()));
+    for (const auto& layer : layers_) {
+      const std::size_t bytes = layer->save_bytes(seq);
+      out.value(static_cast<std::uint64_t>(bytes));
+      layer->save(seq, {out.reserve(bytes), bytes});
+    }
+    return out.size();
+  }
+  /// @brief Starts `seq` in every layer from what save() wrote, or in none. Errors as of CompressedKVCache::load.
+  void load(SequenceId seq, std::span<const std::byte> saved) {
+    check_room(seq);
+    ByteReader in(saved);
+    const auto magic = in.value<std::uint64_t>();
+    if (magic != kSavedStack) detail::fail<FormatError>("saved state: begins with ", magic, ", expected ", kSavedStack);
+    const auto count = in.value<std::uint64_t>();
+    if (count != layers_.size()) detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
+    std::size_t loaded = 0;
+    try {
+      for (; loaded < layers_.size(); ++loaded) layers_[loaded]->load(seq, in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
+      if (in.left() != 0) detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
+    } catch (...) {
+      for (std::size_t layer = 0; layer < loaded; ++layer) layers_[layer]->erase(seq);
+      throw;
+    }
+  }
+
   /// @brief Bytes of one sequence over all layers.
   MemoryUsage memory(SequenceId seq) const {
     MemoryUsage usage;
@@ -106,6 +144,7 @@ class LayerStack {
   const Pool& pool() const { return *pool_; }
 
  private:
+  static constexpr std::uint64_t kSavedStack = 0x314b5453564b524cULL;  // "LRKVSTK1"
   void check_room(SequenceId seq) const {
     for (const auto& layer : layers_) {
       if (layer->contains(seq)) detail::fail<SequenceError>("sequence ", seq, " exists already");

@@ -11,7 +11,7 @@ struct Impl<Mine, Cpu> {
   static Layout layout(const Mine&, int rank, std::span<const std::uint8_t>) { return rank; }
   static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
   static void decode(int, Part, int, const std::byte*, int, int, float*, int) {}
-  static void copy_row(int, Part, int, const std::byte*, int, std::byte*, int) {}
+  static void copy_row(int, Part, const std::byte*, int, int, std::byte*, int, int) {}
 };
 
 std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }

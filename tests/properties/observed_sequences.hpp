@@ -56,6 +56,7 @@ class Driver {
       else if (what == 6 && sequences_.size() < 4) fork();
       else if (what == 7) truncate();
       else if (what == 8 && draw(0, 3) == 0) erase();
+      else if (what == 8) save_and_load();
       if (!sequences_.empty()) check(pick());
     }
     for (const auto& [seq, sequence] : sequences_) check(seq);
@@ -202,6 +203,28 @@ class Driver {
     sequences_.emplace(next_, sequences_.at(source));
     stored_[next_] = stored_[source];
     refresh(next_++);
+  }
+  /// A sequence goes to bytes and comes back in its place; every check that follows is of the copy. Now and then the bytes are
+  /// damaged first, which must be noticed.
+  void save_and_load() {
+    const SequenceId seq = pick();
+    std::vector<std::byte> saved(cache_->save_bytes(seq));
+    REQUIRE(cache_->save(seq, saved) == saved.size());
+    const auto before = stored_rows(seq, static_cast<int>(sequences_.at(seq).keys.size()));
+    cache_->erase(seq);
+    if (draw(0, 2) == 0) {
+      std::vector<std::byte> damaged = saved;
+      damaged[static_cast<std::size_t>(draw(0, static_cast<int>(damaged.size()) - 1))] ^= std::byte{static_cast<unsigned char>(1 << draw(0, 7))};
+      REQUIRE_THROWS_AS(cache_->load(seq, damaged), Error);
+      damaged.resize(static_cast<std::size_t>(draw(0, static_cast<int>(damaged.size()) - 1)));
+      REQUIRE_THROWS_AS(cache_->load(seq, damaged), Error);
+      REQUIRE(!cache_->contains(seq));
+    }
+    cache_->load(seq, saved);
+    REQUIRE(stored_rows(seq, static_cast<int>(sequences_.at(seq).keys.size())) == before);
+    std::vector<std::byte> again(cache_->save_bytes(seq));
+    cache_->save(seq, again);
+    REQUIRE(again == saved);
   }
   void erase() {
     const SequenceId seq = pick();

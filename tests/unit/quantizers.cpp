@@ -210,7 +210,7 @@ TEST_CASE("a copied row is the same row, bit for bit, also within one block") {
     cpu::encode_codes(layout, 24, block.data(), 0, 24, rows.data(), 6);
     std::vector<float> expected = decode(layout, Part::value, 24, block, 0, 24);
     for (const auto& [from, to] : {std::pair{23, 0}, {5, 6}, {6, 5}, {11, 17}}) {
-      cpu::copy_codes(layout, 24, block.data(), from, block.data(), to);
+      cpu::copy_codes(layout, block.data(), 24, from, block.data(), 24, to);
       std::copy_n(expected.begin() + from * 6, 6, expected.begin() + to * 6);
       REQUIRE(decode(layout, Part::value, 24, block, 0, 24) == expected);
     }

@@ -9,9 +9,10 @@
 ///   static std::size_t block_bytes(const Layout&, int rows);  // of a block of so many rows; may exceed rows x row_bits by padding
 ///   static void encode(const Layout&, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride);
 ///   static void decode(const Layout&, Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride);
-///   static void copy_row(const Layout&, Part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row);
+///   static void copy_row(const Layout&, Part, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row);
 /// encode takes rows row-major [count, stride]; decode gives keys channel-major [rank, stride] and values row-major
-/// [count, stride]; copy_row moves the codes themselves (the blocks may be the same).
+/// [count, stride]; copy_row moves the codes themselves between blocks of from_rows and
+/// of to_rows rows (which may be the same block).
 /// Optional: `static void validate(const Q&)`, which raises what is wrong with the parameters;
 ///   static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);  // what the stored maps take over
 ///   static constexpr bool orders_channels;  // true: channels must stay sorted by energy when a basis moves
@@ -54,7 +55,7 @@ concept QuantizerHasDecode = requires(const typename Impl<Q, B>::Layout& layout,
 };
 template <class Q, class B>
 concept QuantizerHasCopyRow = requires(const typename Impl<Q, B>::Layout& layout, const std::byte* from, std::byte* to) {
-  Impl<Q, B>::copy_row(layout, Part::key, 1, from, 0, to, 0);
+  Impl<Q, B>::copy_row(layout, Part::key, from, 1, 0, to, 1, 0);
 };
 
 /// @brief Q can be used as the Quantizer of a CompressedKVCache<B, ...>.
@@ -90,8 +91,8 @@ struct DiagnoseQuantizer {
                 "lowrankkv: Impl<Quantizer, Backend> is missing 'static void decode(const Layout&, Part, int, const "
                 "std::byte*, int, int, float*, int)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasCopyRow<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void copy_row(const Layout&, Part, int, const "
-                "std::byte*, int, std::byte*, int)'; see concepts/quantizer.hpp");
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void copy_row(const Layout&, Part, const "
+                "std::byte*, int, int, std::byte*, int, int)'; see concepts/quantizer.hpp");
 };
 
 }  // namespace detail

@@ -122,13 +122,18 @@ class EpochStore {
 
   /// @brief Stores maps with their quantizer's folds, rounded to the store's type; the caller holds the first reference.
   std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds, int head_dim) {
-    std::size_t index = 0;
-    while (index < epochs_.size() && epochs_[index].references > 0) ++index;
-    if (index == epochs_.size()) epochs_.emplace_back();
+    const std::size_t index = free_index();
     Epoch& epoch = epochs_[index];
     epoch.references = 1;
     epoch.heads.clear();
     for (std::size_t head = 0; head < heads.size(); ++head) epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
+    return static_cast<std::int32_t>(index);
+  }
+  /// @brief Takes over maps as they were stored; the caller holds the first reference.
+  std::int32_t adopt(std::vector<EpochHead>&& heads) {
+    const std::size_t index = free_index();
+    epochs_[index].references = 1;
+    epochs_[index].heads = std::move(heads);
     return static_cast<std::int32_t>(index);
   }
   void share(std::int32_t epoch) { ++epochs_[static_cast<std::size_t>(epoch)].references; }
@@ -152,6 +157,12 @@ class EpochStore {
   }
 
  private:
+  std::size_t free_index() {
+    std::size_t index = 0;
+    while (index < epochs_.size() && epochs_[index].references > 0) ++index;
+    if (index == epochs_.size()) epochs_.emplace_back();
+    return index;
+  }
   EpochHead stored(const HeadBasis& head, const HeadFolds& folds, int head_dim) const {
     const auto matrix = [&](int rows, int cols, const std::vector<float>& values) { return values.empty() ? StoredMatrix() : StoredMatrix(type_, rows, cols, values); };
     const auto columns = [&](const std::vector<float>& map, int rank, const ChannelFold& fold) { return matrix(head_dim, rank, rotated_columns(map, head_dim, rank, fold.rotation)); };

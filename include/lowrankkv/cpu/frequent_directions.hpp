@@ -16,7 +16,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <span>
 
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/eigen_matrix.hpp"
@@ -89,6 +92,29 @@ class FrequentDirectionsSketch {
   double total_shrinkage() const { return shrinkage_ + compressed(buffer_.topRows(held_)).delta; }
   /// @brief ||A||_F^2 of all rows seen.
   double squared_frobenius() const { return squared_frobenius_; }
+  /// @brief Writes the sketch, bit for bit.
+  void write(ByteWriter& out) const {
+    for (const int extent : {limit_, dim_, static_cast<int>(held_)}) out.value(static_cast<std::int32_t>(extent));
+    out.value(shrinkage_);
+    out.value(squared_frobenius_);
+    out.bytes(buffer_.data(), static_cast<std::size_t>(held_ * dim_) * sizeof(double));
+  }
+  /// @brief Reads what write() wrote. @throws FormatError if it contradicts itself
+  static FrequentDirectionsSketch read(ByteReader& in) {
+    const auto limit = in.value<std::int32_t>(), dim = in.value<std::int32_t>(), held = in.value<std::int32_t>();
+    constexpr std::int32_t most = 1 << 16;
+    if (limit < 1 || limit > most || dim < 1 || dim > most || held < 0 || held >= 2 * limit) {
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch holds ", held, " rows of ", dim, ", its limit is ", limit);
+    }
+    const auto shrinkage = in.value<double>(), squared = in.value<double>();
+    const std::span<const std::byte> rows = in.bytes(static_cast<std::size_t>(held) * static_cast<std::size_t>(dim) * sizeof(double));
+    FrequentDirectionsSketch sketch(limit, dim);
+    sketch.held_ = held;
+    sketch.shrinkage_ = shrinkage;
+    sketch.squared_frobenius_ = squared;
+    if (!rows.empty()) std::memcpy(sketch.buffer_.data(), rows.data(), rows.size());
+    return sketch;
+  }
   /// @brief Bytes of the buffer, 16 sketch_rows head_dim: constant over the sketch's life.
   std::size_t bytes() const { return static_cast<std::size_t>(buffer_.size()) * sizeof(double); }
 

@@ -16,6 +16,7 @@
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/sequence_ops.hpp"
+#include "lowrankkv/cpu/state_io.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {

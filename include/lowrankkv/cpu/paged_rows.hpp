@@ -158,13 +158,35 @@ class PagedRows {
         number = pool_->exclusive(number);
         const std::byte* from = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
         std::byte* to = pool_->page(number);
-        Codec::copy_row(rows.key, Part::key, rows.rows_per_page, from, row % rows.rows_per_page, to, kept % rows.rows_per_page);
-        Codec::copy_row(rows.value, Part::value, rows.rows_per_page, from + rows.key_block_bytes(), row % rows.rows_per_page,
-                        to + rows.key_block_bytes(), kept % rows.rows_per_page);
+        transfer(rows, from, from + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page, to, to + rows.key_block_bytes(), rows.rows_per_page,
+                 kept % rows.rows_per_page);
       }
       ++kept;
     }
     truncate(slot, head, kept);
+  }
+
+  /// @brief All rows of a list as one block of exactly so many rows, codes and all.
+  void copy_out(int slot, int head, std::byte* block) const {
+    const RowLayout<Quantizer>& rows = layout(head);
+    const std::int32_t count = size(slot, head);
+    const auto pages = table_->pages(list_, slot, head);
+    std::byte* values = block + Codec::block_bytes(rows.key, count);
+    for (std::int32_t row = 0; row < count; ++row) {
+      const std::byte* page = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
+      transfer(rows, page, page + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page, block, values, count, row);
+    }
+  }
+  /// @brief Fills all rows of a list, whose pages are its own, from such a block.
+  void copy_in(int slot, int head, const std::byte* block) {
+    const RowLayout<Quantizer>& rows = layout(head);
+    const std::int32_t count = size(slot, head);
+    const auto pages = table_->pages(list_, slot, head);
+    const std::byte* values = block + Codec::block_bytes(rows.key, count);
+    for (std::int32_t row = 0; row < count; ++row) {
+      std::byte* page = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
+      transfer(rows, block, values, count, row, page, page + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page);
+    }
   }
 
   /// @brief Drops the rows from `rows` on and frees their pages.
@@ -187,6 +209,12 @@ class PagedRows {
   }
 
  private:
+  /// Copies one row between blocks of keys and values that may hold different numbers of rows.
+  static void transfer(const RowLayout<Quantizer>& rows, const std::byte* from_keys, const std::byte* from_values, int from_rows, int from, std::byte* to_keys,
+                       std::byte* to_values, int to_rows, int to) {
+    Codec::copy_row(rows.key, Part::key, from_keys, from_rows, from, to_keys, to_rows, to);
+    Codec::copy_row(rows.value, Part::value, from_values, from_rows, from, to_values, to_rows, to);
+  }
   void set_size(int slot, int head, std::int32_t rows) {
     HeadRows& counts = table_->rows(slot, head);
     (list_ == RowList::full ? counts.num_full : counts.num_compressed) = rows;

@@ -50,10 +50,10 @@ struct Impl<NoQuantizer, Cpu> {
     }
   }
 
-  static void copy_row(const Layout& layout, Part part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
+  static void copy_row(const Layout& layout, Part part, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row) {
     const std::size_t size = size_of(layout.type);
     for (int channel = 0; channel < layout.rank; ++channel) {
-      std::memmove(to + offset(layout, part, rows_per_page, channel, to_row), from + offset(layout, part, rows_per_page, channel, from_row), size);
+      std::memmove(to + offset(layout, part, to_rows, channel, to_row), from + offset(layout, part, from_rows, channel, from_row), size);
     }
   }
 

@@ -129,17 +129,19 @@ inline void decode_codes(const CodeLayout& layout, Part part, int rows_per_page,
 }
 
 /// @brief Copies the codes and scales of one row, bit for bit.
-inline void copy_codes(const CodeLayout& layout, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
+inline void copy_codes(const CodeLayout& layout, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row) {
   const std::size_t width = static_cast<std::size_t>(layout.scale_bits()) / 8;
   for (std::size_t group = 0; group < layout.groups.size(); ++group) {
-    const std::size_t line = layout.scale_line(group, rows_per_page);
-    std::memmove(to + line + width * static_cast<std::size_t>(to_row), from + line + width * static_cast<std::size_t>(from_row), width);
+    std::memmove(to + layout.scale_line(group, to_rows) + width * static_cast<std::size_t>(to_row),
+                 from + layout.scale_line(group, from_rows) + width * static_cast<std::size_t>(from_row), width);
   }
-  std::size_t line = layout.first_code_line(rows_per_page);
+  const std::byte* source = from + layout.first_code_line(from_rows);
+  std::byte* target = to + layout.first_code_line(to_rows);
   for (const std::uint8_t bits : layout.bits) {
     if (bits == 0) continue;
-    put_code(to + line, to_row, bits, get_code(from + line, from_row, bits));
-    line += packed_bytes(rows_per_page, bits);
+    put_code(target, to_row, bits, get_code(source, from_row, bits));
+    source += packed_bytes(from_rows, bits);
+    target += packed_bytes(to_rows, bits);
   }
 }
 
@@ -154,8 +156,8 @@ struct PackedCodec {
   static void decode(const Layout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
     decode_codes(layout, part, rows_per_page, block, first, count, tile, stride);
   }
-  static void copy_row(const Layout& layout, Part, int rows_per_page, const std::byte* from, int from_row, std::byte* to, int to_row) {
-    copy_codes(layout, rows_per_page, from, from_row, to, to_row);
+  static void copy_row(const Layout& layout, Part, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row) {
+    copy_codes(layout, from, from_rows, from_row, to, to_rows, to_row);
   }
 };
 

@@ -62,6 +62,18 @@ struct Impl<FrequentDirections, Cpu> {
     return true;
   }
 
+  static void write_state(ByteWriter& out, const State& state) {
+    out.value(state.threshold);
+    out.value(state.chunk_rows);
+    out.value(static_cast<std::uint8_t>(state.exceeded ? 1 : 0));
+    state.sketch->write(out);
+  }
+  static void read_state(ByteReader& in, State& state) {
+    state.threshold = in.value<double>();
+    state.chunk_rows = in.value<std::int64_t>();
+    state.exceeded = in.value<std::uint8_t>() != 0;
+    state.sketch = cpu::FrequentDirectionsSketch::read(in);
+  }
   static std::size_t state_bytes(const State& state) { return state.sketch ? state.sketch->bytes() : 0; }
 };
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "lowrankkv/concepts/updater.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/cpu/orthonormalize.hpp"
 #include "lowrankkv/updater/oja.hpp"
 
@@ -91,6 +92,9 @@ struct Impl<Oja, Cpu> {
     return true;
   }
 
+  // Between two steps there is no moment: only the schedule's position is state.
+  static void write_state(ByteWriter& out, const State& state) { out.value(state.decode_steps); }
+  static void read_state(ByteReader& in, State& state) { state.decode_steps = in.value<std::int64_t>(); }
   static std::size_t state_bytes(const State& state) { return static_cast<std::size_t>(state.moment.size()) * sizeof(double); }
 };
 

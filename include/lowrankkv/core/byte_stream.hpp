@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/byte_stream.hpp  Writing and reading saved state: little-endian values in a caller's buffer, with a checksum.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+static_assert(std::endian::native == std::endian::little, "lowrankkv: saved state is little-endian, and so must the machine be");
+
+/// @brief FNV-1a, 64 bits: detects damage, proves no origin.
+inline std::uint64_t checksum(std::span<const std::byte> bytes, std::uint64_t hash = 0xcbf29ce484222325ULL) {
+  for (const std::byte byte : bytes) hash = (hash ^ std::to_integer<std::uint64_t>(byte)) * 0x100000001b3ULL;
+  return hash;
+}
+
+/// @brief Appends values to a buffer, or only counts them if there is none: the same code says how much room is needed.
+class ByteWriter {
+ public:
+  ByteWriter() = default;  ///< counts
+  explicit ByteWriter(std::span<std::byte> buffer) : buffer_(buffer), counting_(false) {}
+
+  std::size_t size() const { return size_; }
+  bool counting() const { return counting_; }
+  void bytes(const void* data, std::size_t count) {
+    if (!counting_) {
+      if (count > buffer_.size() - size_) detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ", size_ + count, " needed");
+      if (count > 0) std::memcpy(buffer_.data() + size_, data, count);
+    }
+    size_ += count;
+  }
+  template <class T>
+  void value(const T& value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    bytes(&value, sizeof value);
+  }
+  /// @brief The number of elements, then they.
+  template <class T>
+  void list(const std::vector<T>& values) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    value(static_cast<std::uint64_t>(values.size()));
+    bytes(values.data(), values.size() * sizeof(T));
+  }
+  /// @brief Room for `count` bytes that the caller fills; null while counting.
+  std::byte* reserve(std::size_t count) {
+    if (counting_) {
+      size_ += count;
+      return nullptr;
+    }
+    if (count > buffer_.size() - size_) detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ", size_ + count, " needed");
+    std::byte* at = buffer_.data() + size_;
+    std::memset(at, 0, count);
+    size_ += count;
+    return at;
+  }
+
+ private:
+  std::span<std::byte> buffer_;
+  bool counting_ = true;
+  std::size_t size_ = 0;
+};
+
+/// @brief Reads what a ByteWriter wrote; raises FormatError instead of reading beyond the end.
+class ByteReader {
+ public:
+  explicit ByteReader(std::span<const std::byte> buffer) : buffer_(buffer) {}
+
+  std::size_t left() const { return buffer_.size() - at_; }
+  std::span<const std::byte> bytes(std::size_t count) {
+    if (count > left()) detail::fail<FormatError>("saved state: ", count, " bytes expected at ", at_, ", the end is at ", buffer_.size());
+    const std::span<const std::byte> part = buffer_.subspan(at_, count);
+    at_ += count;
+    return part;
+  }
+  template <class T>
+  T value() {
+    static_assert(std::is_trivially_copyable_v<T>);
+    T result;
+    std::memcpy(&result, bytes(sizeof result).data(), sizeof result);
+    return result;
+  }
+  template <class T>
+  std::vector<T> list() {
+    const auto count = value<std::uint64_t>();
+    if (count > left() / sizeof(T)) detail::fail<FormatError>("saved state: a list of ", count, " elements, ", left(), " bytes are left");
+    std::vector<T> values(static_cast<std::size_t>(count));
+    const std::span<const std::byte> part = bytes(values.size() * sizeof(T));
+    if (!values.empty()) std::memcpy(values.data(), part.data(), part.size());
+    return values;
+  }
+
+ private:
+  std::span<const std::byte> buffer_;
+  std::size_t at_ = 0;
+};
+
+LOWRANKKV_NAMESPACE_END

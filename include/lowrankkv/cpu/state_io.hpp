@@ -1,0 +1,388 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/state_io.hpp  One sequence of a layer as bytes and back.
+///
+/// Format, version 1, little-endian: "LRKVSEQ1", u64 total size, u64 checksum of all that follows; a description of the layer
+/// (shape, types, layouts, fingerprint of the calibrated maps), which must equal the reader's; lengths; the sequence's own
+/// epochs in full; per head runs of positions, segments, rows at full rank and compressed rows, in the order of the lists and
+/// independent of page size; the tail; the updater's side and accumulated attention. Codes are copied, never recoded.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/sequence_ops.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+inline constexpr std::string_view kSavedMagic = "LRKVSEQ1";
+
+namespace detail {
+
+inline void write_matrix(ByteWriter& out, const StoredMatrix& matrix) {
+  out.value(static_cast<std::int32_t>(matrix.type));
+  out.value(static_cast<std::int32_t>(matrix.rows));
+  out.value(static_cast<std::int32_t>(matrix.cols));
+  out.list(matrix.data);
+}
+inline StoredMatrix read_matrix(ByteReader& in) {
+  StoredMatrix matrix;
+  const auto type = in.value<std::int32_t>();
+  matrix.rows = in.value<std::int32_t>();
+  matrix.cols = in.value<std::int32_t>();
+  matrix.data = in.list<std::byte>();
+  if (type < 0 || type > static_cast<std::int32_t>(DType::bf16) || matrix.rows < 0 || matrix.cols < 0 ||
+      matrix.data.size() != static_cast<std::size_t>(matrix.rows) * static_cast<std::size_t>(matrix.cols) * size_of(static_cast<DType>(type))) {
+    ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ", matrix.cols, " in ", matrix.data.size(), " bytes");
+  }
+  matrix.type = static_cast<DType>(type);
+  return matrix;
+}
+
+inline constexpr StoredMatrix EpochHead::* kEpochParts[] = {&EpochHead::key_down,   &EpochHead::query_down, &EpochHead::value_down, &EpochHead::output_up,
+                                                            &EpochHead::key_mean,   &EpochHead::value_mean, &EpochHead::key_scale,  &EpochHead::value_scale};
+
+inline void write_epoch(ByteWriter& out, const std::vector<EpochHead>& heads) {
+  for (const EpochHead& head : heads) {
+    for (const auto part : kEpochParts) write_matrix(out, head.*part);
+  }
+}
+
+/// What must be equal for saved rows to mean the same here: named values, compared one by one.
+template <class State>
+std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& state) {
+  std::vector<std::pair<const char*, std::uint64_t>> all;
+  const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
+  add("num_kv_heads", state.num_kv_heads());
+  add("num_qo_heads", state.config.shape.num_qo_heads);
+  add("head_dim", state.head_dim());
+  add("full_type", state.config.full_type);
+  add("compresses", State::TokenImpl::compresses);
+  add("keeps_mass", State::keeps_mass);
+  add("adapts", State::UpdaterImpl::adapts);
+  if (!State::TokenImpl::compresses) return all;
+  add("num_lists", state.num_lists());
+  for (int list = 0; list < state.num_lists(); ++list) {
+    const auto& layout = state.compressed.layout(list);
+    add("key_rank", layout.key_rank);
+    add("value_rank", layout.value_rank);
+    add("key_row_bits", State::Codec::row_bits(layout.key));
+    add("value_row_bits", State::Codec::row_bits(layout.value));
+    for (const Part part : {Part::key, Part::value}) {
+      if constexpr (requires { layout.of(part).bits; }) {
+        add("bits of channels", checksum(std::as_bytes(std::span(layout.of(part).bits))));
+      } else {
+        add("coefficient type", layout.of(part).type);
+      }
+    }
+  }
+  std::vector<EpochHead> calibrated;
+  for (int head = 0; head < state.num_kv_heads(); ++head) calibrated.push_back(state.epochs.head(0, head));
+  ByteWriter count;
+  write_epoch(count, calibrated);
+  std::vector<std::byte> maps(count.size());
+  ByteWriter writer(maps);
+  write_epoch(writer, calibrated);
+  add("calibrated maps", checksum(maps));
+  return all;
+}
+
+/// Rows of a list as one block of all of them.
+template <class Rows, class Layout>
+void write_rows(ByteWriter& out, const Rows& rows, const Layout& layout, int slot, int list) {
+  const std::int32_t count = rows.size(slot, list);
+  std::byte* block = out.reserve(layout.page_bytes(count));
+  if (block != nullptr) rows.copy_out(slot, list, block);
+}
+
+template <class State>
+constexpr bool saves_updater() {
+  return requires(ByteWriter& out, ByteReader& in, const typename State::UpdaterImpl::State& from, typename State::UpdaterImpl::State& to) {
+    State::UpdaterImpl::write_state(out, from);
+    State::UpdaterImpl::read_state(in, to);
+  };
+}
+
+}  // namespace detail
+
+/// @brief Writes everything about a sequence that is not in the description. The caller frames it (save_sequence).
+template <class State>
+void write_sequence(const State& state, int slot, ByteWriter& out) {
+  static_assert(!State::UpdaterImpl::adapts || detail::saves_updater<State>(),
+                "lowrankkv: this Updater cannot be saved: Impl<Updater, Backend> needs 'static void write_state(ByteWriter&, const State&)' and 'static void "
+                "read_state(ByteReader&, State&)'");
+  const auto& sequence = state.sequence(slot);
+  const SequenceLengths& lengths = state.table.lengths(slot);
+  out.value(lengths);
+  out.value(sequence.rows_since_publication);
+  // Epochs by first use: 0 is the calibrated one, the sequence's own follow.
+  std::vector<std::int32_t> epochs;
+  const auto index_of = [&](std::int32_t epoch) {
+    if (epoch == 0) return 0;
+    auto entry = std::find(epochs.begin(), epochs.end(), epoch);
+    if (entry == epochs.end()) entry = epochs.insert(epochs.end(), epoch);
+    return static_cast<int>(entry - epochs.begin()) + 1;
+  };
+  std::vector<Segment> segments;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    for (Segment segment : state.used_segments(slot, head)) {
+      segment.epoch = index_of(segment.epoch);
+      segments.push_back(segment);
+    }
+  }
+  out.value(static_cast<std::int32_t>(State::TokenImpl::compresses ? index_of(sequence.epoch) : 0));
+  out.list(segments);
+  out.value(static_cast<std::uint64_t>(epochs.size()));
+  for (const std::int32_t epoch : epochs) {
+    for (int head = 0; head < state.num_kv_heads(); ++head) detail::write_epoch(out, {state.epochs.head(epoch, head)});
+  }
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    out.list(state.runs(slot, head).states());
+    detail::write_rows(out, state.full, state.full.layout(head), slot, head);
+    if (State::keeps_mass) {
+      const HeadMass& mass = sequence.mass[static_cast<std::size_t>(head)];
+      for (const auto* values : {&mass.full, &mass.compressed, &mass.recent}) out.list(*values);
+    }
+    if constexpr (State::UpdaterImpl::adapts) {
+      const auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
+      for (const auto* basis : {&adaptation.key_basis, &adaptation.value_basis}) detail::write_matrix(out, *basis);
+      for (const auto* of : {&adaptation.key_state, &adaptation.value_state}) State::UpdaterImpl::write_state(out, *of);
+    }
+  }
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) detail::write_rows(out, state.compressed, state.compressed.layout(list), slot, list);
+  std::vector<float> row(static_cast<std::size_t>(state.head_dim()));
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    for (const Part part : {Part::key, Part::value}) {
+      for (int index = 0; index < lengths.tail_length; ++index) {
+        state.tail.read(slot, head, part, index, row.data());
+        out.bytes(row.data(), row.size() * sizeof(float));
+      }
+    }
+  }
+}
+
+/// @brief Everything read back and checked, nothing stored yet.
+template <class State>
+struct SavedSequence {
+  struct Head {
+    std::vector<RowState> states;
+    std::span<const std::byte> full_rows;
+    HeadMass mass;
+    StoredMatrix key_basis, value_basis;
+    typename State::UpdaterImpl::State key_state, value_state;
+  };
+  SequenceLengths lengths;
+  std::int64_t rows_since_publication = 0;
+  std::int32_t epoch = 0;
+  std::vector<Segment> segments;
+  std::vector<std::vector<EpochHead>> epochs;
+  std::vector<Head> heads;
+  std::vector<std::span<const std::byte>> lists;
+  std::span<const std::byte> tail;
+
+  std::int32_t rows(int head, RowState kind) const {
+    const auto& states = heads[static_cast<std::size_t>(head)].states;
+    return static_cast<std::int32_t>(std::count(states.begin(), states.end(), kind));
+  }
+};
+
+/// @brief Reads what write_sequence wrote. @throws FormatError if it contradicts itself, CapacityError if it does not fit
+template <class State>
+SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
+  using ::lowrankkv::detail::fail;
+  SavedSequence<State> saved;
+  const int heads = state.num_kv_heads();
+  saved.lengths = in.value<SequenceLengths>();
+  const SequenceLengths& lengths = saved.lengths;
+  if (lengths.num_tokens < 0 || lengths.num_tokens > state.config.max_tokens) fail<CapacityError>("max_tokens: ", state.config.max_tokens, ", saved sequence has ", lengths.num_tokens);
+  if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity) fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ", lengths.tail_length);
+  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1) fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1, " segments, saved sequence has ", lengths.num_segments);
+  saved.rows_since_publication = in.value<std::int64_t>();
+  saved.epoch = in.value<std::int32_t>();
+  saved.segments = in.list<Segment>();
+  if (saved.segments.size() != static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
+    fail<FormatError>("saved state: ", saved.segments.size(), " segments, expected ", lengths.num_segments, " for each of ", heads, " heads");
+  }
+  const auto num_epochs = in.value<std::uint64_t>();
+  if (num_epochs > saved.segments.size() + 1) fail<FormatError>("saved state: ", num_epochs, " epochs for ", saved.segments.size(), " segments");
+  for (std::uint64_t epoch = 0; epoch < num_epochs; ++epoch) {
+    auto& maps = saved.epochs.emplace_back(static_cast<std::size_t>(heads));
+    for (int head = 0; head < heads; ++head) {
+      const EpochHead& calibrated = state.epochs.head(0, head);
+      for (const auto part : detail::kEpochParts) {
+        StoredMatrix& matrix = maps[static_cast<std::size_t>(head)].*part;
+        matrix = detail::read_matrix(in);
+        const StoredMatrix& like = calibrated.*part;
+        if (matrix.rows != like.rows || matrix.cols != like.cols) fail<FormatError>("saved state: a map of ", matrix.rows, " x ", matrix.cols, ", the calibrated one has ", like.rows, " x ", like.cols);
+      }
+    }
+  }
+  const auto known = [&](std::int32_t epoch) { return epoch >= 0 && epoch <= static_cast<std::int32_t>(num_epochs) && (epoch > 0 || State::TokenImpl::compresses || lengths.num_segments == 0); };
+  if (!known(saved.epoch)) fail<FormatError>("saved state: epoch ", saved.epoch, " of ", num_epochs);
+  const auto rows_in = [&](const auto& layout, std::int32_t rows) { return in.bytes(layout.page_bytes(rows)); };
+  for (int head = 0; head < heads; ++head) {
+    auto& mine = saved.heads.emplace_back();
+    mine.states = in.list<RowState>();
+    if (static_cast<std::int64_t>(mine.states.size()) != lengths.num_tokens - lengths.tail_length) {
+      fail<FormatError>("saved state: head ", head, " has ", mine.states.size(), " stored positions, expected ", lengths.num_tokens - lengths.tail_length);
+    }
+    for (const RowState kind : mine.states) {
+      if (kind > RowState::dropped) fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
+    }
+    const std::int32_t compressed = saved.rows(head, RowState::compressed);
+    std::int32_t next = 0;
+    for (std::int32_t i = 0; i < lengths.num_segments; ++i) {
+      const Segment& segment = saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i)];
+      if (!known(segment.epoch) || segment.first_row != next || segment.num_rows < 0 || segment.num_rows > compressed - next) {
+        fail<FormatError>("saved state: segment ", i, " of head ", head, " begins at row ", segment.first_row, ", expected ", next);
+      }
+      next += segment.num_rows;
+    }
+    if (next != compressed) fail<FormatError>("saved state: head ", head, " has ", compressed, " compressed rows, its segments ", next);
+    mine.full_rows = rows_in(state.full.layout(head), saved.rows(head, RowState::full));
+    if (State::keeps_mass) {
+      for (auto* values : {&mine.mass.full, &mine.mass.compressed, &mine.mass.recent}) *values = in.list<float>();
+      if (mine.mass.full.size() != static_cast<std::size_t>(saved.rows(head, RowState::full)) || mine.mass.compressed.size() != static_cast<std::size_t>(compressed) ||
+          mine.mass.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
+        fail<FormatError>("saved state: head ", head, " has ", mine.mass.compressed.size(), " masses for ", compressed, " compressed rows");
+      }
+    }
+    if constexpr (State::UpdaterImpl::adapts) {
+      for (auto* basis : {&mine.key_basis, &mine.value_basis}) *basis = detail::read_matrix(in);
+      const EpochHead& calibrated = state.epochs.head(0, head);
+      for (const auto& [basis, like] : {std::pair{&mine.key_basis, &calibrated.key_down}, {&mine.value_basis, &calibrated.value_down}}) {
+        if (!basis->empty() && (basis->rows != like->rows || basis->cols != like->cols)) fail<FormatError>("saved state: a working basis of ", basis->rows, " x ", basis->cols, ", expected ", like->rows, " x ", like->cols);
+      }
+      for (auto* of : {&mine.key_state, &mine.value_state}) State::UpdaterImpl::read_state(in, *of);
+    }
+  }
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
+    const int head = list < heads ? list : (list - heads) * state.heads_per_group();
+    saved.lists.push_back(rows_in(state.compressed.layout(list), saved.rows(head, RowState::compressed)));
+  }
+  saved.tail = in.bytes(2 * static_cast<std::size_t>(heads) * static_cast<std::size_t>(lengths.tail_length) * static_cast<std::size_t>(state.head_dim()) * sizeof(float));
+  if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
+  return saved;
+}
+
+/// @brief Pages that store_sequence() takes. @throws CapacityError if a page table is too short for the saved rows
+template <class State>
+std::int64_t pages_of(const State& state, const SavedSequence<State>& saved) {
+  std::int64_t pages = 0;
+  const auto add = [&](RowList list, std::int32_t count) {
+    if (count > state.table.max_pages(list)) ::lowrankkv::detail::fail<CapacityError>("page table: room for ", state.table.max_pages(list), " pages, saved rows need ", count);
+    pages += count;
+  };
+  for (int head = 0; head < state.num_kv_heads(); ++head) add(RowList::full, state.full.pages_for(head, saved.rows(head, RowState::full)));
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
+    const int head = list < state.num_kv_heads() ? list : (list - state.num_kv_heads()) * state.heads_per_group();
+    add(RowList::compressed, state.compressed.pages_for(list, saved.rows(head, RowState::compressed)));
+  }
+  return pages;
+}
+
+/// @brief Fills the empty, open slot. Cannot fail: pages were counted.
+template <class State>
+void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
+  auto& sequence = state.sequence(slot);
+  const int heads = state.num_kv_heads();
+  std::vector<std::int32_t> ids{0};
+  for (auto& maps : saved.epochs) ids.push_back(state.epochs.adopt(std::move(maps)));
+  state.table.lengths(slot) = saved.lengths;
+  sequence.rows_since_publication = saved.rows_since_publication;
+  for (int head = 0; head < heads; ++head) {
+    auto segments = state.used_segments(slot, head);
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      segments[i] = saved.segments[static_cast<std::size_t>(head) * segments.size() + i];
+      segments[i].epoch = ids[static_cast<std::size_t>(segments[i].epoch)];
+    }
+    auto& mine = saved.heads[static_cast<std::size_t>(head)];
+    state.runs(slot, head).assign(mine.states);
+    state.full.extend(slot, head, saved.rows(head, RowState::full));
+    state.full.copy_in(slot, head, mine.full_rows.data());
+    if (State::keeps_mass) {
+      state.mass(slot, head) = std::move(mine.mass);
+      reserve_mass(state, slot);
+    }
+    if constexpr (State::UpdaterImpl::adapts) {
+      auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
+      adaptation = {std::move(mine.key_state), std::move(mine.value_state), std::move(mine.key_basis), std::move(mine.value_basis)};
+    }
+  }
+  if (State::TokenImpl::compresses) {
+    for (const Segment& segment : state.used_segments(slot, 0)) state.epochs.share(segment.epoch);
+    state.epochs.release(sequence.epoch);
+    sequence.epoch = ids[static_cast<std::size_t>(saved.epoch)];
+    state.epochs.share(sequence.epoch);
+    for (std::size_t id = 1; id < ids.size(); ++id) state.epochs.release(ids[id]);  // adopt()'s own reference
+    for (int list = 0; list < state.num_lists(); ++list) {
+      const int head = list < heads ? list : (list - heads) * state.heads_per_group();
+      state.compressed.extend(slot, list, saved.rows(head, RowState::compressed));
+      state.compressed.copy_in(slot, list, saved.lists[static_cast<std::size_t>(list)].data());
+    }
+  }
+  std::vector<float> row(static_cast<std::size_t>(state.head_dim()));
+  const std::byte* at = saved.tail.data();
+  for (int head = 0; head < heads; ++head) {
+    for (const Part part : {Part::key, Part::value}) {
+      for (int index = 0; index < saved.lengths.tail_length; ++index, at += row.size() * sizeof(float)) {
+        std::memcpy(row.data(), at, row.size() * sizeof(float));
+        state.tail.write(slot, head, part, index, row.data());
+      }
+    }
+  }
+}
+
+/// @brief Frames a sequence: magic, size, checksum, description, contents. @return bytes written (or counted)
+template <class State>
+std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buffer, bool count_only) {
+  ByteWriter out = count_only ? ByteWriter() : ByteWriter(buffer);
+  out.bytes(kSavedMagic.data(), kSavedMagic.size());
+  std::byte* frame = out.reserve(2 * sizeof(std::uint64_t));
+  const std::size_t begin = out.size();
+  const auto description = detail::describe_layer(state);
+  out.value(static_cast<std::uint64_t>(description.size()));
+  for (const auto& [name, value] : description) out.value(value);
+  write_sequence(state, slot, out);
+  if (frame != nullptr) {
+    const std::uint64_t values[2] = {out.size(), checksum(std::span<const std::byte>(buffer).subspan(begin, out.size() - begin))};
+    std::memcpy(frame, values, sizeof values);
+  }
+  return out.size();
+}
+
+/// @brief Opens a frame and checks that it belongs to a layer like this. @return the reader at the contents
+/// @throws FormatError if it is damaged or no saved sequence, ShapeError naming both values if it belongs to another layer
+template <class State>
+ByteReader open_saved(const State& state, std::span<const std::byte> buffer) {
+  using ::lowrankkv::detail::fail;
+  ByteReader in(buffer);
+  const std::span<const std::byte> magic = in.bytes(kSavedMagic.size());
+  if (std::memcmp(magic.data(), kSavedMagic.data(), magic.size()) != 0) {
+    fail<FormatError>("saved state: begins with '", std::string_view(reinterpret_cast<const char*>(magic.data()), magic.size()), "', expected '", kSavedMagic, "'");
+  }
+  const auto size = in.value<std::uint64_t>();
+  const auto sum = in.value<std::uint64_t>();
+  if (size != buffer.size()) fail<FormatError>("saved state: ", size, " bytes were saved, ", buffer.size(), " are given");
+  const std::uint64_t found = checksum(buffer.subspan(buffer.size() - in.left()));
+  if (found != sum) fail<FormatError>("saved state: checksum ", found, ", expected ", sum);
+  const auto expected = detail::describe_layer(state);
+  const auto count = in.value<std::uint64_t>();
+  for (std::size_t i = 0; i < (std::min)(static_cast<std::size_t>(count), expected.size()); ++i) {
+    const auto value = in.value<std::uint64_t>();
+    if (value != expected[i].second) fail<ShapeError>(expected[i].first, ": cache ", expected[i].second, ", saved ", value);
+  }
+  if (count != expected.size()) fail<ShapeError>("layer description: cache ", expected.size(), " entries, saved ", count);
+  return in;
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END
