@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "lowrankkv/calibrate/budgeted.hpp"
+#include "lowrankkv/budgeted.hpp"
 #include "lowrankkv/calibrate/joint_values.hpp"
 #include "lowrankkv/calibrate/residual_thresholds.hpp"
 #include "stack_store.hpp"

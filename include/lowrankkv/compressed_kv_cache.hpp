@@ -198,6 +198,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     requires(Base::keeps_mass)
   {
     this->check_mass(seqs, mass);
+    if (mass.data != nullptr) this->check_mass_values(mass);
     for (std::int64_t i = 0; mass.data != nullptr && i < mass.num_sequences; ++i) this->add_mass(this->idle_slot(seqs[static_cast<std::size_t>(i)]), mass, i);
   }
   void accumulate(SequenceId seq, const MassView& mass)

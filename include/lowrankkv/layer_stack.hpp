@@ -114,14 +114,27 @@ class LayerStack {
     if (magic != kSavedStack) detail::fail<FormatError>("saved state: begins with ", magic, ", expected ", kSavedStack);
     const auto count = in.value<std::uint64_t>();
     if (count != layers_.size()) detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
-    std::size_t loaded = 0;
-    try {
-      for (; loaded < layers_.size(); ++loaded) layers_[loaded]->load(seq, in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
-      if (in.left() != 0) detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
-    } catch (...) {
-      for (std::size_t layer = 0; layer < loaded; ++layer) layers_[layer]->erase(seq);
-      throw;
+    // Cut into layers first, then erase what was loaded if a later layer fails.
+    std::vector<std::span<const std::byte>> parts;
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) parts.push_back(in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
+    if (in.left() != 0) detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
+    struct Undo {
+      std::vector<std::unique_ptr<Cache>>& layers;
+      SequenceId seq;
+      std::size_t loaded = 0;
+      ~Undo() {
+        for (std::size_t layer = 0; layer < loaded; ++layer) layers[layer]->erase(seq);
+      }
+    } undo{layers_, seq};
+    for (; undo.loaded < layers_.size(); ++undo.loaded) {
+      Cache& layer = *layers_[undo.loaded];
+      layer.load(seq, parts[undo.loaded]);
+      if (layer.num_tokens(seq) == layers_.front()->num_tokens(seq)) continue;
+      const std::int64_t tokens = layer.num_tokens(seq);
+      layer.erase(seq);
+      detail::fail<FormatError>("saved state: layer 0 has ", layers_.front()->num_tokens(seq), " tokens, layer ", undo.loaded, " has ", tokens);
     }
+    undo.loaded = 0;
   }
 
   /// @brief Bytes of one sequence over all layers.

@@ -63,7 +63,7 @@ template <class Backend = Cpu>
 using H2O = CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>;
 
 /// @brief The library's own method: transform coding under one byte budget, query-aware keys, residual outliers. Bases, bits
-/// and policies for a budget: calibrate/budgeted.hpp.
+/// and policies for a budget: budgeted.hpp.
 template <class Backend = Cpu>
 using Budgeted = CompressedKVCache<Backend, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>;
 

@@ -17,6 +17,7 @@ LAYERS = [
     {"cpu", "diagnostics"},
     {"calibrate", "detail", "compressed_kv_cache.hpp"},
     {"layer_stack.hpp", "presets.hpp"},
+    {"budgeted.hpp"},
     {"lowrankkv.hpp"},
 ]
 

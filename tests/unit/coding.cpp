@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "lowrankkv/calibrate/allocate_bits.hpp"
-#include "lowrankkv/calibrate/budgeted.hpp"
+#include "lowrankkv/budgeted.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "lowrankkv/calibrate/residual_thresholds.hpp"
 #include "lowrankkv/layer_stack.hpp"

@@ -9,7 +9,7 @@
 
 #include "lowrankkv/layer_stack.hpp"
 #include "lowrankkv/presets.hpp"
-#include "random_layer.hpp"
+#include "../support/random_layer.hpp"
 
 using namespace lowrankkv;
 

@@ -71,7 +71,7 @@ inline void check_channels(const char* what, const std::vector<std::uint8_t>& bi
     if (bits[i] > bits[i - 1]) fail<ValueError>("basis: ", what, "_bits rises from ", int{bits[i - 1]}, " to ", int{bits[i]}, "; channels are sorted");
   }
   for (const float value : rms) {
-    if (!(value > 0.0F) || !std::isfinite(value)) fail<ValueError>("basis: ", what, "_rms holds ", value, ", finite and positive expected");
+    if (!(value >= 1e-20F) || !(value <= 1e20F)) fail<ValueError>("basis: ", what, "_rms holds ", value, ", 1e-20 to 1e20 expected");
   }
 }
 

@@ -12,6 +12,8 @@
 ///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
 /// Optional: `static void validate(const U&)`, which raises what is wrong with the parameters;
 ///   static State start(const U&, const UpdaterStart&);  // the state of a new sequence; default: State{}
+///   static void write_state(ByteWriter&, const State&);  static void read_state(ByteReader&, State&);  // for save, load;
+///                                        // read_state is given the state of a new sequence
 ///   static constexpr bool sequential;    // true: prompts too are shown flush_interval rows at a time, in order
 ///   static constexpr bool publishes;     // true: every update begins an epoch; default: when rows outweigh its bytes
 #pragma once

@@ -12,7 +12,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 struct CacheStatistics {
   std::int64_t flushes = 0;             ///< batches of rows that left a tail
   std::int64_t publications = 0;        ///< epochs published by sequences
-  std::int64_t rejected_updates = 0;    ///< bases that an updater returned and that were not finite and orthonormal
+  std::int64_t rejected_updates = 0;    ///< rows that were not finite, and bases that an updater returned and that were not finite and orthonormal
   std::int64_t merges = 0;              ///< pairs of segments merged
   std::int64_t rows_reprojected = 0;    ///< rows (per KV head) rewritten by merges
   std::int64_t bytes_reprojected = 0;   ///< coefficient bytes read and written by merges

@@ -29,7 +29,7 @@ struct LeavingRows {
   std::int64_t count = 0;
   std::vector<float> scores;        ///< [count] attention of a prompt's last queries, if the token policy asks for it
   std::vector<RowFate> fates;       ///< [count]
-  int rejected = 0;                 ///< updates that gave no usable basis
+  int rejected = 0;                 ///< rows that were not finite, and updates that gave no usable basis
   bool moved = false;               ///< a working basis moved
 };
 
@@ -79,6 +79,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
     maps.value_down = epoch.value_down.values();
   }
   std::vector<float> basis = State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
+  if (sequence.epoch != 0) undo_rotation(state, head, part, basis);
   if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());
   return basis;
 }
@@ -123,13 +124,34 @@ std::vector<float> rows_in_metric(const State& state, int head, const LeavingRow
   return batch;
 }
 
+/// @brief Those of `chosen` whose keys and values are finite in the metric of the basis: NaN, Inf and what overflows must not
+/// reach a basis, which would carry it to other rows.
+template <class State>
+std::vector<std::int64_t> finite_rows(const State& state, int head, const LeavingRows& rows, const std::vector<std::int64_t>& chosen) {
+  const int dim = state.head_dim();
+  std::vector<bool> finite(chosen.size(), true);
+  for (const Part part : {Part::key, Part::value}) {
+    const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      if (!(std::abs(batch[i]) <= 1e18F)) finite[i / static_cast<std::size_t>(dim)] = false;  // squares of more overflow f32
+    }
+  }
+  std::vector<std::int64_t> kept;
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    if (finite[i]) kept.push_back(chosen[i]);
+  }
+  return kept;
+}
+
 /// @brief Lets the updater observe rows of one head and move its working bases. Heads are independent. Notes in `rows`
 /// whether a basis moved, and how many were refused because they were not finite and orthonormal; then the old ones stay.
 template <class State>
 void adapt_head(State& state, int slot, int head, LeavingRows& rows, RowRange range, Phase phase) {
   rows.moved = false;
   rows.rejected = 0;
-  const std::vector<std::int64_t> chosen = observed_rows(state, slot, head, rows, range, phase);
+  const std::vector<std::int64_t> wanted = observed_rows(state, slot, head, rows, range, phase);
+  const std::vector<std::int64_t> chosen = finite_rows(state, head, rows, wanted);
+  rows.rejected += static_cast<int>(wanted.size() - chosen.size());
   if (chosen.empty()) return;
   const int dim = state.head_dim();
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
@@ -179,6 +201,7 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const LeavingR
     for (std::int64_t row = range.begin; row < range.end; ++row) {
       if (rows.fates[static_cast<std::size_t>(row)] == RowFate::compressed) chosen.push_back(row);
     }
+    chosen = finite_rows(state, head, rows, chosen);
     for (const Part part : {Part::key, Part::value}) {
       const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
       const std::size_t which = part == Part::key ? 0 : 1;

@@ -131,7 +131,7 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
     for_each_tile(mine, range, next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
       const float* keys = projection.project(Part::key, mine.keys.data() + begin * dim, count);
       const float* values = State::joins ? nullptr : projection.project(Part::value, mine.values.data() + begin * dim, count);
-      state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key), values, projection.stride(Part::value));
+      state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key), values, State::joins ? 0 : projection.stride(Part::value));
     });
   }
   if (!State::joins || projections.empty()) return;
@@ -204,8 +204,8 @@ void compress_range(State& state, int slot, std::vector<LeavingRows>& rows, RowR
   if constexpr (State::UpdaterImpl::adapts) {
     if (compressed > 0) adapt_range(state, slot, rows, range, compressed, phase);
   }
-  if constexpr (wants(State::TokenImpl::evidence, Evidence::residuals)) {
-    state.threads->run(state.num_groups(), [&](std::int64_t group, int) { exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase); });
+  if constexpr (State::TokenImpl::compresses && wants(State::TokenImpl::evidence, Evidence::residuals)) {
+    if (compressed > 0) state.threads->run(state.num_groups(), [&](std::int64_t group, int) { exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase); });
     compressed = most_compressed();
   }
   if (compressed > 0) open_segment(state, slot);

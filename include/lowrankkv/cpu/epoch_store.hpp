@@ -61,7 +61,7 @@ struct StoredMatrix {
 /// quantizer asked the maps to carry (ChannelFold): rows are encoded with down / scale and read with up * scale.
 struct EpochHead {
   StoredMatrix key_down, query_down, value_down, output_up, key_mean, value_mean;
-  StoredMatrix key_scale, value_scale;  ///< [1, rank]; empty: ones
+  StoredMatrix key_scale, value_scale;  ///< [1, rank] f32; empty: ones
 
   std::size_t bytes() const {
     return key_down.data.size() + query_down.data.size() + value_down.data.size() + output_up.data.size() + key_mean.data.size() +
@@ -173,8 +173,9 @@ class EpochStore {
     result.output_up = matrix(head.value_rank, head_dim, rotated_rows(head.output_up, head.value_rank, head_dim, folds.value.rotation));
     result.key_mean = matrix(1, head_dim, head.key_mean);
     result.value_mean = matrix(1, head_dim, head.value_mean);
-    result.key_scale = matrix(1, head.key_rank, folds.key.scale);
-    result.value_scale = matrix(1, head.value_rank, folds.value.scale);
+    // Scales span more octaves than f16 has, and are few.
+    if (!folds.key.scale.empty()) result.key_scale = StoredMatrix(DType::f32, 1, head.key_rank, folds.key.scale);
+    if (!folds.value.scale.empty()) result.value_scale = StoredMatrix(DType::f32, 1, head.value_rank, folds.value.scale);
     return result;
   }
   /// map [rows, rank] times rotation [rank, rank]; either may be empty.

@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 #include <Eigen/Eigenvalues>
 
+#include <algorithm>
 #include <cmath>
 #include <span>
 #include <vector>
@@ -29,23 +30,44 @@ std::vector<HeadFolds> fold_maps(const State& state, const std::vector<HeadBasis
   return folds;
 }
 
+/// @brief Takes the quantizer's rotation back out of a basis [head_dim, rank] that was read from an epoch, so that its channels
+/// are in the order of their energy again.
+template <class State>
+void undo_rotation(const State& state, int head, Part part, std::vector<float>& basis) {
+  const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
+  using Codec = typename State::Codec;
+  if constexpr (requires(const typename Codec::Layout& layout, std::span<const float> rms) { Codec::fold(state.quantizer, layout, rms); }) {
+    const ChannelFold fold = Codec::fold(state.quantizer, state.code_layout(head, part), part == Part::key ? calibrated.key_rms : calibrated.value_rms);
+    if (fold.rotation.empty()) return;
+    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    const int rank = part == Part::key ? calibrated.key_rank : calibrated.value_rank;
+    Eigen::Map<RowMajor> columns(basis.data(), state.head_dim(), rank);
+    columns = (columns * Eigen::Map<const RowMajor>(fold.rotation.data(), rank, rank).transpose()).eval();
+  }
+}
+
 /// @brief Turns an orthonormal basis within its span to the principal axes of `rows`, largest first, and says how large the
 /// coefficients are along them.
 /// @param rows   [count, head_dim] in the space in which the basis is orthonormal
 /// @param basis  [head_dim, rank], turned in place
-/// @param rms    the calibrated rms of the channels, or empty; replaced by that of the rows, with the weight of `rank`
-///               calibrated rows against chance in short batches
+/// @param rms    the calibrated rms of the channels, or empty; replaced by that of the rows. `rank` calibrated rows weigh
+///               with them, in axes and rms, against chance in short batches; without rms, nothing is done without rows
 inline void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
   using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
   Eigen::Map<RowMajor> columns(basis.data(), rows.cols, rank);
+  if (rms.empty() && rows.rows == 0) return;
   const Eigen::MatrixXd coefficients = (batch * columns).template cast<double>();
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(coefficients.transpose() * coefficients);
+  Eigen::MatrixXd gram = coefficients.transpose() * coefficients;
+  for (std::size_t channel = 0; channel < rms.size(); ++channel) {
+    const Eigen::Index index = static_cast<Eigen::Index>(channel);
+    gram(index, index) += rank * static_cast<double>(rms[channel]) * rms[channel];
+  }
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(gram);
   columns = (columns.template cast<double>() * solver.eigenvectors().rowwise().reverse()).template cast<float>().eval();
   const Eigen::VectorXd energy = solver.eigenvalues().reverse().cwiseMax(0.0);
   for (std::size_t channel = 0; channel < rms.size(); ++channel) {
-    const double calibrated = static_cast<double>(rms[channel]) * rms[channel];
-    rms[channel] = static_cast<float>(std::sqrt((energy[static_cast<Eigen::Index>(channel)] + rank * calibrated) / static_cast<double>(rows.rows + rank)));
+    rms[channel] = (std::max)(1e-20F, static_cast<float>(std::sqrt(energy[static_cast<Eigen::Index>(channel)] / static_cast<double>(rows.rows + rank))));
   }
 }
 

@@ -14,6 +14,7 @@
 #include <Eigen/Eigenvalues>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -99,12 +100,11 @@ class FrequentDirectionsSketch {
     out.value(squared_frobenius_);
     out.bytes(buffer_.data(), static_cast<std::size_t>(held_ * dim_) * sizeof(double));
   }
-  /// @brief Reads what write() wrote. @throws FormatError if it contradicts itself
-  static FrequentDirectionsSketch read(ByteReader& in) {
+  /// @brief Reads what write() wrote of a sketch of these extents. @throws FormatError if it is of others or holds NaN or Inf
+  static FrequentDirectionsSketch read(ByteReader& in, int sketch_rows, int head_dim) {
     const auto limit = in.value<std::int32_t>(), dim = in.value<std::int32_t>(), held = in.value<std::int32_t>();
-    constexpr std::int32_t most = 1 << 16;
-    if (limit < 1 || limit > most || dim < 1 || dim > most || held < 0 || held >= 2 * limit) {
-      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch holds ", held, " rows of ", dim, ", its limit is ", limit);
+    if (limit != sketch_rows || dim != head_dim || held < 0 || held >= 2 * limit) {
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", limit, " x ", dim, " holds ", held, " rows, expected ", sketch_rows, " x ", head_dim);
     }
     const auto shrinkage = in.value<double>(), squared = in.value<double>();
     const std::span<const std::byte> rows = in.bytes(static_cast<std::size_t>(held) * static_cast<std::size_t>(dim) * sizeof(double));
@@ -113,6 +113,9 @@ class FrequentDirectionsSketch {
     sketch.shrinkage_ = shrinkage;
     sketch.squared_frobenius_ = squared;
     if (!rows.empty()) std::memcpy(sketch.buffer_.data(), rows.data(), rows.size());
+    if (!sketch.buffer_.allFinite() || !std::isfinite(shrinkage) || !std::isfinite(squared)) {
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", held, " rows and squared norm ", squared, " is not finite");
+    }
     return sketch;
   }
   /// @brief Bytes of the buffer, 16 sketch_rows head_dim: constant over the sketch's life.

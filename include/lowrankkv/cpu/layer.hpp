@@ -74,6 +74,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       }
     };
     pages(most.full, result.full, result.max_full_pages);
+    // Outliers are a share of the rows seen; truncating to where they are dense and going on can make them more than that.
+    if (wants(State::TokenImpl::evidence, Evidence::residuals)) result.max_full_pages = 2 * result.max_full_pages + 8;
     pages(most.compressed, result.compressed, result.max_compressed_pages);
     return result;
   }

@@ -129,7 +129,7 @@ struct LayerState {
   /// @brief Queries at the end of a prompt that somebody wants kept, to score its rows by.
   int scoring_window() const {
     int window = 0;
-    if (UpdaterImpl::adapts && UpdaterImpl::prompt_selection(updater).share < 1.0F) window = UpdaterImpl::prompt_selection(updater).scores.window;
+    if (UpdaterImpl::adapts && TokenImpl::compresses && UpdaterImpl::prompt_selection(updater).share < 1.0F) window = UpdaterImpl::prompt_selection(updater).scores.window;
     if constexpr (wants(TokenImpl::evidence, Evidence::attention)) window = (std::max)(window, TokenImpl::attention_scores(token_policy).window);
     return window;
   }

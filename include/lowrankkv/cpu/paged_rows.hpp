@@ -84,12 +84,14 @@ class PagedRows {
   /// @brief Adds what extend() by `count` rows takes from the pool: new pages, and a copy of a shared last page.
   void demand_extend(int slot, int head, std::int64_t count, PageDemand& demand) const {
     if (count == 0) return;
+    check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
     if (rows % layout(head).rows_per_page != 0) demand.add_write(pool_->allocator(), last_page(slot, head));
   }
   /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be rewritten too.
   void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand) const {
+    check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
     const auto pages = table_->pages(list_, slot, head);
@@ -214,6 +216,11 @@ class PagedRows {
                        std::byte* to_values, int to_rows, int to) {
     Codec::copy_row(rows.key, Part::key, from_keys, from_rows, from, to_keys, to_rows, to);
     Codec::copy_row(rows.value, Part::value, from_values, from_rows, from, to_values, to_rows, to);
+  }
+  /// A page table is as long as max_tokens and the token policy promise; truncating and filling again can break that promise.
+  void check_room(int slot, int head, std::int64_t count) const {
+    const std::int32_t pages = pages_for(head, size(slot, head) + count);
+    if (pages > table_->max_pages(list_)) ::lowrankkv::detail::fail<CapacityError>("page table: room for ", table_->max_pages(list_), " pages, rows of KV head ", head, " may need ", pages);
   }
   void set_size(int slot, int head, std::int32_t rows) {
     HeadRows& counts = table_->rows(slot, head);

@@ -36,6 +36,18 @@ void clear_slot(State& state, int slot) {
   state.sequence(slot) = {};
 }
 
+/// @brief The updater's state of a new sequence.
+template <class State>
+typename State::UpdaterImpl::State start_state(const State& state, int head, Part part) {
+  if constexpr (requires(const UpdaterStart& start) { State::UpdaterImpl::start(state.updater, start); }) {
+    const HeadBasis& basis = state.calibrated.heads[static_cast<std::size_t>(head)];
+    const bool keys = part == Part::key;
+    return State::UpdaterImpl::start(state.updater, {state.head_dim(), keys ? basis.key_rank : basis.value_rank, part, keys ? basis.key_threshold : basis.value_threshold});
+  } else {
+    return {};
+  }
+}
+
 /// @brief append() must not allocate: masses of a full tail have room.
 template <class State>
 void reserve_mass(State& state, int slot) {
@@ -53,13 +65,9 @@ void open_slot(State& state, int slot) {
   sequence.runs.resize(heads);
   if (State::keeps_mass) sequence.mass.resize(heads);
   reserve_mass(state, slot);
-  if constexpr (requires(const UpdaterStart& start) { State::UpdaterImpl::start(state.updater, start); }) {
-    for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
-      const HeadBasis& basis = state.calibrated.heads[head];
-      auto& adaptation = sequence.adaptation[head];
-      adaptation.key_state = State::UpdaterImpl::start(state.updater, {state.head_dim(), basis.key_rank, Part::key, basis.key_threshold});
-      adaptation.value_state = State::UpdaterImpl::start(state.updater, {state.head_dim(), basis.value_rank, Part::value, basis.value_threshold});
-    }
+  for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
+    sequence.adaptation[head].key_state = start_state(state, static_cast<int>(head), Part::key);
+    sequence.adaptation[head].value_state = start_state(state, static_cast<int>(head), Part::value);
   }
   sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads, state.head_dim(), state.scoring_window());
   if (State::TokenImpl::compresses) state.epochs.share(0);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -23,6 +24,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
+/// @brief The first bytes of a saved sequence; the last digit is the version.
 inline constexpr std::string_view kSavedMagic = "LRKVSEQ1";
 
 namespace detail {
@@ -44,6 +46,9 @@ inline StoredMatrix read_matrix(ByteReader& in) {
     ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ", matrix.cols, " in ", matrix.data.size(), " bytes");
   }
   matrix.type = static_cast<DType>(type);
+  for (const float value : matrix.values()) {
+    if (!std::isfinite(value)) ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ", matrix.cols, " holds ", value);
+  }
   return matrix;
 }
 
@@ -68,6 +73,7 @@ std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& s
   add("compresses", State::TokenImpl::compresses);
   add("keeps_mass", State::keeps_mass);
   add("adapts", State::UpdaterImpl::adapts);
+  add("recent", state.recent());
   if (!State::TokenImpl::compresses) return all;
   add("num_lists", state.num_lists());
   for (int list = 0; list < state.num_lists(); ++list) {
@@ -79,7 +85,7 @@ std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& s
     for (const Part part : {Part::key, Part::value}) {
       if constexpr (requires { layout.of(part).bits; }) {
         add("bits of channels", checksum(std::as_bytes(std::span(layout.of(part).bits))));
-      } else {
+      } else if constexpr (requires { layout.of(part).type; }) {
         add("coefficient type", layout.of(part).type);
       }
     }
@@ -151,7 +157,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
       const HeadMass& mass = sequence.mass[static_cast<std::size_t>(head)];
       for (const auto* values : {&mass.full, &mass.compressed, &mass.recent}) out.list(*values);
     }
-    if constexpr (State::UpdaterImpl::adapts) {
+    if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       const auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
       for (const auto* basis : {&adaptation.key_basis, &adaptation.value_basis}) detail::write_matrix(out, *basis);
       for (const auto* of : {&adaptation.key_state, &adaptation.value_state}) State::UpdaterImpl::write_state(out, *of);
@@ -205,14 +211,19 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   if (lengths.num_tokens < 0 || lengths.num_tokens > state.config.max_tokens) fail<CapacityError>("max_tokens: ", state.config.max_tokens, ", saved sequence has ", lengths.num_tokens);
   if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity) fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ", lengths.tail_length);
   if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1) fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1, " segments, saved sequence has ", lengths.num_segments);
+  if (lengths.tail_length > lengths.num_tokens) fail<FormatError>("saved state: a tail of ", lengths.tail_length, " in ", lengths.num_tokens, " tokens");
+  if (!State::TokenImpl::compresses && lengths.num_segments != 0) fail<FormatError>("saved state: ", lengths.num_segments, " segments in a layer that compresses nothing, 0 expected");
   saved.rows_since_publication = in.value<std::int64_t>();
+  if (saved.rows_since_publication < 0 || saved.rows_since_publication > lengths.num_tokens + State::Epochs::max_epochs * (std::int64_t{1} << 31)) {
+    fail<FormatError>("saved state: ", saved.rows_since_publication, " rows since the last epoch, sequence has ", lengths.num_tokens, " tokens");
+  }
   saved.epoch = in.value<std::int32_t>();
   saved.segments = in.list<Segment>();
   if (saved.segments.size() != static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
     fail<FormatError>("saved state: ", saved.segments.size(), " segments, expected ", lengths.num_segments, " for each of ", heads, " heads");
   }
   const auto num_epochs = in.value<std::uint64_t>();
-  if (num_epochs > saved.segments.size() + 1) fail<FormatError>("saved state: ", num_epochs, " epochs for ", saved.segments.size(), " segments");
+  if (num_epochs > saved.segments.size() + 1 || (num_epochs > 0 && !State::UpdaterImpl::adapts)) fail<FormatError>("saved state: ", num_epochs, " epochs for ", saved.segments.size(), " segments");
   for (std::uint64_t epoch = 0; epoch < num_epochs; ++epoch) {
     auto& maps = saved.epochs.emplace_back(static_cast<std::size_t>(heads));
     for (int head = 0; head < heads; ++head) {
@@ -237,12 +248,20 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
     for (const RowState kind : mine.states) {
       if (kind > RowState::dropped) fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
     }
+    const int leader = head / state.heads_per_group() * state.heads_per_group();
+    if (mine.states != saved.heads[static_cast<std::size_t>(leader)].states) fail<FormatError>("saved state: heads ", leader, " and ", head, " share a latent and differ in their rows' states");
     const std::int32_t compressed = saved.rows(head, RowState::compressed);
+    if (!State::TokenImpl::compresses && compressed != 0) fail<FormatError>("saved state: ", compressed, " compressed rows in a layer that compresses nothing, 0 expected");
     std::int32_t next = 0;
     for (std::int32_t i = 0; i < lengths.num_segments; ++i) {
       const Segment& segment = saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i)];
       if (!known(segment.epoch) || segment.first_row != next || segment.num_rows < 0 || segment.num_rows > compressed - next) {
         fail<FormatError>("saved state: segment ", i, " of head ", head, " begins at row ", segment.first_row, ", expected ", next);
+      }
+      const Segment& first = saved.segments[static_cast<std::size_t>(i)];  // of head 0: epochs and levels are common
+      const bool follows = i == 0 || (segment.epoch != 0 && segment.epoch != saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i - 1)].epoch);
+      if (segment.epoch != first.epoch || segment.level != first.level || segment.level < 0 || segment.level > 1 << 20 || !follows) {
+        fail<FormatError>("saved state: segment ", i, " of head ", head, " is under epoch ", segment.epoch, " at level ", segment.level, ", head 0's under ", first.epoch, " at ", first.level);
       }
       next += segment.num_rows;
     }
@@ -255,7 +274,9 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
         fail<FormatError>("saved state: head ", head, " has ", mine.mass.compressed.size(), " masses for ", compressed, " compressed rows");
       }
     }
-    if constexpr (State::UpdaterImpl::adapts) {
+    if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
+      mine.key_state = start_state(state, head, Part::key);
+      mine.value_state = start_state(state, head, Part::value);
       for (auto* basis : {&mine.key_basis, &mine.value_basis}) *basis = detail::read_matrix(in);
       const EpochHead& calibrated = state.epochs.head(0, head);
       for (const auto& [basis, like] : {std::pair{&mine.key_basis, &calibrated.key_down}, {&mine.value_basis, &calibrated.value_down}}) {
@@ -270,6 +291,11 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   }
   saved.tail = in.bytes(2 * static_cast<std::size_t>(heads) * static_cast<std::size_t>(lengths.tail_length) * static_cast<std::size_t>(state.head_dim()) * sizeof(float));
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
+  for (std::size_t at = 0; state.config.check_finite && at < saved.tail.size(); at += sizeof(float)) {
+    float value = 0.0F;
+    std::memcpy(&value, saved.tail.data() + at, sizeof value);
+    if (!std::isfinite(value)) fail<FormatError>("saved state: the tail holds ", value, " at element ", at / sizeof(float));
+  }
   return saved;
 }
 
@@ -312,7 +338,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
       state.mass(slot, head) = std::move(mine.mass);
       reserve_mass(state, slot);
     }
-    if constexpr (State::UpdaterImpl::adapts) {
+    if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
       adaptation = {std::move(mine.key_state), std::move(mine.value_state), std::move(mine.key_basis), std::move(mine.value_basis)};
     }

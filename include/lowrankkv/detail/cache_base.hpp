@@ -174,6 +174,18 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     }
   }
 
+  /// accumulate() takes what attend() gave: finite and not negative, or a row would never be dropped, or never kept.
+  void check_mass_values(const MassView& mass) const {
+    for (std::int64_t i = 0; i < mass.num_sequences; ++i) {
+      for (int head = 0; head < mass.num_heads; ++head) {
+        for (std::int64_t position = 0; position < mass.num_positions; ++position) {
+          const float value = mass.row(i, head)[position];
+          if (!(value >= 0.0F && value <= 1e30F)) fail<ValueError>("mass: position ", position, " of head ", head, " is ", value, ", 0 to 1e30 expected");
+        }
+      }
+    }
+  }
+
   LseView scratch_lse(std::vector<float>& memory, std::int64_t tokens) const {
     memory.resize(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(layer_.config.shape.num_qo_heads));
     return {memory.data(), tokens, layer_.config.shape.num_qo_heads};

@@ -7,7 +7,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Token policy: prompt tokens outside the window are kept if their pooled score is among the highest, else dropped.
-/// Decoded tokens are all kept. Scores are summed over the window's queries and the heads of a group: one decision a KV head.
+/// Decoded tokens are kept when a tail is flushed; a later prompt of the same sequence scores the rows that are still in the
+/// tail with its own. Scores are summed over the window's queries and the heads of a group: one decision a KV head.
 ///
 /// Alone, or composed with SinkRecent, kept tokens are compressed; Compose<KeepFull, SnapKV> keeps them at full rank.
 struct SnapKV {

@@ -27,6 +27,7 @@ inline Half half_not_below(float value) {
 /// @brief 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16). Rounded to nearest, saturating.
 inline std::uint8_t encode_gain(float gain) {
   if (!(gain > 0.0F)) return 0;
+  if (!(gain < 256.0F)) return 255;
   return static_cast<std::uint8_t>(std::clamp(std::lround(16.0F * std::log2(gain)) + 128L, 1L, 255L));
 }
 /// @brief What a gain code stands for.
@@ -80,7 +81,8 @@ inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte*
         const int bits = layout.bits[static_cast<std::size_t>(channel)];
         if (bits == 0) continue;
         const float half_range = static_cast<float>(1U << (bits - 1));
-        const float level = std::clamp(std::floor(values[channel] * inverse) + half_range, 0.0F, 2.0F * half_range - 1.0F);
+        // In this order NaN becomes the lowest level.
+        const float level = (std::min)((std::max)(0.0F, std::floor(values[channel] * inverse) + half_range), 2.0F * half_range - 1.0F);
         put_code(line, first + row, bits, static_cast<unsigned>(level));
         line += packed_bytes(rows_per_page, bits);
       }

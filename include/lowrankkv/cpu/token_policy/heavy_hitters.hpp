@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/token_policy/heavy_hitters.hpp"
 
@@ -34,7 +35,10 @@ struct Impl<HeavyHitters, Cpu> {
       kept += pinned ? 1 : 0;
     };
     for (const StoredRow& row : stored) add(row.mass, row.pinned);
-    for (std::size_t row = 0; row < fates.size(); ++row) add(batch.mass[row], fates[row] == RowFate::pinned);
+    for (std::size_t row = 0; row < fates.size(); ++row) {
+      // A row that another policy drops takes no place either.
+      add(fates[row] == RowFate::dropped ? -cpu::kAlways : batch.mass[row], fates[row] == RowFate::pinned);
+    }
     std::vector<bool> stays(masses.size(), false);
     for (const std::int64_t row : cpu::top_rows(masses, kept)) stays[static_cast<std::size_t>(row)] = true;
     for (std::size_t row = 0; row < stored.size(); ++row) stored[row].gone = !stays[row];

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 

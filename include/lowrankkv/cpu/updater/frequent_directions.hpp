@@ -31,7 +31,7 @@ struct Impl<FrequentDirections, Cpu> {
 
   static void validate(const FrequentDirections& policy) {
     using ::lowrankkv::detail::fail;
-    if (!(policy.sketch_share >= 2.0F) || !std::isfinite(policy.sketch_share)) fail<ValueError>("FrequentDirections: sketch_share is at least 2, given ", policy.sketch_share);
+    if (!(policy.sketch_share >= 2.0F && policy.sketch_share <= 64.0F)) fail<ValueError>("FrequentDirections: sketch_share is 2 to 64, given ", policy.sketch_share);
     if (policy.chunk_length < 1) fail<ValueError>("FrequentDirections: chunk_length is at least 1, given ", policy.chunk_length);
     if (!(policy.threshold_scale >= 0.0F)) fail<ValueError>("FrequentDirections: threshold_scale is at least 0, given ", policy.threshold_scale);
   }
@@ -72,7 +72,8 @@ struct Impl<FrequentDirections, Cpu> {
     state.threshold = in.value<double>();
     state.chunk_rows = in.value<std::int64_t>();
     state.exceeded = in.value<std::uint8_t>() != 0;
-    state.sketch = cpu::FrequentDirectionsSketch::read(in);
+    if (state.chunk_rows < 0) ::lowrankkv::detail::fail<FormatError>("saved state: a chunk of ", state.chunk_rows, " rows, at least 0 expected");
+    state.sketch = cpu::FrequentDirectionsSketch::read(in, state.sketch->sketch_rows(), state.sketch->head_dim());
   }
   static std::size_t state_bytes(const State& state) { return state.sketch ? state.sketch->bytes() : 0; }
 };

@@ -94,7 +94,10 @@ struct Impl<Oja, Cpu> {
 
   // Between two steps there is no moment: only the schedule's position is state.
   static void write_state(ByteWriter& out, const State& state) { out.value(state.decode_steps); }
-  static void read_state(ByteReader& in, State& state) { state.decode_steps = in.value<std::int64_t>(); }
+  static void read_state(ByteReader& in, State& state) {
+    state.decode_steps = in.value<std::int64_t>();
+    if (state.decode_steps < 0 || state.decode_steps > std::int64_t{1} << 48) ::lowrankkv::detail::fail<FormatError>("saved state: decode_steps ", state.decode_steps, ", 0 to 2^48 expected");
+  }
   static std::size_t state_bytes(const State& state) { return static_cast<std::size_t>(state.moment.size()) * sizeof(double); }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits, steps, policies.
+/// @file budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits, steps, policies.
 #pragma once
 
 #include <Eigen/Core>
@@ -85,7 +85,7 @@ inline CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_
   maps.inverse = cpu::to_row_major(part.metric.inverse);
   maps.mean = cpu::to_row_major(part.mean);
   const double least = 1e-12 * (part.spectrum.values[0] > 0.0 ? part.spectrum.values[0] : 1.0);
-  for (int channel = 0; channel < maps.rank; ++channel) maps.rms.push_back(static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least))));
+  for (int channel = 0; channel < maps.rank; ++channel) maps.rms.push_back((std::max)(1e-20F, static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least)))));
   return maps;
 }
 
