@@ -91,10 +91,10 @@ void check_changes(const std::function<void(typename Cache::PolicySet&)>& start,
   start(policies);
   const std::uint64_t unchanged = digest<Cache>(policies, basis);
   CHECK(digest<Cache>(policies, basis) == unchanged);
-  for (const auto& [name, change] : changes) {
-    CAPTURE(name);
+  for (const auto& entry : changes) {
+    CAPTURE(entry.first);
     auto changed = policies;
-    change(changed);
+    entry.second(changed);
     CHECK(digest<Cache>(changed, basis) != unchanged);
   }
 }
