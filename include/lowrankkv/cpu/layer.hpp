@@ -15,8 +15,8 @@
 #include "lowrankkv/cpu/attention_mass.hpp"
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/saved_frame.hpp"
 #include "lowrankkv/cpu/sequence_ops.hpp"
-#include "lowrankkv/cpu/state_io.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
