@@ -186,7 +186,9 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
   std::mt19937_64 random(1);
   Progress progress("calibrate", static_cast<std::int64_t>(limit));
-  bool half = false;  // every second window is half as long: bases serve contexts of all lengths
+  // Every second window is half as long, for coding alone: its metrics must serve contexts of all lengths. Low-rank bases
+  // want the whole length: keys are rotated by their positions.
+  bool half = false;
   for (std::size_t at = 0; at < limit; half = !half) {
     const std::size_t length = static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
     const std::size_t copies = std::min<std::size_t>(512, length / 8);
@@ -205,7 +207,7 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
       const lowrankkv::KeyView key(k, n, config.num_kv_heads, config.head_dim);
       const lowrankkv::ValueView value(v, n, config.num_kv_heads, config.head_dim);
       auto& of_layer = moments[static_cast<std::size_t>(layer)];
-      of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
+      if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
       of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
         engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
       });

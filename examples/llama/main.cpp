@@ -109,7 +109,7 @@ int main(int argc, char** argv) try {
 
   CLI::App* calibrate = app.add_subcommand("calibrate", "moments of a text's queries, keys and values, from which every basis follows");
   std::string out = "bases.safetensors";
-  std::int64_t calibration_tokens = 65536;
+  std::int64_t calibration_tokens = 98304;
   options.add_model(calibrate);
   calibrate->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
