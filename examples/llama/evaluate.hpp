@@ -33,6 +33,7 @@ struct Row {
   double text_ratio_measured = 0.0;             ///< ratio_measured at the end of the windows of bits_per_byte
   std::map<std::string, double> exact_match;    ///< by task, a fraction
   std::map<std::string, int> samples;           ///< by task
+  std::map<std::string, std::string> outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
   double prefill_tokens_per_second = 0.0;
   double decode_tokens_per_second = 0.0;
   double mean_exact_match() const;
@@ -54,8 +55,10 @@ std::string read_text(const std::string& path);
 /// Reads back a bundle, or nothing if the path is empty.
 std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path);
 
-/// Moments of the first `max_tokens` tokens of a text, in windows of `window` tokens that each begin with BOS. Keys are
-/// rotated by their position: bases must have seen the positions at which they will be used, so windows are long.
+/// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and end with spans of themselves
+/// (up to 512 tokens), read again. Windows of `window` tokens give moments and coding statistics: keys are rotated by their
+/// position, and bases must have seen the positions at which they will be used. Every second window is half as long and
+/// gives coding statistics alone; about two thirds of the tokens thus enter the moments.
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window);
 
 /// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced

@@ -39,7 +39,6 @@ struct BudgetOptions {
 struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
   Budgeted<Cpu>::PolicySet policies;
-  double bits_per_row = 0.0;      ///< codes and gains of one compressed token over the whole model
 };
 
 namespace detail {
@@ -178,9 +177,6 @@ inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const Budget
       head.value_mean = std::move(value.mean);
       head.value_bits = std::move(value.bits);
       head.value_rms = std::move(value.rms);
-      for (const std::uint8_t width : head.key_bits) model.bits_per_row += width;
-      for (const std::uint8_t width : head.value_bits) model.bits_per_row += width;
-      model.bits_per_row += (head.key_bits.front() > 0 ? 8.0 : 0.0) + (head.value_bits.front() > 0 ? 8.0 : 0.0);
       basis.heads.push_back(std::move(head));
     }
   }

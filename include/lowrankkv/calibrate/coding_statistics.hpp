@@ -81,10 +81,14 @@ class CodingStatistics {
       head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
+        // v N v of every stored row: the same for all readers.
+        const Eigen::MatrixXf gram = grams_[static_cast<std::size_t>(which)].cast<float>();
+        const auto stored = values.middleRows(first, context - first);
+        const Eigen::VectorXf energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
         for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
           const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
           const auto to = readers.begin() + static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
-          add_block(query, which, {from, to}, keys, values, first, context, head);
+          add_block(query, which, {from, to}, keys, values, gram, energies, first, context, head);
         }
       }
     });
@@ -108,9 +112,8 @@ class CodingStatistics {
     return rows;
   }
 
-  void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers, const Rows& keys, const Rows& values, std::int64_t first,
-                 std::int64_t context, CodingHead& head) const {
-    const Eigen::MatrixXf gram = grams_[static_cast<std::size_t>(which)].cast<float>();
+  void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers, const Rows& keys, const Rows& values,
+                 const Eigen::MatrixXf& gram, const Eigen::VectorXf& energies, std::int64_t first, std::int64_t context, CodingHead& head) const {
     const Eigen::Index count = static_cast<Eigen::Index>(readers.size());
     Rows queries(count, shape_.head_dim);
     for (Eigen::Index i = 0; i < count; ++i) cpu::load_row(query, readers[static_cast<std::size_t>(i)], which, queries.data() + i * shape_.head_dim);
@@ -128,7 +131,6 @@ class CodingStatistics {
     const auto stored = values.middleRows(first, context - first);
     const Eigen::MatrixXf squares = weights.middleRows(first, context - first).cwiseAbs2();
     // sum_j w (v - o) N (v - o) = sum_j w v N v - 2 o N (sum_j w v) + (sum_j w) o N o
-    const Eigen::VectorXf energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
     const Eigen::MatrixXf means = stored.transpose() * squares;
     const Eigen::VectorXf sums = squares.colwise().sum();
     const Eigen::MatrixXf turned = gram * outputs;

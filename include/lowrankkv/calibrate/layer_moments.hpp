@@ -43,6 +43,7 @@ class RowSample {
   RowSample(int head_dim, std::int64_t capacity) : dim_(head_dim), capacity_(capacity) {}
   /// @brief A sample that was stored: rows [n, head_dim].
   RowSample(int head_dim, std::vector<float> rows) : dim_(head_dim), capacity_(static_cast<std::int64_t>(rows.size()) / head_dim), rows_(std::move(rows)) {}
+  /// @brief Rows of the stream, [n, head_dim], in its order.
   void add(MatrixView rows) {
     for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
       if (seen_ % stride_ != 0) continue;
@@ -56,7 +57,7 @@ class RowSample {
     }
   }
   std::int64_t size() const { return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_; }
-  MatrixView rows() const { return {rows_.data(), size(), dim_}; }
+  /// @brief The rows kept, [size(), head_dim].
   const std::vector<float>& values() const { return rows_; }
 
  private:

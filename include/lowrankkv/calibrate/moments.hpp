@@ -11,6 +11,7 @@
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -27,9 +28,7 @@ struct Moments {
   /// @brief Adds rows [n, head_dim]. @throws ShapeError if head_dim differs. Cost: n head_dim^2.
   void add(MatrixView rows) {
     ::lowrankkv::detail::check_equal("head_dim", "moments", static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
-    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
-    const Eigen::MatrixXd wide = batch.cast<double>();
+    const Eigen::MatrixXd wide = cpu::to_matrix(rows);
     second.noalias() += wide.transpose() * wide;
     first += wide.colwise().sum().transpose();
     count += static_cast<double>(rows.rows);

@@ -103,8 +103,6 @@ struct LayerState {
   int value_list(int head) const { return joins ? num_kv_heads() + head / heads_per_group() : head; }
   int list_of(int head, Part part) const { return part == Part::key ? head : value_list(head); }
   const typename Impl<Quantizer, Cpu>::Layout& code_layout(int head, Part part) const { return compressed.layout(list_of(head, part)).of(part); }
-  int key_rank(int head) const { return calibrated.heads[static_cast<std::size_t>(head)].key_rank; }
-  int value_rank(int head) const { return calibrated.heads[static_cast<std::size_t>(head)].value_rank; }
   Sequence& sequence(int slot) { return slots[static_cast<std::size_t>(slot)]; }
   const Sequence& sequence(int slot) const { return slots[static_cast<std::size_t>(slot)]; }
   /// @brief Position of the first row of the tail (or, if it is empty, of the prompt chunk, or of the next token).

@@ -15,7 +15,7 @@ constexpr float gaussian_step(int bits) {
 }
 
 /// @brief Quantizer policy: transform coding. The basis gives bits and rms for every channel (HeadBasis::key_bits, key_rms:
-/// calibrate/allocate_bits.hpp fills them by reverse water-filling); 0 bits cut the channel. A row's codes are relative to one
+/// budgeted.hpp fills them by reverse water-filling); 0 bits cut the channel. A row's codes are relative to one
 /// 8-bit logarithmic gain, its norm over the calibrated one; steps are folded into the maps. Bytes of a row: (sum of bits + 8) / 8.
 struct TransformCode {
   float step_scale = 1.15F;  ///< steps relative to gaussian_step: real channels have heavier tails than a Gaussian

@@ -25,7 +25,7 @@ struct Impl<TransformCode, Cpu> : cpu::PackedCodec {
   }
   static Layout layout(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) {
     if (bits.size() != static_cast<std::size_t>(rank)) {
-      ::lowrankkv::detail::fail<ShapeError>("TransformCode: the basis has bits for ", bits.size(), " channels, rank ", rank, "; see calibrate/allocate_bits.hpp");
+      ::lowrankkv::detail::fail<ShapeError>("TransformCode: the basis has bits for ", bits.size(), " channels, rank ", rank, "; see budgeted.hpp");
     }
     Layout result{rank, {bits.begin(), bits.end()}, {}, ScaleKind::norm_log8, 1.0F};
     int coded = 0;

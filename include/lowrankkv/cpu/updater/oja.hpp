@@ -9,6 +9,7 @@
 
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 #include "lowrankkv/cpu/orthonormalize.hpp"
 #include "lowrankkv/updater/oja.hpp"
 
@@ -72,9 +73,7 @@ struct Impl<Oja, Cpu> {
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
 
   static void observe(const Oja&, State& state, MatrixView rows, MatrixView, Phase) {
-    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
-    const Eigen::MatrixXd wide = batch.cast<double>();
+    const Eigen::MatrixXd wide = cpu::to_matrix(rows);
     if (state.moment.size() == 0) state.moment = Eigen::MatrixXd::Zero(rows.cols, rows.cols);
     state.moment.noalias() += wide.transpose() * wide;
   }
@@ -82,10 +81,9 @@ struct Impl<Oja, Cpu> {
   static bool maybe_update(const Oja& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase phase) {
     if (state.moment.size() == 0) return false;
     using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-    const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> current(basis.data, basis.rows, basis.cols, Eigen::OuterStride<>(basis.row_stride));
     double rate = policy.prefill_rate;
     if (phase == Phase::decode) rate = policy.decode_rate / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(state.decode_steps++));
-    const Eigen::MatrixXd moved = cpu::oja_step(state.moment, current.cast<double>(), rate, policy.form);
+    const Eigen::MatrixXd moved = cpu::oja_step(state.moment, cpu::to_matrix(basis), rate, policy.form);
     Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>(updated.data, updated.rows, updated.cols, Eigen::OuterStride<>(updated.row_stride)) =
         moved.cast<float>();
     state.moment.resize(0, 0);
