@@ -281,8 +281,7 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
 
 void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::vector<Sample>& samples, int tail) {
   const int vocabulary = engine.model.config().vocabulary_size;
-  std::vector<std::map<std::string, int>> hits(contenders.size());
-  std::map<std::string, int> total;
+  for (Contender& contender : contenders) contender.row.outcomes.clear();
   Progress progress("retrieval", static_cast<std::int64_t>(samples.size()));
   for (const Sample& sample : samples) {
     const std::size_t prompt = sample.prompt.size() - std::min(sample.prompt.size() - 1, static_cast<std::size_t>(tail));
@@ -290,7 +289,6 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
     Ids rest = slice(sample.prompt, prompt, sample.prompt.size() - prompt);
     const std::size_t question = rest.size();
     rest.insert(rest.end(), sample.answer.begin(), sample.answer.end() - 1);
-    ++total[sample.task];
     for (std::size_t c = 0; c < contenders.size(); ++c) {
       KvStore& store = *contenders[c].store;
       note_memory(engine, contenders[c]);
@@ -306,15 +304,16 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
           right = right && argmax(line, vocabulary) == sample.answer[i + 1 - question];
         }
       }
-      hits[c][sample.task] += right ? 1 : 0;
+      contenders[c].row.outcomes[sample.task].push_back(right ? '1' : '0');
       store.erase(kSequence);
     }
     progress.step();
   }
-  for (std::size_t c = 0; c < contenders.size(); ++c) {
-    for (const auto& [task, count] : total) {
-      contenders[c].row.exact_match[task] = static_cast<double>(hits[c][task]) / count;
-      contenders[c].row.samples[task] = count;
+  for (Contender& contender : contenders) {
+    for (const auto& [task, outcomes] : contender.row.outcomes) {
+      const auto hits = std::count(outcomes.begin(), outcomes.end(), '1');
+      contender.row.exact_match[task] = static_cast<double>(hits) / static_cast<double>(outcomes.size());
+      contender.row.samples[task] = static_cast<int>(outcomes.size());
     }
   }
 }

@@ -76,6 +76,7 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
     if (!row.exact_match.empty()) {
       object["exact_match"] = row.exact_match;
       object["samples"] = row.samples;
+      object["outcomes"] = row.outcomes;
     }
     if (row.decode_tokens_per_second > 0.0) {
       object["tokens_per_second"] = {{"prefill", row.prefill_tokens_per_second}, {"decode", row.decode_tokens_per_second}};

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Methods at equal bytes: reads what `lowrankkv-llama retrieve --json` wrote (several files: the same samples, or other
+context lengths), pairs every method with FullKV sample by sample, and prints a table: score, score relative to FullKV with
+its one-sided 95 % lower bound. Writes a plot beside it (gnuplot): PREFIX.svg, PREFIX.csv.
+
+usage: compare.py PREFIX FILE.json...
+"""
+import json
+import math
+import subprocess
+import sys
+
+
+def load(files):
+    """{(method, ratio): {"bytes": [...], "outcomes": {(file, task): "1101..."}}}; a method that stands in two files of one
+    set must have been measured on the same samples."""
+    rows = {}
+    for name in files:
+        for entry in json.load(open(name)):
+            row = rows.setdefault((entry["method"], entry["ratio"]), {"bytes": {}, "outcomes": {}})
+            context = round(entry["context"], -3)
+            row["bytes"][context] = entry["ratio_measured"]
+            for task, outcomes in entry["outcomes"].items():
+                row["outcomes"][(context, task)] = outcomes
+    return rows
+
+
+def compare(row, full):
+    """Mean over (context, task) cells of exact match; its ratio to FullKV's on the same samples and the lower bound of it:
+    delta method on paired differences, cells as strata."""
+    cells = sorted(row["outcomes"])
+    score = base = variance = 0.0
+    pairs = []
+    for cell in cells:
+        mine, theirs = row["outcomes"][cell], full["outcomes"].get(cell, "")
+        count = min(len(mine), len(theirs))
+        if count == 0:
+            raise SystemExit(f"{cell}: {len(mine)} samples, FullKV has {len(theirs)}")
+        pairs.append([(int(a), int(b)) for a, b in zip(mine[:count], theirs[:count])])
+        score += sum(a for a, _ in pairs[-1]) / count / len(cells)
+        base += sum(b for _, b in pairs[-1]) / count / len(cells)
+    relative = score / base
+    for cell in pairs:
+        differences = [a - relative * b for a, b in cell]
+        mean = sum(differences) / len(differences)
+        spread = sum((d - mean) ** 2 for d in differences) / max(1, len(differences) - 1)
+        variance += spread / len(differences) / len(pairs) ** 2
+    return score, relative, relative - 1.645 * math.sqrt(variance) / base, sum(len(cell) for cell in pairs)
+
+
+def main():
+    prefix, files = sys.argv[1], sys.argv[2:]
+    rows = load(files)
+    full = next(row for (method, _), row in rows.items() if method == "FullKV")
+    print(f"{'method':16} {'ratio':>6} {'x f16':>7} {'score %':>8} {'of FullKV %':>12} {'at least %':>11} {'samples':>8}")
+    curves = {}
+    with open(prefix + ".csv", "w") as csv:
+        csv.write("method,ratio,ratio_measured,score,of_full,of_full_lower_95,samples\n")
+        for (method, ratio), row in sorted(rows.items(), key=lambda item: (item[0][0] != "FullKV", item[0][0], -item[0][1])):
+            score, relative, bound, samples = compare(row, full)
+            stored = sum(row["bytes"].values()) / len(row["bytes"])
+            print(f"{method:16} {ratio:6.3f} {stored:7.3f} {100 * score:8.1f} {100 * relative:12.1f} {100 * bound:11.1f} {samples:8}")
+            csv.write(f"{method},{ratio},{stored:.4f},{score:.4f},{relative:.4f},{bound:.4f},{samples}\n")
+            curves.setdefault(method, []).append((stored, 100 * score))
+    with open(prefix + ".gp", "w") as script:
+        script.write(f"set terminal svg size 720,480 background 'white'\nset output '{prefix}.svg'\nset logscale x 2\nset grid\nset key outside right\n"
+                     "set xlabel 'measured bytes / f16 K and V'\nset ylabel 'retrieval exact match, mean of 8 tasks, %'\nset yrange [0:100]\n")
+        for index, (method, points) in enumerate(curves.items()):
+            data = "\n".join(f"{x} {y}" for x, y in sorted(points))
+            script.write(f"$d{index} << EOD\n{data}\nEOD\n")
+        script.write("plot " + ", ".join(
+            f"$d{index} with linespoints lw {3 if method == 'Budgeted' else 1} pt {1 + index} title '{method}'" for index, method in enumerate(curves)) + "\n")
+    subprocess.run(["gnuplot", prefix + ".gp"], check=True)
+
+
+if __name__ == "__main__":
+    main()
