@@ -40,9 +40,9 @@ void note_memory(const Engine& engine, Contender& contender) {
 void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const Ids& tokens) {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   for (Contender& contender : contenders) contender.store->create(kSequence);
-  engine.model.forward(tokens, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) {
-    contenders.front().store->prefill(layer, kSequence, n, q, k, v, out);
-    for (std::size_t i = 1; i < contenders.size(); ++i) contenders[i].store->ingest(layer, kSequence, n, q, k, v);
+  engine.model.forward(tokens, 0, [&](int layer, const Projected& rows, float* out) {
+    contenders.front().store->prefill(layer, kSequence, n, rows, out);
+    for (std::size_t i = 1; i < contenders.size(); ++i) contenders[i].store->ingest(layer, kSequence, n, rows);
   });
 }
 
@@ -78,7 +78,7 @@ Engine::Engine(const std::string& folder, int num_threads)
     : threads(std::make_shared<lowrankkv::cpu::ThreadPool>(num_threads)), tokenizer(folder + "/tokenizer.json"), model(folder, threads) {}
 
 std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names, const std::vector<double>& ratios, MethodOptions options,
-                                       std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments) {
+                                       std::int64_t max_tokens, const Calibration& calibration) {
   std::vector<Contender> contenders;
   for (const std::string& name : names) {
     const MethodInfo& info = find_method(name);
@@ -88,7 +88,7 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
       options.ratio = ratio;
       Contender contender;
       contender.options = options;
-      contender.store = make_store(options, engine.model.config().cache_shape(), engine.model.config().num_layers, max_tokens, moments, engine.threads);
+      contender.store = make_store(options, engine.model.config(), max_tokens, calibration, engine.threads);
       contender.row.method = name;
       contender.row.ratio = ratio;
       contenders.push_back(std::move(contender));
@@ -125,21 +125,28 @@ std::vector<std::int32_t> encode_documents(const Engine& engine, const std::stri
   return ids;
 }
 
-std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path) {
-  if (path.empty()) return {};
-  return lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
+Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths) {
+  Calibration calibration;
+  for (const std::string& path : paths) {
+    auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
+    const bool unrotated = moments.front().rope().keys == lowrankkv::Rope::pre;
+    auto& target = unrotated ? calibration.unrotated : calibration.rotated;
+    if (!target.empty()) throw std::runtime_error("--bases: " + path + " is a second bundle of " + (unrotated ? "unrotated" : "rotated") + " keys, one was read before it");
+    target = std::move(moments);
+  }
+  return calibration;
 }
 
 std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   return engine.model.forward(tokens, store.num_tokens(seq),
-                              [&](int layer, const float* q, const float* k, const float* v, float* out) { store.prefill(layer, seq, n, q, k, v, out); });
+                              [&](int layer, const Projected& rows, float* out) { store.prefill(layer, seq, n, rows, out); });
 }
 
 std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
-  std::vector<float> hidden = engine.model.forward(tokens, store.num_tokens(seq), [&](int layer, const float* q, const float* k, const float* v, float* out) {
-    store.decode(layer, seq, n, q, k, v, out);
+  std::vector<float> hidden = engine.model.forward(tokens, store.num_tokens(seq), [&](int layer, const Projected& rows, float* out) {
+    store.decode(layer, seq, n, rows, out);
   });
   store.maintain(seq);
   return hidden;
@@ -175,13 +182,14 @@ Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt1993
 
 }  // namespace
 
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens) {
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens, lowrankkv::Rope keys) {
   const Config& config = engine.model.config();
   const int layers = config.num_layers;
-  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape()));
+  const bool unrotated = keys == lowrankkv::Rope::pre;
+  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
   for (int layer = 0; layer < layers; ++layer) moments[static_cast<std::size_t>(layer)].coding().set_output_grams(output_grams(engine, layer));
   const Ids ids = encode_documents(engine, text);
-  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config.cache_shape(), layers, window_tokens, {}, engine.threads);
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config, window_tokens, {}, engine.threads);
   const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
   std::mt19937_64 random(1);
@@ -201,13 +209,14 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
     window = with_copies(std::move(window), static_cast<std::size_t>(context), std::min(copies, static_cast<std::size_t>(context)), random);
     const std::int64_t n = static_cast<std::int64_t>(window.size());
     store->create(kSequence);
-    engine.model.forward(window, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) {
-      store->prefill(layer, kSequence, n, q, k, v, out);
-      const lowrankkv::QueryView query(q, n, config.num_qo_heads, config.head_dim);
-      const lowrankkv::KeyView key(k, n, config.num_kv_heads, config.head_dim);
-      const lowrankkv::ValueView value(v, n, config.num_kv_heads, config.head_dim);
+    engine.model.forward(window, 0, [&](int layer, const Projected& rows, float* out) {
+      store->prefill(layer, kSequence, n, rows, out);
+      const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
+      const lowrankkv::QueryView as_keys(unrotated ? rows.unrotated_query : rows.query, n, config.num_qo_heads, config.head_dim);
+      const lowrankkv::KeyView key(unrotated ? rows.unrotated_key : rows.key, n, config.num_kv_heads, config.head_dim);
+      const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
       auto& of_layer = moments[static_cast<std::size_t>(layer)];
-      if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
+      if (!half) of_layer.add(as_keys.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
       of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
         engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
       });

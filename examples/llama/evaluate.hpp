@@ -47,19 +47,21 @@ struct Contender {
 };
 /// Every method at every ratio (methods without a ratio once); no ratios: each method at those of its MethodInfo.
 std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& methods, const std::vector<double>& ratios,
-                                       MethodOptions options, std::int64_t max_tokens, const std::vector<lowrankkv::calibrate::LayerMoments>& moments);
+                                       MethodOptions options, std::int64_t max_tokens, const Calibration& calibration);
 
 /// Text to ids; the separator of documents (the byte 0x1e and a newline) becomes the BOS token.
 std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text);
 std::string read_text(const std::string& path);
-/// Reads back a bundle, or nothing if the path is empty.
-std::vector<lowrankkv::calibrate::LayerMoments> load_bases(const Engine& engine, const std::string& path);
+/// Reads back bundles: none, one of either form of the keys, or one of each.
+Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths);
 
 /// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and end with spans of themselves
 /// (up to 512 tokens), read again. Windows of `window` tokens give moments and coding statistics: keys are rotated by their
 /// position, and bases must have seen the positions at which they will be used. Every second window is half as long and
 /// gives coding statistics alone; about two thirds of the tokens thus enter the moments.
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window);
+/// @param keys  the form of the keys (and, in moments, of the queries) that statistics are of
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
+                                                          lowrankkv::Rope keys = lowrankkv::Rope::post);
 
 /// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced
 /// in steps of 16 through append and attend; scored is what those steps predict. Fills row.bits_per_byte[name] of all.

@@ -30,7 +30,8 @@ const Method& find(const std::string& name) {
 
 void Recipe::need_moments() const {
   if (moments.size() != static_cast<std::size_t>(num_layers)) {
-    throw std::runtime_error(options.method + " needs bases for " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; see --bases");
+    const std::string form = config.rope.keys == lowrankkv::Rope::pre ? "unrotated" : "rotated";
+    throw std::runtime_error(options.method + " needs bases for " + form + " keys of " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; see --bases");
   }
 }
 
@@ -60,16 +61,19 @@ const std::vector<MethodInfo>& methods() {
 
 const MethodInfo& find_method(const std::string& name) { return find(name).info; }
 
-std::unique_ptr<KvStore> make_store(const MethodOptions& options, const lowrankkv::CacheShape& shape, int num_layers, std::int64_t max_tokens,
-                                    const std::vector<lowrankkv::calibrate::LayerMoments>& moments, const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {
-  Recipe recipe{options, {}, num_layers, moments, threads};
-  recipe.config.shape = shape;
+std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model, std::int64_t max_tokens, const Calibration& calibration,
+                                    const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {
+  const Method& method = find(options.method);
+  const bool unrotated = options.unrotated || method.info.unrotated;
+  Recipe recipe{options, {}, model.num_layers, unrotated ? calibration.unrotated : calibration.rotated, threads};
+  recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;
   recipe.config.full_type = options.storage;
   recipe.config.epoch_type = options.storage == lowrankkv::DType::f32 ? lowrankkv::DType::f32 : lowrankkv::DType::f16;
   recipe.config.prefill_chunk = options.prefill_chunk;
   recipe.config.publish_interval = options.publish_interval;
-  return find(options.method).build(recipe);
+  if (unrotated) recipe.config.rope = model.rope(lowrankkv::Rope::pre);
+  return method.build(recipe);
 }
 
 }  // namespace llama

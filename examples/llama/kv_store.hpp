@@ -12,20 +12,21 @@
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/thread_pool.hpp"
+#include "model.hpp"
 
 namespace llama {
 
-/// One LayerStack of some method. Rows are dense: [n, heads, head_dim].
+/// One LayerStack of some method.
 class KvStore {
  public:
   virtual ~KvStore() = default;
   virtual void create(lowrankkv::SequenceId seq) = 0;
   virtual void erase(lowrankkv::SequenceId seq) = 0;
-  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
-  /// Stores a prompt that another store attended to; `query` holds all n queries.
-  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) = 0;
+  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) = 0;
+  /// Stores a prompt that another store attended to.
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) = 0;
   /// Appends n tokens and attends to everything up to each of them.
-  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) = 0;
   virtual void maintain(lowrankkv::SequenceId seq) = 0;
   virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
   virtual lowrankkv::MemoryUsage memory() const = 0;
@@ -45,6 +46,7 @@ struct MethodOptions {
   float prefill_rate = -1.0F;     // Oja; negative: the library's default
   float decode_rate = -1.0F;
   float outlier_share = -1.0F;    // OjaKVv2 and Budgeted; negative: the method's default
+  bool unrotated = false;         // keys are stored before their rotary embedding, and turned when they are read
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };
@@ -55,14 +57,19 @@ struct MethodInfo {
   std::string ratio;           // what --ratio means: empty if it means nothing
   std::string description;
   std::vector<double> ratios;  // where the demonstrations measure it
+  bool unrotated = false;      // always stores keys before their rotary embedding
 };
 
 const std::vector<MethodInfo>& methods();
 const MethodInfo& find_method(const std::string& name);
 
-/// Builds the store of a model. `moments` may be empty for methods without a basis.
-std::unique_ptr<KvStore> make_store(const MethodOptions& options, const lowrankkv::CacheShape& shape, int num_layers, std::int64_t max_tokens,
-                                    const std::vector<lowrankkv::calibrate::LayerMoments>& moments,
+/// What a model was calibrated to, per layer, by the form of the keys; a form that was not is empty.
+struct Calibration {
+  std::vector<lowrankkv::calibrate::LayerMoments> rotated, unrotated;
+};
+
+/// Builds the store of a model. `calibration` may be empty for methods without a basis.
+std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model, std::int64_t max_tokens, const Calibration& calibration,
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads);
 
 }  // namespace llama

@@ -20,7 +20,7 @@ struct Options {
   std::string model;
   std::vector<std::string> methods{"OjaKV"};
   std::vector<double> ratios{0.6};
-  std::string bases;
+  std::vector<std::string> bases;
   std::string json;
   int threads = 2;
   std::uint64_t seed = 0;
@@ -35,13 +35,14 @@ struct Options {
   void add_method(CLI::App* app) {
     app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")->delimiter(',')->capture_default_str();
     app->add_option("--ratio", ratios, "what a method calls ratio (see 'methods'), or several separated by commas")->delimiter(',')->check(CLI::Range(0.001, 1.0))->capture_default_str();
-    app->add_option("--bases", bases, "bundle written by 'calibrate'; every method but FullKV needs one")->check(CLI::ExistingFile);
+    app->add_option("--bases", bases, "bundle written by 'calibrate', or two separated by a comma, of rotated and of unrotated keys; every method but those that choose tokens needs one")->delimiter(',')->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32}, {"f16", lowrankkv::DType::f16}, {"bf16", lowrankkv::DType::bf16}};
     app->add_option("--storage", method.storage, "type of coefficients and full rows")->transform(CLI::CheckedTransformer(types))->option_text("f32|f16|bf16 [f16]");
     const std::map<std::string, llama::KeyBasis> keys{{"keys", llama::KeyBasis::keys}, {"queries-and-keys", llama::KeyBasis::queries_and_keys}, {"query-aware", llama::KeyBasis::query_aware}};
     app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")->transform(CLI::CheckedTransformer(keys))->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_option("--context", method.context, "tokens at which methods that think in bytes or windows meet their ratio; default: the prompt's")->check(CLI::PositiveNumber);
     app->add_option("--outliers", method.outlier_share, "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")->check(CLI::Range(0.0, 1.0));
+    app->add_flag("--unrotated", method.unrotated, "store keys before their rotary embedding (bases: calibrate --unrotated)");
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);
@@ -118,6 +119,9 @@ int main(int argc, char** argv) try {
   int calibration_window = 0;
   calibrate->add_option("--window", calibration_window, "tokens of a window; default: the model's context")->check(CLI::Range(2, 1 << 20));
 
+  bool unrotated = false;
+  calibrate->add_flag("--unrotated", unrotated, "statistics of keys before their rotary embedding");
+
   CLI::App* synthesize = app.add_subcommand("synthesize", "fresh samples of the retrieval tasks, to tune constants on");
   llama::SynthesisOptions synthesis;
   std::string words = LOWRANKKV_EXAMPLE_DATA "/words.txt";
@@ -146,7 +150,8 @@ int main(int argc, char** argv) try {
   const llama::Engine engine(options.model, options.threads);
   if (calibrate->parsed()) {
     const auto moments = llama::calibrate(engine, llama::read_text(text), calibration_tokens,
-                                          calibration_window != 0 ? calibration_window : engine.model.config().max_positions);
+                                          calibration_window != 0 ? calibration_window : engine.model.config().max_positions,
+                                          unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post);
     lowrankkv::calibrate::save_moments(out, moments, {{"source", file_stem(text)}});
     std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
     return 0;

@@ -76,6 +76,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
+  recipe.config.full_row_bits = options.full_row_bits;
   options.page_bytes = page_bytes(recipe);
   if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
@@ -95,6 +96,7 @@ std::vector<Method> coded_methods() {
       {{"Budgeted", "bytes, everything counted", "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 sinks and 32 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
+      {{"Budgeted+PreRoPE", "bytes, everything counted", "Budgeted on keys before their rotary embedding: they are lifted and turned when they are read", {0.1, 0.05}, true}, budgeted},
   };
 }
 

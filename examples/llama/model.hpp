@@ -31,6 +31,8 @@ struct Config {
   explicit Config(const std::string& path);
   Config() = default;
   lowrankkv::CacheShape cache_shape() const { return {num_qo_heads, num_kv_heads, head_dim}; }
+  /// What a cache that stores keys in this form must know.
+  lowrankkv::RopeConfig rope(lowrankkv::Rope keys) const { return {.keys = keys, .frequencies = rope_frequencies}; }
 };
 
 /// out [rows, out_features] = in [rows, in_features] weight^T (+ bias).
@@ -41,9 +43,17 @@ struct Linear {
   std::vector<float> bias;    // [out_features] or empty
 };
 
-/// The attention of one layer over some new tokens: query [n, num_qo_heads, head_dim] and key, value
-/// [n, num_kv_heads, head_dim], rotated and dense; writes out [n, num_qo_heads, head_dim].
-using Attention = std::function<void(int layer, const float* query, const float* key, const float* value, float* out)>;
+/// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads, head_dim], keys and values
+/// [n, num_kv_heads, head_dim]; queries and keys rotated to their positions and as they were before.
+struct Projected {
+  const float* query = nullptr;
+  const float* key = nullptr;
+  const float* value = nullptr;
+  const float* unrotated_query = nullptr;
+  const float* unrotated_key = nullptr;
+};
+/// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].
+using Attention = std::function<void(int layer, const Projected& rows, float* out)>;
 
 class Model {
  public:

@@ -17,27 +17,27 @@ class StackStore final : public KvStore {
  public:
   StackStore(const lowrankkv::CacheConfig& config, std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies,
              std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
-      : shape_(config.shape), stack_(config, std::move(bases), policies, std::move(threads)) {}
+      : shape_(config.shape), unrotated_(config.rope.keys == lowrankkv::Rope::pre), stack_(config, std::move(bases), policies, std::move(threads)) {}
 
   void create(lowrankkv::SequenceId seq) override { stack_.create(seq); }
   void erase(lowrankkv::SequenceId seq) override { stack_.erase(seq); }
-  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
-    stack_.layer(layer).prefill(seq, queries(query, n), keys(key, n), values(value, n), outputs(out, n));
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override {
+    stack_.layer(layer).prefill(seq, queries(rows, n), keys(rows, n), values(rows, n), outputs(out, n));
   }
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) override {
-    stack_.layer(layer).ingest(seq, keys(key, n), values(value, n), queries(query, n));
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override {
+    stack_.layer(layer).ingest(seq, keys(rows, n), values(rows, n), queries(rows, n));
   }
-  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override {
     Cache& cache = stack_.layer(layer);
-    cache.append(seq, keys(key, n), values(value, n));
+    cache.append(seq, keys(rows, n), values(rows, n));
     // Eviction by accumulated attention needs to be told what the step's queries attended to.
     if constexpr (requires(const lowrankkv::MassView& mass) { cache.accumulate(seq, mass); }) {
       mass_.resize(static_cast<std::size_t>(shape_.num_kv_heads * cache.num_tokens(seq)));
       const lowrankkv::MassView mass(mass_.data(), 1, shape_.num_kv_heads, cache.num_tokens(seq));
-      cache.attend(seq, queries(query, n), outputs(out, n), {}, mass);
+      cache.attend(seq, queries(rows, n), outputs(out, n), {}, mass);
       cache.accumulate(seq, mass);
     } else {
-      cache.attend(seq, queries(query, n), outputs(out, n));
+      cache.attend(seq, queries(rows, n), outputs(out, n));
     }
   }
   void maintain(lowrankkv::SequenceId seq) override { stack_.maintain(seq); }
@@ -46,12 +46,15 @@ class StackStore final : public KvStore {
   std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return stack_.num_tokens(seq); }
 
  private:
-  lowrankkv::QueryView queries(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_qo_heads, shape_.head_dim}; }
-  lowrankkv::KeyView keys(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_kv_heads, shape_.head_dim}; }
-  lowrankkv::ValueView values(const float* rows, std::int64_t n) const { return {rows, n, shape_.num_kv_heads, shape_.head_dim}; }
+  lowrankkv::QueryView queries(const Projected& rows, std::int64_t n) const { return {rows.query, n, shape_.num_qo_heads, shape_.head_dim}; }
+  lowrankkv::KeyView keys(const Projected& rows, std::int64_t n) const {
+    return {unrotated_ ? rows.unrotated_key : rows.key, n, shape_.num_kv_heads, shape_.head_dim};
+  }
+  lowrankkv::ValueView values(const Projected& rows, std::int64_t n) const { return {rows.value, n, shape_.num_kv_heads, shape_.head_dim}; }
   lowrankkv::OutputView outputs(float* rows, std::int64_t n) const { return {rows, n, shape_.num_qo_heads, shape_.head_dim}; }
 
   lowrankkv::CacheShape shape_;
+  bool unrotated_ = false;
   lowrankkv::LayerStack<Cache> stack_;
   std::vector<float> mass_;
 };

@@ -31,7 +31,8 @@ struct BudgetOptions {
   std::vector<int> widths{2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
   float step_scale = 1.15F;         ///< TransformCode::step_scale
   double metric_floor = 1e-3;       ///< smallest eigenvalue of a metric, relative to its mean
-  DType full_type = DType::f16;     ///< of rows at full rank
+  DType full_type = DType::f16;     ///< of rows at full rank: CacheConfig::full_type
+  int full_row_bits = 8;            ///< CacheConfig::full_row_bits: 8 serve as well as 16
   std::size_t page_bytes = 4096;    ///< of the pool: small enough that the last ones waste little, large enough for wide rows
 };
 
@@ -95,7 +96,7 @@ inline CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_
 /// @param bits  per layer and head the bits of its keys, then of its values
 inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std::vector<std::uint8_t>> bits, const BudgetOptions& options) {
   const TransformCode quantizer{options.step_scale};
-  const NoQuantizer plain{options.full_type};
+  const FullRows plain{options.full_type, options.full_row_bits};
   const auto rows_of = [&](double share) { return static_cast<std::int64_t>(share * static_cast<double>(options.context)); };
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
@@ -110,7 +111,7 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std:
     const auto codes = cpu::make_row_layout(quantizer, static_cast<int>(key.size()), static_cast<int>(value.size()), key, value, options.page_bytes);
     // Two runs of positions for sinks and rest, two more for every outlier.
     const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) * ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
-    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) + recent * static_cast<std::int64_t>(full.bytes(1)) + positions;
+    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) + recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) + positions;
   }
   return bytes;
 }

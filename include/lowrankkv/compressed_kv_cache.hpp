@@ -77,7 +77,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   ///
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends
   /// exactly to itself and to the stored form of earlier ones. Memory: twice K and V of one chunk in f32.
-  /// @param query [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]
+  /// @param query [n, num_qo_heads, head_dim], rotated  @param key, value [n, num_kv_heads, head_dim]; keys rotated, or with
+  /// Rope::pre not, as everywhere
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate and fork are refused
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out,
@@ -192,6 +193,29 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     attend(std::span(&seq, 1), query, out, lse, mass);
   }
 
+  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in
+  /// softmax weights, in outputs (diagnostics/certificate.hpp), against attention over the same tokens uncompressed; tokens that
+  /// were dropped are outside them. Needs config.keep_residuals. Costs the logits of compressed rows once more, and allocates.
+  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads]
+  /// @param limit  what is too much, per bound
+  /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute otherwise
+  /// @throws StateError without config.keep_residuals, ShapeError as attend()
+  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out,
+                       const Certificate& limit = detail::kNoLimit) {
+    const std::int64_t m = this->check_certify(seqs, query, lse, out);
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const std::int64_t first = static_cast<std::int64_t>(i) * m;
+      const typename Layer::Block block{query.tokens(first, m), {}, lse.tokens(first, m), layer_.config.shape.group_size(), layer_.config.scale(), 0};
+      layer_.certify(sequences_.find(seqs[i]), block, {out.data + first * out.num_heads, m, out.num_heads});
+    }
+    return std::count_if(out.data, out.data + out.num_tokens * out.num_heads, [&](const Certificate& found) {
+      return !(found.logit <= limit.logit && found.softmax <= limit.softmax && found.output <= limit.output);
+    });
+  }
+  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = detail::kNoLimit) {
+    return certify(std::span(&seq, 1), query, lse, out, limit);
+  }
+
   /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what
   /// HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as given to attend()
   void accumulate(std::span<const SequenceId> seqs, const MassView& mass)
@@ -215,6 +239,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     SequenceLengths& now = layer_.table.lengths(slot);
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = layer_.first_tail_position(slot);
+    if (length < now.num_tokens) layer_.sequence(slot).shifts.truncate(length);
     if (length < first_tail) {
       truncate_stored(layer_, slot, length);
       return TruncateResult::inexact;
@@ -223,6 +248,23 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     now.num_tokens = length;
     for (auto& mass : layer_.sequence(slot).mass) mass.recent.resize(static_cast<std::size_t>(now.tail_length));
     return TruncateResult::exact;
+  }
+
+  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted.
+  /// Queries of a token must arrive rotated to it.
+  std::int64_t position(SequenceId seq, std::int64_t token) const {
+    const int slot = sequences_.find(seq);
+    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
+    if (token < 0 || token > tokens) detail::fail<ShapeError>("position: token ", token, ", sequence has ", tokens, " tokens");
+    return token + layer_.sequence(slot).shifts.offset(token);
+  }
+  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no
+  /// stored row: needs keys that are stored unrotated (config.rope). 16 bytes a piece, counted.
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError beyond 2^31 in all
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
+    const int slot = this->idle_slot(seq);
+    this->check_shift(slot, first, delta);
+    layer_.sequence(slot).shifts.add(first, delta);
   }
 
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
@@ -254,8 +296,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     store_sequence(layer_, slot, std::move(sequence));
   }
 
-  /// @brief Writes the stored K and V of positions [first, first + key.num_tokens): full rows as stored, others decoded,
-  /// dropped ones as zeros (row_states() tells).
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded,
+  /// dropped ones as zeros (row_states() tells). Keys come back as they came in: with Rope::pre unrotated.
   /// @param key, value [count, num_kv_heads, head_dim], f32
   void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value) const {
     const int slot = sequences_.find(seq);

@@ -78,6 +78,15 @@ class LayerStack {
     }
     return result;
   }
+  /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of CompressedKVCache::shift_positions.
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
+    static_cast<void>(rollback_limit(seq));
+    // Layers agree on tokens and shifts: if the first accepts, all do.
+    for (auto& layer : layers_) layer->shift_positions(seq, first, delta);
+  }
+  /// @brief Rotary position of a token, or of the next one.
+  std::int64_t position(SequenceId seq, std::int64_t token) const { return layers_.front()->position(seq, token); }
+
   /// @brief maintain() in every layer; the pool is checked for all of them before anything is flushed.
   void maintain(std::span<const SequenceId> seqs) {
     std::int64_t pages = 0;

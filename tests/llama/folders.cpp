@@ -147,9 +147,9 @@ TEST_CASE("several files, separate or tied head, biases and rope scaling give th
       }
       const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(2));
       const std::vector<std::int32_t> ids{3, 39, 0, 7, 7, 21, 5, 30, 11, 2, 17, 9};
-      const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, model.config().cache_shape(), 2, 64, {}, model.threads());
+      const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, model.config(), 64, {}, model.threads());
       store->create(0);
-      const auto hidden = model.forward(ids, 0, [&](int layer, const float* q, const float* k, const float* v, float* out) { store->prefill(layer, 0, 12, q, k, v, out); });
+      const auto hidden = model.forward(ids, 0, [&](int layer, const Projected& rows, float* out) { store->prefill(layer, 0, 12, rows, out); });
       const auto logits = model.logits(hidden, 0, 12);
       const Matrix expected = tiny.forward(ids, frequencies);
       for (int t = 0; t < 12; ++t) {

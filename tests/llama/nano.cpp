@@ -29,9 +29,12 @@ const Engine& nano() {
   static const Engine engine(kData + "/nano", 2);
   return engine;
 }
-const std::vector<lowrankkv::calibrate::LayerMoments>& nano_moments() {
-  static const auto moments = calibrate(nano(), read_text(kData + "/text/calibration_prose.txt"), 16384, 4096);
-  return moments;
+const Calibration& nano_moments() {
+  static const Calibration calibration = [] {
+    const std::string text = read_text(kData + "/text/calibration_prose.txt");
+    return Calibration{calibrate(nano(), text, 16384, 4096), calibrate(nano(), text, 16384, 4096, lowrankkv::Rope::pre)};
+  }();
+  return calibration;
 }
 
 }  // namespace
@@ -49,7 +52,7 @@ TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whet
         CHECK(own == ids);
       }
       for (const bool decoded : {false, true}) {
-        const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, engine.model.config().cache_shape(), engine.model.config().num_layers, static_cast<std::int64_t>(ids.size()), {}, engine.threads);
+        const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, engine.model.config(), static_cast<std::int64_t>(ids.size()), {}, engine.threads);
         store->create(0);
         std::vector<float> hidden;
         if (decoded) {
@@ -116,7 +119,7 @@ TEST_CASE("a method that keeps everything is FullKV") {
   std::vector<std::int32_t> answer;
   for (const char* method : {"FullKV", "StaticPCA", "StaticPCAHybrid", "OjaKV", "OjaKVv2", "Dlrp", "SnapKVOnly", "StreamingLLM", "H2O", "OjaKV+SnapKV"}) {
     CAPTURE(method);
-    const auto store = make_store({.method = method, .ratio = 1.0, .storage = lowrankkv::DType::f32}, config.cache_shape(), config.num_layers, 1100, nano_moments(), nano().threads);
+    const auto store = make_store({.method = method, .ratio = 1.0, .storage = lowrankkv::DType::f32}, config, 1100, nano_moments(), nano().threads);
     const auto ids = generate(nano(), *store, samples[0].prompt, 24, {}, {});
     if (answer.empty()) answer = ids;
     CHECK(ids == answer);
@@ -127,7 +130,7 @@ TEST_CASE("a method that keeps everything is FullKV") {
 TEST_CASE("every method runs by name, costs about what its ratio says, and less at a smaller ratio") {
   std::vector<std::string> names;
   for (const MethodInfo& info : methods()) names.push_back(info.name);
-  CHECK(names.size() == 15);
+  CHECK(names.size() == 16);
   auto contenders = make_contenders(nano(), names, {}, {.context = 1024}, 1100, nano_moments());
   measure_retrieval(nano(), contenders, load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
   const Row* previous = nullptr;
@@ -155,7 +158,7 @@ TEST_CASE("Budgeted retrieves at a tenth of the bytes what FullKV does, StaticPC
 }
 
 TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
-  const auto store = make_store({.method = "FullKV"}, nano().model.config().cache_shape(), nano().model.config().num_layers, 256, {}, nano().threads);
+  const auto store = make_store({.method = "FullKV"}, nano().model.config(), 256, {}, nano().threads);
   const auto prompt = nano().tokenizer.encode("The history of");
   const auto run = [&](float temperature, float top_p, std::uint64_t seed) { return generate(nano(), *store, prompt, 20, {temperature, top_p, seed}, {}); };
   const auto greedy = run(0.0F, 1.0F, 1);

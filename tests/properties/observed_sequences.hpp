@@ -26,6 +26,8 @@ struct Sequence {
   std::vector<std::vector<float>> keys, values;   // per position: [num_kv_heads * head_dim], rounded as stored
   std::vector<std::vector<RowState>> states;      // per head, of the positions that have left the tail
   std::vector<std::vector<double>> mass;          // per head, accumulated attention
+  std::vector<std::int64_t> positions;            // rotary position of every token
+  std::int64_t next_position = 0;
 };
 
 /// What a cache type is tested with.
@@ -54,6 +56,7 @@ class Driver {
       if (sequences_.empty() || (what == 0 && sequences_.size() < 4)) start();
       else if (what <= 5) decode();
       else if (what == 6 && sequences_.size() < 4) fork();
+      else if (what == 7 && draw(0, 1) == 0) shift();
       else if (what == 7) truncate();
       else if (what == 8 && draw(0, 3) == 0) erase();
       else if (what == 8) save_and_load();
@@ -111,6 +114,7 @@ class Driver {
       };
       sequence.keys.push_back(stored(k));
       sequence.values.push_back(stored(v));
+      sequence.positions.push_back(sequence.next_position++);
     }
     for (auto& head : sequence.mass) head.resize(sequence.keys.size(), 0.0);
   }
@@ -153,6 +157,7 @@ class Driver {
     const MassView received(mass.data(), 1, shape().num_kv_heads, positions);
     cache_->attend(seq, queries(q, m), {out.data(), m, shape().num_qo_heads, shape().head_dim}, {lse.data(), m, shape().num_qo_heads}, received);
     compare(seq, q, out, lse, received, m);
+    if (setup_.config.keep_residuals) certify(seq, q, lse, m);
     if constexpr (keeps_mass) {
       cache_->accumulate(seq, received);
       for (int head = 0; head < shape().num_kv_heads; ++head) {
@@ -161,6 +166,39 @@ class Driver {
     }
     cache_->maintain(seq);
     refresh(seq);
+  }
+
+  /// A key [head_dim] as attention must see it: turned to the position of its token, if it came unrotated.
+  Eigen::VectorXd turned(Eigen::VectorXd key, std::int64_t position) const {
+    const RopeConfig& rope = setup_.config.rope;
+    if (rope.keys == Rope::post) return key;
+    const std::vector<double> frequencies = rope_frequencies(rope, shape().head_dim);
+    for (std::size_t pair = 0; pair < frequencies.size(); ++pair) {
+      const bool interleaved = rope.pairing == RopePairing::interleaved;
+      double& x = key[static_cast<Eigen::Index>(interleaved ? 2 * pair : pair)];
+      double& y = key[static_cast<Eigen::Index>(interleaved ? 2 * pair + 1 : pair + frequencies.size())];
+      const double angle = frequencies[pair] * static_cast<double>(position);
+      const double first = x * std::cos(angle) - y * std::sin(angle);
+      y = x * std::sin(angle) + y * std::cos(angle);
+      x = first;
+    }
+    return key;
+  }
+  /// Tokens from some place on move; nothing that is stored may change. Rotated keys cannot move.
+  void shift() {
+    const SequenceId seq = pick();
+    Sequence& sequence = sequences_.at(seq);
+    const int n = static_cast<int>(sequence.keys.size());
+    const int first = draw(0, n), delta = draw(0, 3) == 0 ? draw(-100000, 100000) : draw(-5, 5);
+    if (setup_.config.rope.keys == Rope::post) {
+      REQUIRE_THROWS_AS(cache_->shift_positions(seq, first, delta), StateError);
+      return;
+    }
+    cache_->shift_positions(seq, first, delta);
+    for (int token = first; token < n; ++token) sequence.positions[static_cast<std::size_t>(token)] += delta;
+    sequence.next_position += delta;
+    for (int token = 0; token < n; ++token) REQUIRE(cache_->position(seq, token) == sequence.positions[static_cast<std::size_t>(token)]);
+    REQUIRE(cache_->position(seq, n) == sequence.next_position);
   }
 
   /// attend() against float64 softmax attention over the rows that reconstruct() shows and row_states() does not call dropped.
@@ -172,13 +210,15 @@ class Driver {
       std::vector<RowState> states(static_cast<std::size_t>(n));
       cache_->row_states(seq, kv, 0, states);
       Eigen::VectorXd expected_mass = Eigen::VectorXd::Zero(n);
+      Eigen::MatrixXd seen(dim, n);
+      for (int i = 0; i < n; ++i) seen.col(i) = turned(row(k, i, shape().num_kv_heads, kv), sequences_.at(seq).positions[static_cast<std::size_t>(i)]);
       for (int member = 0; member < shape().group_size(); ++member) {
         const int head = kv * shape().group_size() + member;
         for (int token = 0; token < m; ++token) {
           const Eigen::VectorXd query = row(q, token, shape().num_qo_heads, head);
           Eigen::VectorXd logits = Eigen::VectorXd::Constant(n, -1e300);
           for (int i = 0; i <= n - m + token; ++i) {
-            if (states[static_cast<std::size_t>(i)] != RowState::dropped) logits[i] = query.dot(row(k, i, shape().num_kv_heads, kv)) * setup_.config.scale();
+            if (states[static_cast<std::size_t>(i)] != RowState::dropped) logits[i] = query.dot(seen.col(i)) * setup_.config.scale();
           }
           const double top = logits.maxCoeff();
           const Eigen::VectorXd weights = (logits.array() - top).exp();
@@ -193,6 +233,49 @@ class Driver {
       }
       for (std::int64_t i = 0; i < mass.num_positions; ++i) {
         REQUIRE(std::abs(static_cast<double>(mass.row(0, kv)[i]) - (i < n ? expected_mass[i] : 0.0)) < 1e-4 * m * shape().group_size());
+      }
+    }
+  }
+
+  /// What compression changed, computed in f64 from the rows as they came in and as they are stored, never exceeds the bounds.
+  void certify(SequenceId seq, const std::vector<float>& q, std::vector<float>& lse, int m) {
+    const Sequence& sequence = sequences_.at(seq);
+    const int n = static_cast<int>(cache_->num_tokens(seq));
+    const int heads = shape().num_qo_heads;
+    std::vector<Certificate> found(static_cast<std::size_t>(m * heads));
+    const CertificateView view(found.data(), m, heads);
+    REQUIRE(cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view) == 0);
+    const auto over = cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view, {1e30F, 0.1F, 1e30F});
+    REQUIRE(over == std::count_if(found.begin(), found.end(), [](const Certificate& c) { return c.softmax > 0.1F; }));
+    const auto [k, v] = stored_rows(seq, n);
+    for (int head = 0; head < heads; ++head) {
+      const int kv = head / shape().group_size();
+      std::vector<RowState> states(static_cast<std::size_t>(n));
+      cache_->row_states(seq, kv, 0, states);
+      for (int token = 0; token < m; ++token) {
+        const Eigen::VectorXd query = row(q, token, heads, head) * setup_.config.scale();
+        Eigen::VectorXd exact = Eigen::VectorXd::Constant(n, -1e300), stored = exact;
+        Eigen::MatrixXd exact_values(shape().head_dim, n), stored_values(shape().head_dim, n);
+        for (int i = 0; i < n; ++i) {
+          const std::size_t at = static_cast<std::size_t>(i);
+          exact_values.col(i) = row(sequence.values[at], 0, 1, kv);
+          stored_values.col(i) = row(v, i, shape().num_kv_heads, kv);
+          if (i > n - m + token || states[at] == RowState::dropped) continue;
+          exact[i] = query.dot(turned(row(sequence.keys[at], 0, 1, kv), sequence.positions[at]));
+          stored[i] = query.dot(turned(row(k, i, shape().num_kv_heads, kv), sequence.positions[at]));
+        }
+        const double logit = (exact - stored).cwiseAbs().maxCoeff();
+        const auto softmax = [](const Eigen::VectorXd& logits) {
+          const Eigen::VectorXd weights = (logits.array() - logits.maxCoeff()).exp();
+          return Eigen::VectorXd(weights / weights.sum());
+        };
+        const Eigen::VectorXd before = softmax(exact), after = softmax(stored);
+        const Certificate& bound = view.at(token, head);
+        const double weights = (before - after).cwiseAbs().sum(), output = (exact_values * before - stored_values * after).norm();
+        REQUIRE(logit <= static_cast<double>(bound.logit) + 1e-9);
+        REQUIRE(weights <= static_cast<double>(bound.softmax) + 1e-9);
+        REQUIRE(output <= static_cast<double>(bound.output) + 1e-9);
+        REQUIRE(bound.softmax <= 2.0F);
       }
     }
   }
@@ -239,6 +322,8 @@ class Driver {
     const int size = static_cast<int>(sequence.keys.size());
     const int length = draw(0, 2) == 0 ? draw(1, size) : draw(std::max(1, limit), std::max(1, size));
     cache_->truncate(seq, length);
+    if (length < size) sequence.next_position = sequence.positions[static_cast<std::size_t>(length - 1)] + 1;
+    sequence.positions.resize(static_cast<std::size_t>(length));
     sequence.keys.resize(static_cast<std::size_t>(length));
     sequence.values.resize(static_cast<std::size_t>(length));
     for (auto& head : sequence.states) head.resize(std::min(head.size(), static_cast<std::size_t>(length)));
@@ -298,7 +383,10 @@ class Driver {
         const RowState state = position < static_cast<int>(states.size()) ? states[static_cast<std::size_t>(position)] : RowState::full;
         const Eigen::VectorXd key = row(k, position, shape().num_kv_heads, head), value = row(v, position, shape().num_kv_heads, head);
         const Eigen::VectorXd true_key = row(sequence.keys[static_cast<std::size_t>(position)], 0, 1, head), true_value = row(sequence.values[static_cast<std::size_t>(position)], 0, 1, head);
-        if (state == RowState::full) {
+        if (state == RowState::full && setup_.config.full_row_bits == 8 && position < static_cast<int>(states.size())) {
+          REQUIRE((key - true_key).cwiseAbs().maxCoeff() <= true_key.cwiseAbs().maxCoeff() / 255.0);
+          REQUIRE((value - true_value).cwiseAbs().maxCoeff() <= true_value.cwiseAbs().maxCoeff() / 255.0);
+        } else if (state == RowState::full) {
           REQUIRE(key == true_key);
           REQUIRE(value == true_value);
         } else if (state == RowState::dropped) {
@@ -367,6 +455,12 @@ inline CacheConfig random_config(Random& random) {
   config.flush_interval = draw(1, 32);
   config.prefill_chunk = draw(0, 2) == 0 ? draw(20, 90) : 0;
   config.num_threads = draw(1, 2);
+  config.keep_residuals = draw(0, 1) == 0;
+  config.full_row_bits = draw(0, 2) == 0 ? 8 : 0;
+  if (draw(0, 2) == 0) {
+    config.rope = {Rope::pre, draw(0, 1) == 0 ? RopePairing::half_split : RopePairing::interleaved, std::pow(10.0, draw(2, 6)), {}, draw(0, 1) == 0 ? 0 : 2 * draw(1, config.shape.head_dim / 2)};
+    if (draw(0, 1) == 0) config.rope.scaling = Llama3RopeScaling{8.0F, 1.0F, 4.0F, 64.0F};
+  }
   return config;
 }
 inline LayerBasis random_basis(Random& random, const CacheShape& shape, bool with_bits) {

@@ -8,6 +8,7 @@
 
 #include "../support/random_layer.hpp"
 #include "lowrankkv/diagnostics/certificate.hpp"
+#include "lowrankkv/presets.hpp"
 
 using namespace lowrankkv;
 using namespace lowrankkv::diagnostics;
@@ -118,4 +119,102 @@ TEST_CASE("certificates at their limits") {
   CHECK_THROWS_AS(output_error_bound(-1.0, 1.0, 1.0), ValueError);
   CHECK_THROWS_AS(output_error_bound(1.0, std::nan(""), 1.0), ValueError);
   CHECK_THROWS_AS(output_error_bound(1.0, 1.0, -1.0), ValueError);
+}
+
+TEST_CASE("the bound that knows every token's residual is never violated, is attained, and is the sharper one where few tokens err") {
+  Random random(37);
+  double best = 0.0;
+  int sharper = 0;
+  for (int round = 0; round < 5000; ++round) {
+    const int n = uniform(random, 2, 30);
+    const VectorXd logits_hat = 2.0 * support::gaussian(random, n, 1);
+    VectorXd limits = support::gaussian(random, n, 1).cwiseAbs() * std::exp(uniform(random, -4, 1));
+    for (int i = 0; i < n; ++i) {
+      if (uniform(random, 0, 2) > 0) limits[i] = 0.0;
+    }
+    const VectorXd alpha_hat = softmax(logits_hat);
+    const double growth = alpha_hat.dot((limits.array().exp() - 1.0).matrix()), decay = alpha_hat.dot((1.0 - (-limits.array()).exp()).matrix());
+    const double bound = weighted_softmax_error_bound(growth, decay);
+    for (int attempt = 0; attempt < 4; ++attempt) {
+      VectorXd logits = logits_hat;
+      for (int i = 0; i < n; ++i) logits[i] += limits[i] * (uniform(random, 0, 1) == 0 ? 1.0 : attempt == 0 ? 1.0 : -1.0);
+      const double moved = (softmax(logits) - alpha_hat).lpNorm<1>();
+      REQUIRE(moved <= bound + 1e-12);
+      if (bound > 1e-6) best = std::max(best, moved / bound);
+    }
+    if (bound < softmax_error_bound(limits.maxCoeff())) ++sharper;
+  }
+  CHECK(best > 0.95);
+  CHECK(sharper > 2000);
+  MESSAGE("largest change of the weights / bound ", best, ", sharper than the plain bound in ", sharper, " of 5000");
+  CHECK(weighted_softmax_error_bound(0.0, 0.0) == 0.0);
+  CHECK(weighted_softmax_error_bound(inf, 1.0) == 2.0);
+  CHECK(weighted_softmax_error_bound(1e-9, 1.0) == doctest::Approx(2.0));
+  CHECK_THROWS_AS(weighted_softmax_error_bound(-1.0, 0.0), ValueError);
+  CHECK_THROWS_AS(weighted_softmax_error_bound(0.0, std::nan("")), ValueError);
+}
+
+TEST_CASE("a cache certifies its own steps: nothing is lost at full rank, norms are counted, limits count") {
+  Random random(38);
+  const CacheShape shape{4, 2, 16};
+  constexpr int n = 200;
+  const auto q = support::random_rows(random, n, 4, 16), k = support::random_rows(random, n, 2, 16), v = support::random_rows(random, n, 2, 16);
+  const auto fill = [&](auto& cache, std::vector<Certificate>& found, const Certificate& limit) {
+    cache.create(0);
+    cache.ingest(0, {k.data(), n, 2, 16}, {v.data(), n, 2, 16});
+    std::vector<float> out(2 * 4 * 16), lse(2 * 4);
+    found.resize(2 * 4);
+    const QueryView query(q.data(), 2, 4, 16);
+    cache.attend(0, query, {out.data(), 2, 4, 16}, {lse.data(), 2, 4});
+    return cache.certify(0, query, {lse.data(), 2, 4}, {found.data(), 2, 4}, limit);
+  };
+  CacheConfig config{.shape = shape, .keep_residuals = true};
+  std::vector<Certificate> found;
+  FullKV<> full(config);
+  CHECK(fill(full, found, {0.0F, 0.0F, 0.0F}) == 0);
+  const LayerBasis basis = support::random_basis(random, shape, {}, 8, 8);
+  StaticPCAHybrid<> certified(config, basis), plain({.shape = shape}, basis);
+  const Certificate none{1e30F, 1e30F, 1e30F};
+  CHECK(fill(certified, found, none) == 0);
+  float largest = 0.0F;
+  for (const Certificate& bound : found) largest = std::max(largest, bound.logit);
+  CHECK(largest > 0.0F);
+  CHECK(fill(*std::make_unique<StaticPCAHybrid<>>(config, basis), found, {0.0F, 1e30F, 1e30F}) == 8);
+  CHECK(fill(*std::make_unique<StaticPCAHybrid<>>(config, basis), found, {std::nextafter(largest, 0.0F), 1e30F, 1e30F}) >= 1);
+  CHECK(fill(*std::make_unique<StaticPCAHybrid<>>(config, basis), found, {largest, 1e30F, 1e30F}) == 0);
+  plain.create(0);
+  plain.ingest(0, {k.data(), n, 2, 16}, {v.data(), n, 2, 16});
+  // Two f16 a compressed row, one f32 a head.
+  const std::size_t compressed = n - 64;
+  CHECK(certified.memory(0).residual_bytes == 2 * (4 * compressed + 4));
+  CHECK(certified.memory(0).total() == plain.memory(0).total() + certified.memory(0).residual_bytes);
+  std::vector<float> lse(8);
+  CHECK_THROWS_AS(plain.certify(0, {q.data(), 2, 4, 16}, {lse.data(), 2, 4}, {found.data(), 2, 4}), StateError);
+  CHECK_THROWS_AS(certified.certify(0, {q.data(), 2, 4, 16}, {}, {found.data(), 2, 4}), ShapeError);
+  CHECK_THROWS_AS(certified.certify(0, {q.data(), 2, 4, 16}, {lse.data(), 2, 4}, {found.data(), 1, 4}), ShapeError);
+  CHECK_THROWS_AS(certified.certify(0, {q.data(), 2, 4, 16}, {lse.data(), 2, 4}, {found.data(), 2, 2}), ShapeError);
+}
+
+TEST_CASE("full rows in 8 bits: fewer bytes, within their bound, and certified") {
+  Random random(39);
+  const CacheShape shape{2, 1, 32};
+  constexpr int n = 300;
+  const auto k = support::random_rows(random, n, 1, 32), v = support::random_rows(random, n, 1, 32), q = support::random_rows(random, 1, 2, 32);
+  CacheConfig config{.shape = shape, .keep_residuals = true};
+  FullKV<> plain(config);
+  config.full_row_bits = 8;
+  FullKV<> coded(config);
+  for (FullKV<>* cache : {&plain, &coded}) {
+    cache->create(0);
+    cache->ingest(0, {k.data(), n, 1, 32}, {v.data(), n, 1, 32});
+  }
+  CHECK(plain.memory(0).full_row_bytes == 2 * 2 * 32 * (n - 32));
+  CHECK(coded.memory(0).full_row_bytes == 2 * (32 + 2) * (n - 32));
+  std::vector<float> out(64), lse(2);
+  std::vector<Certificate> found(2);
+  coded.attend(0, {q.data(), 1, 2, 32}, {out.data(), 1, 2, 32}, {lse.data(), 1, 2});
+  CHECK(coded.certify(0, {q.data(), 1, 2, 32}, {lse.data(), 1, 2}, {found.data(), 1, 2}) == 0);
+  CHECK(found[0].logit > 0.0F);
+  CHECK(found[0].softmax < 0.2F);
+  CHECK_THROWS_AS(FullKV<>({.shape = shape, .full_row_bits = 4}), ValueError);
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
-/// Schema (version 2). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
-/// `head_dim`, and what the writer adds (`source`). Tensors, f64, for layer i and x in {query, key, value}:
+/// Schema (version 3). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
+/// `head_dim`, `keys` (`rotated` or `unrotated`: their form, and that of the queries in moments), and what the writer adds
+/// (`source`). Tensors, f64, for layer i and x in {query, key, value}:
 ///   layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
 ///   layers.i.x.sum            [num_kv_heads, head_dim]            sum of x
 ///   layers.i.x.count          [num_kv_heads]                      rows
@@ -12,6 +13,7 @@
 /// And for transform coding, of the rows that will be compressed (CodingStatistics): layers.i.coded_x.second_moment, .sum,
 /// .count as above and layers.i.coded_x.metric  [num_kv_heads, head_dim, head_dim]  for x in {key, value};
 /// layers.i.coded_queries  [1].
+/// Of unrotated keys besides: metadata `pairing` (`half_split` or `interleaved`) and rope.frequencies  [pairs], radians a token.
 /// Moments are sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the moments of
 /// two runs can be added.
 #pragma once
@@ -37,11 +39,18 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
-  writer.set_metadata("version", "2");
+  writer.set_metadata("version", "3");
+  writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "unrotated" : "rotated");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
   writer.set_metadata("num_kv_heads", std::to_string(shape.num_kv_heads));
   writer.set_metadata("head_dim", std::to_string(shape.head_dim));
+  const RopeConfig& rope = layers.front().rope();
+  if (rope.keys == Rope::pre) {
+    const std::vector<double> frequencies = rope_frequencies(rope, shape.head_dim);
+    writer.set_metadata("pairing", rope.pairing == RopePairing::interleaved ? "interleaved" : "half_split");
+    writer.add("rope.frequencies", {static_cast<std::int64_t>(frequencies.size())}, frequencies);
+  }
   const std::int64_t heads = shape.num_kv_heads;
   const std::int64_t dim = shape.head_dim;
   for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -102,8 +111,8 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
   };
-  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "2") {
-    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 2");
+  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "3") {
+    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 3");
   }
   const auto same = [&](const std::string& key, int model) {
     if (metadata(key) != std::to_string(model)) ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
@@ -114,7 +123,15 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
   same("head_dim", shape.head_dim);
   const std::int64_t heads = shape.num_kv_heads;
   const std::int64_t dim = shape.head_dim;
-  std::vector<LayerMoments> layers(static_cast<std::size_t>(num_layers), LayerMoments(shape));
+  if (metadata("keys") != "rotated" && metadata("keys") != "unrotated") ::lowrankkv::detail::fail<FormatError>("calibration bundle: keys ", metadata("keys"), ", expected rotated or unrotated");
+  RopeConfig rope;
+  if (metadata("keys") == "unrotated") {
+    rope.keys = Rope::pre;
+    rope.pairing = metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
+    rope.frequencies = file.values<double>("rope.frequencies", file.info("rope.frequencies").shape);
+    static_cast<void>(rope_frequencies(rope, shape.head_dim));
+  }
+  std::vector<LayerMoments> layers(static_cast<std::size_t>(num_layers), LayerMoments(shape, rope));
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const auto read = [&](const std::string& name, auto&& moments_of) {
       const std::string prefix = "layers." + std::to_string(i) + "." + name + ".";

@@ -10,6 +10,9 @@
 /// that of the residual stream, so one water-filling serves keys, values, heads and layers without weights of its own. Only
 /// forward passes are needed. Continuations should contain retrieval as well as text: let the model read spans of the context
 /// a second time.
+///
+/// Keys that are stored unrotated see every query turned back by their own position: q_i becomes q_i R_j in A_K, and the sum
+/// over j no longer stands apart. It is sampled: of every query kDraws rows j, in proportion to their share, evenly spaced.
 #pragma once
 
 #include <Eigen/Core>
@@ -24,6 +27,7 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/convert.hpp"
+#include "lowrankkv/cpu/rotary_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -39,7 +43,9 @@ class CodingStatistics {
  public:
   CodingStatistics() = default;
   /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are extreme, and left out
-  explicit CodingStatistics(const CacheShape& shape, int exempt = 32) : shape_(shape), exempt_(exempt) {
+  /// @param rope    with Rope::pre, keys come unrotated and statistics are of them
+  explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32) : shape_(shape), exempt_(exempt) {
+    if (rope.keys == Rope::pre) rotary_ = cpu::RotaryTable(rope, shape.head_dim);
     const Eigen::MatrixXd zero = Eigen::MatrixXd::Zero(shape.head_dim, shape.head_dim);
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads), {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
     grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixXd::Identity(shape.head_dim, shape.head_dim));
@@ -57,8 +63,8 @@ class CodingStatistics {
   double num_queries() const { return num_queries_; }
   void set_num_queries(double queries) { num_queries_ = queries; }
 
-  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim]; key, value
-  /// [n, num_kv_heads, head_dim]. The first `context` tokens are what would be compressed, the rest reads them.
+  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim], rotated; key, value
+  /// [n, num_kv_heads, head_dim], keys in their form. The first `context` tokens are what would be compressed, the rest reads them.
   /// @param query_stride  every so-many-th token of the rest is used
   /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a KV head
   /// @throws ShapeError if extents differ or context is not in [1, n]
@@ -75,10 +81,11 @@ class CodingStatistics {
     const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
     run(shape_.num_kv_heads, [&](int index) {
       CodingHead& head = heads_[static_cast<std::size_t>(index)];
-      const Rows keys = load(key, index);
+      Rows keys = load(key, index);
       const Rows values = load(value, index);
       head.key.add({keys.data() + first * shape_.head_dim, context - first, shape_.head_dim});
       head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
+      if (turns()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
         // v N v of every stored row: the same for all readers.
@@ -133,18 +140,54 @@ class CodingStatistics {
     // sum_j w (v - o) N (v - o) = sum_j w v N v - 2 o N (sum_j w v) + (sum_j w) o N o
     const Eigen::MatrixXf means = stored.transpose() * squares;
     const Eigen::VectorXf sums = squares.colwise().sum();
-    const Eigen::MatrixXf turned = gram * outputs;
-    Eigen::MatrixXd weighted = queries.cast<double>();
+    const Eigen::MatrixXf seen_by = gram * outputs;  // o N of every query
+    Eigen::VectorXd spread(count);
     for (Eigen::Index i = 0; i < count; ++i) {
-      const double spread = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(turned.col(i).dot(means.col(i))) +
-                            static_cast<double>(sums[i]) * static_cast<double>(turned.col(i).dot(outputs.col(i)));
-      weighted.row(i) *= (std::max)(spread, 0.0);
+      spread[i] = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(seen_by.col(i).dot(means.col(i))) +
+                  static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
+      spread[i] = (std::max)(spread[i], 0.0);
     }
-    head.key_metric.noalias() += weighted.transpose() * queries.cast<double>();
+    if (turns()) {
+      const Eigen::MatrixXf cross = stored * seen_by;
+      for (Eigen::Index i = 0; i < count; ++i) {
+        const float own = seen_by.col(i).dot(outputs.col(i));
+        const Eigen::VectorXf shares = squares.col(i).cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix()).cwiseMax(0.0F);
+        add_turned(queries.row(i), shares, first, head.key_metric);
+      }
+    } else {
+      const Eigen::MatrixXd wide = queries.cast<double>();
+      head.key_metric.noalias() += wide.transpose() * spread.asDiagonal() * wide;
+    }
     head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
   }
 
+  bool turns() const { return rotary_.num_pairs() > 0; }
+
+  /// metric += sum_j share_j (q R_j)^T (q R_j), sampled; share 0 belongs to position `first`.
+  void add_turned(const Eigen::RowVectorXf& query, const Eigen::VectorXf& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
+    constexpr int kDraws = 64;
+    const double total = shares.cast<double>().sum();
+    if (!(total > 0.0)) return;
+    Rows drawn(kDraws, shape_.head_dim);
+    Eigen::Index rows = 0;
+    int draws = 0;
+    double passed = 0.0;
+    for (Eigen::Index j = 0; j < shares.size() && draws < kDraws; ++j) {
+      passed += static_cast<double>(shares[j]);
+      int hits = 0;  // draws stand at (k + 1/2) / kDraws of the total
+      while (draws + hits < kDraws && (draws + hits + 0.5) * total <= passed * kDraws) ++hits;
+      if (hits == 0) continue;
+      drawn.row(rows) = query * static_cast<float>(std::sqrt(hits * total / kDraws));
+      rotary_.rotate_row(-(first + j), drawn.row(rows).data());
+      draws += hits;
+      ++rows;
+    }
+    const Eigen::MatrixXf product = drawn.topRows(rows).transpose() * drawn.topRows(rows);
+    metric += product.cast<double>();
+  }
+
   CacheShape shape_;
+  cpu::RotaryTable rotary_;  // empty: keys are rotated
   int exempt_ = 0;
   double num_queries_ = 0.0;
   std::vector<CodingHead> heads_;

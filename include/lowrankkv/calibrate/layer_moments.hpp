@@ -77,16 +77,18 @@ struct HeadMoments {
 class LayerMoments {
  public:
   LayerMoments() = default;
-  explicit LayerMoments(const CacheShape& shape) : shape_(shape) {
+  /// @param rope  which form of the keys the statistics are of; with Rope::pre, add() wants unrotated queries too
+  explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {}) : shape_(shape), rope_(rope) {
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads));
     const RowSample sample(shape.head_dim, kSampleRows);
     for (HeadMoments& head : heads_) head = {Moments(shape.head_dim), Moments(shape.head_dim), Moments(shape.head_dim), sample, sample};
     values_ = Moments(shape.num_kv_heads * shape.head_dim);
-    coding_ = CodingStatistics(shape);
+    coding_ = CodingStatistics(shape, rope);
   }
   /// Rows kept of each head's keys and values.
   static constexpr std::int64_t kSampleRows = 256;
   const CacheShape& shape() const { return shape_; }
+  const RopeConfig& rope() const { return rope_; }
   HeadMoments& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const HeadMoments& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
   /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim]: what joint values are made from.
@@ -188,6 +190,7 @@ class LayerMoments {
     return max_over_heads(ranks);
   }
   CacheShape shape_;
+  RopeConfig rope_;
   std::vector<HeadMoments> heads_;
   Moments values_;
   CodingStatistics coding_;

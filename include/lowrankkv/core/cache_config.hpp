@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/rope.hpp"
 #include "lowrankkv/core/scalar.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -33,6 +34,7 @@ struct CacheConfig {
   std::size_t page_bytes = 0;       ///< one size for all layers of a pool; default: 16 full-rank rows
   std::int64_t num_pages = 0;       ///< default: what max_sequences of max_tokens can ever need
   DType full_type = DType::f16;     ///< type of the rows kept at full rank (sinks, tail)
+  int full_row_bits = 0;            ///< 8: full rows outside the tail in 8-bit codes (quantizer/full_rows.hpp); 0: full_type
   DType epoch_type = DType::f16;    ///< type of the stored projection maps
   int flush_interval = 32;          ///< T: rows that leave the tail at a time; also the updater's period
   int tail_capacity = 0;            ///< rows; default: recent + 2 T, so that T appends fit between two maintains
@@ -42,6 +44,8 @@ struct CacheConfig {
   /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach earlier queries of its call.
   /// Coefficients of very long rows saturate in f16 either way; they are at most the row's norm.
   bool check_finite = true;
+  bool keep_residuals = false;      ///< store what compression lost of every row, for certify(): 4 bytes a row and KV head
+  RopeConfig rope{};                ///< Rope::pre: keys come unrotated, see core/rope.hpp
   int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
   float scale() const {
@@ -72,6 +76,8 @@ inline void validate(const CacheConfig& config) {
   if (!(std::isfinite(config.softmax_scale) && config.softmax_scale >= 0.0F)) {
     fail<ValueError>("softmax_scale: finite and at least 0, given ", config.softmax_scale);
   }
+  if (config.rope.keys == Rope::pre) static_cast<void>(rope_frequencies(config.rope, shape.head_dim));
+  if (config.full_row_bits != 0 && config.full_row_bits != 8) fail<ValueError>("full_row_bits: 0 or 8, given ", config.full_row_bits);
   constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
   if (config.num_pages < 0 || config.num_pages > limit) fail<CapacityError>("num_pages: 0 to ", limit, ", given ", config.num_pages);
   if (config.page_bytes > static_cast<std::size_t>(limit)) fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);

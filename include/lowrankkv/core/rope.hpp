@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/rope.hpp  Rotary position embedding: frequencies (with the Llama-3 scaling) and the two pairings.
+/// @file core/rope.hpp  Rotary position embedding: frequencies (with the Llama-3 scaling), the two pairings, and what a cache is
+/// told about them.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <numbers>
+#include <optional>
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
@@ -12,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Which two channels turn together: (i, i + d/2) as in Hugging Face, or (2i, 2i + 1) as in the original.
-enum class RopePairing { half_split, interleaved };
+enum class RopePairing : std::uint8_t { half_split, interleaved };
 
 /// @brief The Llama-3 stretching of low frequencies (`rope_scaling` of type `llama3`).
 struct Llama3RopeScaling {
@@ -20,6 +22,8 @@ struct Llama3RopeScaling {
   float low_freq_factor = 1.0F;
   float high_freq_factor = 4.0F;
   float original_context = 8192.0F;
+
+  friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
 };
 
 /// @brief Angles per position: frequency_i = theta^(-2i/d), [head_dim / 2], radians per token.
@@ -29,6 +33,24 @@ inline std::vector<double> rope_frequencies(int head_dim, double theta) {
   for (int i = 0; i < head_dim / 2; ++i) frequencies[static_cast<std::size_t>(i)] = std::pow(theta, -2.0 * i / head_dim);
   return frequencies;
 }
+
+/// @brief In which form keys arrive and are stored. Queries always arrive rotated to their positions.
+enum class Rope : std::uint8_t {
+  post,  ///< rotated: the cache knows nothing of positions, attention runs in coefficient space
+  pre    ///< unrotated: they compress better and can be moved to other positions; attention lifts and rotates what it reads
+};
+
+/// @brief The rotary embedding of a layer, for caches that store keys unrotated (Rope::pre).
+struct RopeConfig {
+  Rope keys = Rope::post;
+  RopePairing pairing = RopePairing::half_split;
+  double theta = 10000.0;
+  std::optional<Llama3RopeScaling> scaling{};
+  int rotary_dim = 0;  ///< the first so many channels turn, an even number; 0: head_dim
+  std::vector<double> frequencies{};  ///< radians per token of every pair, if neither theta nor scaling says it (YaRN, ...); empty: they do
+
+  friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
+};
 
 /// @brief Applies the Llama-3 scaling: wavelengths beyond original_context / low_freq_factor are stretched by factor,
 /// those under original_context / high_freq_factor are left alone, and between the two they are blended.
@@ -45,6 +67,22 @@ inline void scale_frequencies(std::vector<double>& frequencies, const Llama3Rope
       frequency = (1.0 - blend) * frequency / scaling.factor + blend * frequency;
     }
   }
+}
+
+/// @brief The frequencies of a configuration, [rotary_dim / 2]. @throws ShapeError, ValueError if it is not one of a layer of head_dim
+inline std::vector<double> rope_frequencies(const RopeConfig& config, int head_dim) {
+  const int given = 2 * static_cast<int>(config.frequencies.size());
+  const int turning = config.rotary_dim != 0 ? config.rotary_dim : given != 0 ? given : head_dim;
+  if (given != 0 && given != turning) detail::fail<ShapeError>("rope: rotary_dim ", turning, ", frequencies for ", given);
+  for (const double frequency : config.frequencies) {
+    if (!std::isfinite(frequency)) detail::fail<ValueError>("rope: a frequency is ", frequency, ", finite expected");
+  }
+  if (turning < 2 || turning > head_dim) detail::fail<ShapeError>("rope: rotary_dim ", config.rotary_dim, ", head_dim ", head_dim);
+  if (!(std::isfinite(config.theta) && config.theta > 0.0)) detail::fail<ValueError>("rope: theta is positive, given ", config.theta);
+  if (given != 0) return config.frequencies;
+  std::vector<double> frequencies = rope_frequencies(turning, config.theta);
+  if (config.scaling) scale_frequencies(frequencies, *config.scaling);
+  return frequencies;
 }
 
 /// @brief Rotates one row [2 x frequencies.size()] in place to `position`.

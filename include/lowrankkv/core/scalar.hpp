@@ -74,6 +74,13 @@ inline Half to_half(float value) {
   return Half{static_cast<std::uint16_t>(sign | half)};
 }
 
+/// @brief The smallest f16 that is not below `value`; 65504 if there is none.
+inline Half half_not_below(float value) {
+  Half half = to_half(value);
+  if (to_float(half) < value && half.bits < 0x7bffU) ++half.bits;
+  return half;
+}
+
 /// @brief f32 to bf16, to nearest even; finite values saturate.
 inline BFloat16 to_bfloat16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);

@@ -112,6 +112,24 @@ struct MassView {
   float* row(std::int64_t sequence, int head) const { return data + (sequence * num_heads + head) * num_positions; }
 };
 
+/// @brief Upper bounds on what compression changed in one attention output (diagnostics/certificate.hpp).
+struct Certificate {
+  float logit = 0.0F;    ///< largest error of a logit, natural-log units
+  float softmax = 0.0F;  ///< sum of the absolute errors of the weights, at most 2
+  float output = 0.0F;   ///< norm of the output's error, in the unit of the values
+};
+
+/// @brief Certificates of the queries of a call: [num_tokens, num_qo_heads].
+struct CertificateView {
+  Certificate* data = nullptr;
+  std::int64_t num_tokens = 0;
+  int num_heads = 0;
+
+  CertificateView() = default;
+  CertificateView(Certificate* values, std::int64_t tokens, int heads) : data(values), num_tokens(tokens), num_heads(heads) {}
+  Certificate& at(std::int64_t token, int head) const { return data[token * num_heads + head]; }
+};
+
 /// @brief A row-major f32 matrix owned by somebody else; what updaters and bases are given.
 struct MatrixView {
   const float* data = nullptr;

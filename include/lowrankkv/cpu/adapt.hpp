@@ -49,8 +49,14 @@ std::vector<float> prompt_scores(const State& state, int slot, int head, const L
       std::copy(source, source + state.head_dim(), queries.begin() + (query * group + member) * state.head_dim());
     }
   }
+  std::vector<float> turned;
+  if (state.stores_unrotated()) {
+    turned = rows.keys;
+    state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot), rows.total, turned.data(), state.head_dim());
+  }
+  const std::vector<float>& keys = state.stores_unrotated() ? turned : rows.keys;
   const std::vector<float> scores = snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
-                                                  {rows.keys.data(), rows.total, state.head_dim()}, state.config.scale());
+                                                  {keys.data(), rows.total, state.head_dim()}, state.config.scale());
   return pool_scores(std::span(scores).first(static_cast<std::size_t>(rows.count)), wanted.kernel, wanted.pooling);
 }
 

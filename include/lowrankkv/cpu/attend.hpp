@@ -3,39 +3,20 @@
 ///
 /// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space: a query is projected
 /// once per segment, q~ = q query_down, logits are q~ c_k, and sum p c_v is expanded once, by output_up (OjaKV A.3).
-/// With centred maps a segment adds q mean_k to its logits and (sum p) mean_v to its output.
+/// With centred maps a segment adds q mean_k to its logits and (sum p) mean_v to its output. Keys that are stored unrotated
+/// are lifted and turned instead (cpu/stored_head.hpp).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <span>
 
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/attention_block.hpp"
-#include "lowrankkv/cpu/epoch_store.hpp"
-#include "lowrankkv/cpu/paged_rows.hpp"
-#include "lowrankkv/cpu/quantizer/no_quantizer.hpp"
-#include "lowrankkv/cpu/tail_rows.hpp"
+#include "lowrankkv/cpu/stored_head.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
-
-/// @brief What one (sequence, KV head) stores, as attention reads it.
-template <class Quantizer>
-struct StoredHead {
-  const PagedRows<NoQuantizer>* full = nullptr;
-  const PagedRows<Quantizer>* compressed = nullptr;
-  const EpochStore* epochs = nullptr;
-  const TailRows* tail = nullptr;
-  const PromptChunk* chunk = nullptr;  ///< null: no unfinished prompt chunk
-  std::span<const Segment> segments;
-  int slot = 0;
-  int head = 0;
-  int value_list = 0;  ///< list of compressed rows that holds the values
-  int head_dim = 0;
-  int tail_length = 0;
-};
 
 /// @brief Where the query tokens of one call stand: token t sees all stored rows and, of the tail (or of the chunk while
 /// a prompt is being prefilled), the rows up to and including its own.
@@ -49,39 +30,6 @@ struct QueryBlock {
 };
 
 namespace detail {
-
-/// Rows from `first` on, keys from one list and values from another (or the same), tile by tile, into `state`.
-template <class Rows>
-void attend_rows(const Rows& rows_of, int slot, int key_list, int value_list, std::int32_t first, std::int32_t count, const QueryRows& query,
-                 AttentionWorkspace& work, const PartialState& state) {
-  for (std::int32_t done = 0; done < count; done += kTile) {
-    const int rows = (std::min)(kTile, count - done);
-    rows_of.load_keys(slot, key_list, first + done, rows, work.keys.data(), kTile);
-    rows_of.load_values(slot, value_list, first + done, rows, work.values.data(), query.value_width);
-    const Tile tile{work.keys.data(), work.values.data(), query.value_width, rows};
-    absorb_tile(query, tile, [rows](int) { return rows; }, work.logits.data(), state);
-  }
-}
-
-/// The block's queries in the coordinates of an epoch's key coefficients; the term of centred keys becomes a bias.
-inline QueryRows project_queries(const EpochHead& maps, int head_dim, int key_rank, int value_width, const QueryRows& full_query, AttentionWorkspace& work) {
-  const int key_stride = padded(key_rank);
-  maps.load_query_map(work.map.data(), key_stride);
-  matmul<false>(full_query.rows, key_stride, head_dim, full_query.data, full_query.stride, work.map.data(), key_stride,
-                work.projected.data(), key_stride);
-  QueryRows query{work.projected.data(), key_stride, full_query.rows, key_rank, value_width, nullptr};
-  if (maps.key_mean.empty()) return query;
-  maps.key_mean.load(work.row.data(), padded(head_dim));
-  for (int row = 0; row < full_query.rows; ++row) {
-    float product = 0.0F;
-    for (int channel = 0; channel < head_dim; ++channel) {
-      product += full_query.data[row * full_query.stride + channel] * work.row[static_cast<std::size_t>(channel)];
-    }
-    work.bias[static_cast<std::size_t>(row)] = product;
-  }
-  query.bias = work.bias.data();
-  return query;
-}
 
 /// The rows of a block's queries, the softmax scale folded in.
 inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim, std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
@@ -97,7 +45,7 @@ inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim, s
 
 /// One segment: project the queries, attend over coefficients, expand, merge into state 0.
 template <class Quantizer>
-void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query,
+void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query, KeyReader<Quantizer>& keys,
                     AttentionWorkspace& work) {
   const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
   const int value_rank = maps.rank(Part::value);
@@ -107,8 +55,13 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
   part.stride = value_stride;
   part.reset(full_query.rows);
 
-  const QueryRows query = project_queries(maps, stored.head_dim, maps.rank(Part::key), value_stride, full_query, work);
-  attend_rows(*stored.compressed, stored.slot, stored.head, stored.value_list, segment.first_row, segment.num_rows, query, work, part);
+  const QueryRows query = keys.open(maps, full_query, value_stride);
+  for (std::int32_t done = 0; done < segment.num_rows; done += kTile) {
+    const int rows = (std::min)(kTile, segment.num_rows - done);
+    keys.logits(query, segment.first_row + done, rows, work.logits.data());
+    stored.compressed->load_values(stored.slot, stored.value_list, segment.first_row + done, rows, work.values.data(), value_stride);
+    absorb_logits(query, {nullptr, work.values.data(), value_stride, rows}, [rows](int) { return rows; }, work.logits.data(), part);
+  }
 
   const int width = padded(stored.head_dim);
   maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
@@ -142,17 +95,24 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
   const PartialState state = work.state(0);
   state.reset(rows);
 
-  detail::attend_rows(*stored.full, stored.slot, stored.head, stored.head, 0, stored.full->size(stored.slot, stored.head), query, work, state);
+  KeyReader<Quantizer> keys(stored, work);
+  const std::int32_t num_full = stored.full->size(stored.slot, stored.head);
+  for (std::int32_t done = 0; done < num_full; done += kTile) {
+    const int count = (std::min)(kTile, num_full - done);
+    const float* tile = keys.full(done, count);
+    stored.full->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
+    absorb_tile(query, {tile, work.values.data(), width, count}, [count](int) { return count; }, work.logits.data(), state);
+  }
   for (const Segment& segment : stored.segments) {
-    if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, work);
+    if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, keys, work);
   }
   const bool prompt = stored.chunk != nullptr;
   const auto own_row = [&](int row) { return block.own_row + first_token + row / group; };
   for (int done = 0; done < stored.tail_length; done += kTile) {
     const int count = (std::min)(kTile, stored.tail_length - done);
-    stored.tail->load_keys(stored.slot, stored.head, done, count, work.keys.data(), kTile, work.row.data());
+    const float* of_tail = keys.tail(done, count);
     stored.tail->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
-    const Tile tile{work.keys.data(), work.values.data(), width, count};
+    const Tile tile{of_tail, work.values.data(), width, count};
     absorb_tile(query, tile,
                 [&](int row) { return prompt ? count : static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
                 work.logits.data(), state);
@@ -161,8 +121,7 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
     const std::int64_t last = own_row(rows - 1);
     for (std::int64_t done = 0; done <= last; done += kTile) {
       const int count = static_cast<int>((std::min)(std::int64_t{kTile}, last + 1 - done));
-      const Tile tile{stored.chunk->key_tile(stored.head, done / kTile), stored.chunk->values(stored.head, done),
-                      stored.chunk->value_stride(), count};
+      const Tile tile{keys.chunk(done, count), stored.chunk->values(stored.head, done), stored.chunk->value_stride(), count};
       absorb_tile(query, tile, [&](int row) { return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
                   work.logits.data(), state);
     }

@@ -65,16 +65,18 @@ inline float exponentials(float* line, int count, int width, float top) {
   return predux(sum);
 }
 
-/// @brief Folds a tile into `state`. Row i sees the first visible(i) tokens of the tile (clamped to 0..count).
+/// @brief logits [rows, kTile] = queries times the keys of a tile, channel-major [key_width, kTile]; without the queries' bias.
+inline void tile_logits(const QueryRows& query, const float* keys, int count, float* logits) {
+  matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile, logits, kTile);
+}
+
+/// @brief Folds a tile whose logits are known into `state`; they are overwritten. Row i sees the first visible(i) tokens of the
+/// tile (clamped to 0..count).
 ///
 /// FlashAttention's recurrence: m' = max(m, max s); l' = l e^(m-m') + sum e^(s-m'); acc' = acc e^(m-m') + P V.
-/// @param logits  scratch [rows, kTile]
+/// @param logits  [rows, kTile]
 template <class Visible>
-void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits, const PartialState& state) {
-  bool any = false;
-  for (int row = 0; row < query.rows; ++row) any = any || visible(row) > 0;
-  if (!any) return;
-  matmul<false>(query.rows, padded(tile.count), query.key_width, query.data, query.stride, tile.keys, kTile, logits, kTile);
+void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits, const PartialState& state) {
   for (int row = 0; row < query.rows; ++row) {
     float* line = logits + row * kTile;
     const int wish = visible(row);
@@ -101,6 +103,16 @@ void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, fl
   matmul<true>(query.rows, query.value_width, tile.count, logits, kTile, tile.values, tile.value_stride, state.accumulator, state.stride);
 }
 
+/// @brief The same for a tile of keys. @param logits  scratch [rows, kTile]
+template <class Visible>
+void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits, const PartialState& state) {
+  bool any = false;
+  for (int row = 0; row < query.rows; ++row) any = any || visible(row) > 0;
+  if (!any) return;
+  tile_logits(query, tile.keys, tile.count, logits);
+  absorb_logits(query, tile, visible, logits, state);
+}
+
 /// @brief state <- state + other, where other's accumulator has been expanded to the same width.
 inline void merge_states(int rows, int width, const PartialState& state, const PartialState& other) {
   for (int row = 0; row < rows; ++row) {
@@ -121,7 +133,8 @@ class AttentionWorkspace {
  public:
   AttentionWorkspace() = default;
   /// @param widest  the largest of head_dim and all value ranks
-  AttentionWorkspace(int head_dim, int widest, int group_size)
+  /// @param turns   keys are stored unrotated: scratch to lift and turn them
+  AttentionWorkspace(int head_dim, int widest, int group_size, bool turns)
       : rows_((std::max)(kQueryRows, group_size)), width_(padded(widest)) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
     const std::size_t width = static_cast<std::size_t>(width_);
@@ -134,6 +147,14 @@ class AttentionWorkspace {
     logits.resize(rows * kTile);
     bias.resize(rows);
     keys.resize(dim * kTile);
+    if (turns) {
+      keys.resize((dim + 1) * kTile);
+      coefficients.resize(dim * kTile);
+      cosines.resize(dim / 2 * kTile);
+      sines.resize(dim / 2 * kTile);
+      folded.resize((dim + 1) * dim);
+      folded_mean.resize(dim + 1);
+    }
     values.resize(width * kTile);
     statistics_.resize(4 * rows);
     accumulators_.resize(2 * rows * width);
@@ -148,10 +169,12 @@ class AttentionWorkspace {
   }
   std::size_t bytes() const {
     return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() + logits.size() + bias.size() +
-                keys.size() + values.size() + statistics_.size() + accumulators_.size());
+                keys.size() + values.size() + coefficients.size() + cosines.size() + sines.size() + folded.size() + folded_mean.size() + statistics_.size() +
+                accumulators_.size());
   }
 
   std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values;
+  std::vector<float> coefficients, cosines, sines, folded, folded_mean;  ///< of unrotated keys
 
  private:
   int rows_ = 0;

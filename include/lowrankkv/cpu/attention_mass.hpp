@@ -15,25 +15,13 @@ namespace cpu {
 
 namespace detail {
 
-/// target[t] += sum over rows i of exp(q_i k_t - lse_i) for the first visible(i) tokens of a tile.
+/// target[t] += sum over rows i of exp(logit_it - lse_i) for the first visible(i) tokens of a tile.
 template <class Visible>
-void absorb_mass(const QueryRows& query, const float* keys, int count, const float* lse, Visible&& visible, float* logits, float* target) {
-  matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile, logits, kTile);
+void absorb_mass(const QueryRows& query, const float* logits, int count, const float* lse, Visible&& visible, float* target) {
   for (int row = 0; row < query.rows; ++row) {
     const float shift = lse[row] - (query.bias != nullptr ? query.bias[row] : 0.0F);
     const int seen = (std::clamp)(visible(row), 0, count);
     for (int token = 0; token < seen; ++token) target[token] += std::exp(logits[row * kTile + token] - shift);
-  }
-}
-
-/// The same for rows [first, first + count) of a list, all visible.
-template <class Rows>
-void mass_of_rows(const Rows& list, int slot, int head, std::int32_t first, std::int32_t count, const QueryRows& query, const float* lse,
-                  AttentionWorkspace& work, float* target) {
-  for (std::int32_t done = 0; done < count; done += kTile) {
-    const int rows = (std::min)(kTile, count - done);
-    list.load_keys(slot, head, first + done, rows, work.keys.data(), kTile);
-    absorb_mass(query, work.keys.data(), rows, lse, [rows](int) { return rows; }, work.logits.data(), target + done);
   }
 }
 
@@ -50,13 +38,25 @@ void mass_of_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   for (int row = 0; row < query.rows; ++row) {
     lse[static_cast<std::size_t>(row)] = block.lse.data[(first_token + row / group) * block.lse.token_stride + stored.head * group + row % group];
   }
-  detail::mass_of_rows(*stored.full, stored.slot, stored.head, 0, stored.full->size(stored.slot, stored.head), query, lse.data(), work, mass.full.data());
+  KeyReader<Quantizer> keys(stored, work);
+  float* logits = work.logits.data();
+  const auto of_tile = [&](const float* tile, int count, auto&& visible, float* target) {
+    tile_logits(query, tile, count, logits);
+    detail::absorb_mass(query, logits, count, lse.data(), visible, target);
+  };
+  const std::int32_t num_full = stored.full->size(stored.slot, stored.head);
+  for (std::int32_t done = 0; done < num_full; done += kTile) {
+    const int count = (std::min)(kTile, num_full - done);
+    of_tile(keys.full(done, count), count, [count](int) { return count; }, mass.full.data() + done);
+  }
   for (const Segment& segment : stored.segments) {
     if (segment.num_rows == 0) continue;
-    const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
-    const QueryRows projected = detail::project_queries(maps, stored.head_dim, maps.rank(Part::key), 0, query, work);
-    detail::mass_of_rows(*stored.compressed, stored.slot, stored.head, segment.first_row, segment.num_rows, projected, lse.data(), work,
-                         mass.compressed.data() + segment.first_row);
+    const QueryRows opened = keys.open(stored.epochs->head(segment.epoch, stored.head), query, 0);
+    for (std::int32_t done = 0; done < segment.num_rows; done += kTile) {
+      const int count = (std::min)(kTile, segment.num_rows - done);
+      keys.logits(opened, segment.first_row + done, count, logits);
+      detail::absorb_mass(opened, logits, count, lse.data(), [count](int) { return count; }, mass.compressed.data() + segment.first_row + done);
+    }
   }
   const bool prompt = stored.chunk != nullptr;
   const auto seen = [&](int row, int done, int count) {
@@ -64,15 +64,12 @@ void mass_of_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   };
   for (int done = 0; done < stored.tail_length; done += kTile) {
     const int count = (std::min)(kTile, stored.tail_length - done);
-    stored.tail->load_keys(stored.slot, stored.head, done, count, work.keys.data(), kTile, work.row.data());
-    detail::absorb_mass(query, work.keys.data(), count, lse.data(), [&](int row) { return prompt ? count : seen(row, done, count); }, work.logits.data(),
-                        mass.recent.data() + done);
+    of_tile(keys.tail(done, count), count, [&](int row) { return prompt ? count : seen(row, done, count); }, mass.recent.data() + done);
   }
   if (!prompt) return;
   for (int done = 0; done < static_cast<int>(stored.chunk->size()); done += kTile) {
     const int count = (std::min)(kTile, static_cast<int>(stored.chunk->size()) - done);
-    detail::absorb_mass(query, stored.chunk->key_tile(stored.head, done / kTile), count, lse.data(), [&](int row) { return seen(row, done, count); },
-                        work.logits.data(), mass.recent.data() + stored.tail_length + done);
+    of_tile(keys.chunk(done, count), count, [&](int row) { return seen(row, done, count); }, mass.recent.data() + stored.tail_length + done);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/outliers.hpp"
 #include "lowrankkv/cpu/project.hpp"
+#include "lowrankkv/cpu/residuals.hpp"
 #include "lowrankkv/cpu/segments.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -106,10 +107,10 @@ void for_each_run(const LeavingRows& rows, RowRange range, RowState kind, std::i
   }
 }
 
-/// The same for compressed rows, in tiles of at most kTile.
+/// The same in tiles of at most kTile.
 template <class Store>
-void for_each_tile(const LeavingRows& rows, RowRange range, std::int32_t next, Store&& store) {
-  for_each_run(rows, range, RowState::compressed, next, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+void for_each_tile(const LeavingRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
+  for_each_run(rows, range, kind, next, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
     for (std::int32_t done = 0; done < count; done += kTile) store(begin + done, (std::min)(kTile, count - done), row + done);
   });
 }
@@ -128,7 +129,7 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
     });
     if (std::find(mine.fates.begin() + range.begin, mine.fates.begin() + range.end, RowFate::compressed) == mine.fates.begin() + range.end) continue;
     Projection& projection = projections.emplace_back(state.epochs.head(state.sequence(slot).epoch, head), dim);
-    for_each_tile(mine, range, next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+    for_each_tile(mine, range, RowState::compressed, next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
       const float* keys = projection.project(Part::key, mine.keys.data() + begin * dim, count);
       const float* values = State::joins ? nullptr : projection.project(Part::value, mine.values.data() + begin * dim, count);
       state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key), values, State::joins ? 0 : projection.stride(Part::value));
@@ -138,7 +139,7 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
   // One latent: the sum of what each head's block of the value map makes of its values.
   const int stride = projections.front().stride(Part::value);
   std::vector<float> sum(static_cast<std::size_t>(kTile * stride));
-  for_each_tile(rows[static_cast<std::size_t>(leader)], range, first[static_cast<std::size_t>(leader)].num_compressed,
+  for_each_tile(rows[static_cast<std::size_t>(leader)], range, RowState::compressed, first[static_cast<std::size_t>(leader)].num_compressed,
                 [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
                   std::fill(sum.begin(), sum.end(), 0.0F);
                   for (std::size_t member = 0; member < projections.size(); ++member) {
@@ -148,6 +149,26 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
                   }
                   state.compressed.overwrite(slot, state.value_list(leader), row, count, nullptr, 0, sum.data(), stride);
                 });
+}
+
+/// Notes what compression lost of the rows of `range` of the heads of a group, all of which are stored by now.
+template <class State>
+void note_losses(State& state, int slot, int group, const std::vector<LeavingRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+  const int dim = state.head_dim();
+  for (int head = group * state.heads_per_group(); head < (group + 1) * state.heads_per_group(); ++head) {
+    const LeavingRows& mine = rows[static_cast<std::size_t>(head)];
+    float& largest = state.residuals(slot, head).largest_value;
+    for (std::int64_t row = range.begin; row < range.end; ++row) {
+      largest = (std::max)(largest, 1.001F * static_cast<float>(norm_of(mine.values.data() + row * dim, dim)));
+    }
+    const HeadRows& next = first[static_cast<std::size_t>(head)];
+    for (const RowState list : {RowState::full, RowState::compressed}) {
+      if (!state.keeps_residuals(list)) continue;
+      for_each_tile(mine, range, list, list == RowState::full ? next.num_full : next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+        note_residuals(state, slot, head, list, row, count, mine.keys.data() + begin * dim, mine.values.data() + begin * dim);
+      });
+    }
+  }
 }
 
 /// Lists the decided rows of `range` of one head: makes room for them, notes where they are. Returns where they begin.
@@ -211,7 +232,10 @@ void compress_range(State& state, int slot, std::vector<LeavingRows>& rows, RowR
   if (compressed > 0) open_segment(state, slot);
   std::vector<HeadRows> before;
   for (int head = 0; head < state.num_kv_heads(); ++head) before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
-  state.threads->run(state.num_groups(), [&](std::int64_t group, int) { store_group(state, slot, static_cast<int>(group), rows, range, before); });
+  state.threads->run(state.num_groups(), [&](std::int64_t group, int) {
+    store_group(state, slot, static_cast<int>(group), rows, range, before);
+    if (state.config.keep_residuals) note_losses(state, slot, static_cast<int>(group), rows, range, before);
+  });
 }
 
 /// The rows that stay: the tail without the rows that left it, then the rest of the prompt chunk.

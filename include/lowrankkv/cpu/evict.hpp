@@ -23,6 +23,7 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
     if (keep[row]) mass[kept++] = mass[row];
   }
   mass.resize(kept);
+  if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).retain(keep);
   if (kind == RowState::full) {
     state.full.retain(slot, head, keep);
     return;

@@ -15,6 +15,7 @@
 #include "lowrankkv/cpu/attention_mass.hpp"
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/residuals.hpp"
 #include "lowrankkv/cpu/saved_frame.hpp"
 #include "lowrankkv/cpu/sequence_ops.hpp"
 
@@ -25,7 +26,7 @@ namespace cpu {
 template <class Quantizer>
 struct LayerSizes {
   std::size_t page_bytes = 0;
-  std::vector<RowLayout<NoQuantizer>> full;       ///< per KV head
+  std::vector<RowLayout<FullRows>> full;       ///< per KV head
   std::vector<RowLayout<Quantizer>> compressed;   ///< per KV head
   std::int32_t max_full_pages = 0, max_compressed_pages = 0;  ///< per sequence and head
   std::int64_t num_pages = 0;                     ///< what all sequences at full length can need
@@ -42,7 +43,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
                                       const TokenPolicy& token_policy, const Quantizer& quantizer) {
     LayerSizes<Quantizer> result;
     const int dim = config.shape.head_dim;
-    const NoQuantizer plain{config.full_type};
+    const FullRows plain{config.full_type, config.full_row_bits};
     result.page_bytes = config.page_bytes != 0 ? config.page_bytes : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
     RowBounds most;  // of rows of one head over the life of a sequence
     for (const Phase phase : {Phase::prefill, Phase::decode}) {
@@ -95,7 +96,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     const int heads = settings.shape.num_kv_heads;
     // Room for the calibrated segment and for one that is about to be merged away.
     this->table = DescriptorTable(settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
-    this->full = PagedRows<NoQuantizer>(RowList::full, layout.full, this->pool.get(), &this->table);
+    this->full = PagedRows<FullRows>(RowList::full, layout.full, this->pool.get(), &this->table);
     this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed, this->pool.get(), &this->table);
     this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity, settings.shape.head_dim, settings.full_type);
     this->epochs = EpochStore(settings.epoch_type);
@@ -103,7 +104,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->slots.resize(static_cast<std::size_t>(settings.max_sequences));
     int widest = settings.shape.head_dim;
     for (const HeadBasis& head : this->calibrated.heads) widest = (std::max)(widest, head.value_rank);
-    for (int thread = 0; thread < this->threads->num_threads(); ++thread) this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size());
+    if (this->stores_unrotated()) this->rotary = RotaryTable(settings.rope, settings.shape.head_dim);
+    for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
+      this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size(), this->stores_unrotated());
+    }
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
   Layer& operator=(const Layer&) = delete;
@@ -171,6 +175,25 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     });
   }
 
+  /// @brief Bounds on what compression changed in the outputs of a block whose lse is known. Heads run in parallel.
+  void certify(int slot, const QueryBlock& block, const CertificateView& out) {
+    const int per_task = (std::max)(1, kQueryRows / this->config.shape.group_size());
+    this->threads->run(this->num_kv_heads(), [&](std::int64_t index, int thread) {
+      const int head = static_cast<int>(index);
+      AttentionWorkspace& work = this->workspaces[static_cast<std::size_t>(thread)];
+      const StoredHead<Quantizer> stored = stored_head(slot, head, false);
+      double largest = static_cast<double>(this->residuals(slot, head).largest_value);
+      for (int row = 0; row < stored.tail_length; ++row) {
+        this->tail.read(slot, head, Part::value, row, work.row.data());
+        largest = (std::max)(largest, norm_of(work.row.data(), this->head_dim()));
+      }
+      for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
+        const int tokens = static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
+        certify_block(stored, block, first, tokens, this->residuals(slot, head), largest, work, out);
+      }
+    });
+  }
+
   /// @brief Capacity that is set aside and in nobody's use, besides the pool's free pages.
   std::size_t reserved_bytes() const {
     std::size_t tails = this->tail.bytes();
@@ -179,7 +202,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     }
     std::size_t work = 0;
     for (const AttentionWorkspace& workspace : this->workspaces) work += workspace.bytes();
-    return tails + work + this->table.bytes();
+    return tails + work + this->table.bytes() + this->rotary.bytes();
   }
   /// @brief The calibrated maps as stored, and the f32 copy that updaters start from.
   std::size_t shared_bytes() const {
@@ -191,9 +214,21 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
 
  private:
   StoredHead<Quantizer> stored_head(int slot, int head, bool prompt) {
-    return {&this->full, &this->compressed, &this->epochs, &this->tail, prompt ? &this->sequence(slot).chunk : nullptr,
-            this->used_segments(slot, head), slot, head, State::TokenImpl::compresses ? this->value_list(head) : head, this->head_dim(),
-            this->table.lengths(slot).tail_length};
+    return {.full = &this->full,
+            .compressed = &this->compressed,
+            .epochs = &this->epochs,
+            .tail = &this->tail,
+            .chunk = prompt ? &this->sequence(slot).chunk : nullptr,
+            .segments = this->used_segments(slot, head),
+            .slot = slot,
+            .head = head,
+            .value_list = State::TokenImpl::compresses ? this->value_list(head) : head,
+            .head_dim = this->head_dim(),
+            .tail_length = this->table.lengths(slot).tail_length,
+            .first_tail_token = this->first_tail_position(slot),
+            .rotary = this->stores_unrotated() ? &this->rotary : nullptr,
+            .runs = &this->runs(slot, head),
+            .shifts = &this->sequence(slot).shifts};
   }
   void add_recent_mass(int slot, std::int64_t rows) {
     if (!State::keeps_mass) return;

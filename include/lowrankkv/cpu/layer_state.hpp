@@ -15,12 +15,14 @@
 #include "lowrankkv/concepts/token_policy.hpp"
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/position_shifts.hpp"
 #include "lowrankkv/core/row_runs.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cpu/attention_block.hpp"
 #include "lowrankkv/cpu/epoch_store.hpp"
 #include "lowrankkv/cpu/paged_rows.hpp"
-#include "lowrankkv/cpu/quantizer/no_quantizer.hpp"
+#include "lowrankkv/cpu/quantizer/full_rows.hpp"
+#include "lowrankkv/cpu/rotary_table.hpp"
 #include "lowrankkv/cpu/tail_rows.hpp"
 #include "lowrankkv/cpu/thread_pool.hpp"
 
@@ -42,6 +44,36 @@ struct HeadMass {
   std::size_t bytes() const { return 4 * (full.size() + compressed.size() + recent.size()); }
 };
 
+/// @brief What storing lost of the rows of one list: norms, rounded up.
+struct RowResiduals {
+  std::vector<Half> key, value;  ///< per row: ||k - k^||, ||v - v^||
+
+  std::vector<Half>& of(Part part) { return part == Part::key ? key : value; }
+  void resize(std::size_t rows) {
+    key.resize(rows);
+    value.resize(rows);
+  }
+  void retain(const std::vector<bool>& keep) {
+    std::size_t kept = 0;
+    for (std::size_t row = 0; row < keep.size(); ++row) {
+      if (!keep[row]) continue;
+      key[kept] = key[row];
+      value[kept++] = value[row];
+    }
+    resize(kept);
+  }
+  std::size_t bytes() const { return sizeof(Half) * (key.size() + value.size()); }
+};
+
+/// @brief The same of one head. Kept on request (config.keep_residuals).
+struct HeadResiduals {
+  RowResiduals full, compressed;  ///< full: empty unless full rows are stored in 8 bits
+  float largest_value = 0.0F;     ///< at least the norm of every value that has left the tail
+
+  RowResiduals& of(RowState state) { return state == RowState::full ? full : compressed; }
+  std::size_t bytes() const { return full.bytes() + compressed.bytes() + sizeof(float); }
+};
+
 /// @brief One sequence of a layer.
 template <class UpdaterState>
 struct Slot {
@@ -53,6 +85,8 @@ struct Slot {
   std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
   std::vector<RowRuns> runs;                             ///< per KV head: the positions that have left the tail
   std::vector<HeadMass> mass;                            ///< per KV head
+  std::vector<HeadResiduals> residuals;                  ///< per KV head
+  PositionShifts shifts;                                 ///< rotary positions, where they are not the token's index
 };
 
 /// @brief The stored state of one layer. Plain data: the steps of the algorithm are in cpu/layer.hpp and what it includes.
@@ -80,16 +114,20 @@ struct LayerState {
   std::shared_ptr<ThreadPool> threads;
 
   DescriptorTable table;
-  PagedRows<NoQuantizer> full;
+  PagedRows<FullRows> full;
   PagedRows<Quantizer> compressed;
   TailRows tail;
   EpochStore epochs;
+  RotaryTable rotary;  ///< empty unless keys are stored unrotated
   std::vector<Sequence> slots;
   std::vector<AttentionWorkspace> workspaces;  ///< one per thread
   CacheStatistics statistics;
 
   int num_kv_heads() const { return config.shape.num_kv_heads; }
   int head_dim() const { return config.shape.head_dim; }
+  /// Lists of rows whose residuals are kept: none, those of compressed rows, those of coded full rows too.
+  bool keeps_residuals(RowState list) const { return config.keep_residuals && (list == RowState::compressed || (list == RowState::full && config.full_row_bits != 0)); }
+  bool stores_unrotated() const { return config.rope.keys == Rope::pre; }
   int recent() const { return TokenImpl::recent(token_policy); }
   /// Heads that share the fate of their tokens, because one row of value coefficients serves them all. Usually one.
   int heads_per_group() const {
@@ -134,6 +172,7 @@ struct LayerState {
 
   const RowRuns& runs(int slot, int head) const { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
   RowRuns& runs(int slot, int head) { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
+  HeadResiduals& residuals(int slot, int head) { return sequence(slot).residuals[static_cast<std::size_t>(head)]; }
   HeadMass& mass(int slot, int head) { return sequence(slot).mass[static_cast<std::size_t>(head)]; }
 
   std::span<Segment> used_segments(int slot, int head) {

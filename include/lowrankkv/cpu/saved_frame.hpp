@@ -34,10 +34,19 @@ std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& s
   add("num_qo_heads", state.config.shape.num_qo_heads);
   add("head_dim", state.head_dim());
   add("full_type", state.config.full_type);
+  add("full_row_bits", state.config.full_row_bits);
   add("compresses", State::TokenImpl::compresses);
   add("keeps_mass", State::keeps_mass);
   add("adapts", State::UpdaterImpl::adapts);
   add("recent", state.recent());
+  add("keep_residuals", state.config.keep_residuals);
+  add("unrotated keys", state.stores_unrotated());
+  if (state.stores_unrotated()) {
+    const RopeConfig& rope = state.config.rope;
+    add("rope pairing", rope.pairing);
+    const std::vector<double> frequencies = rope_frequencies(rope, state.head_dim());
+    add("rope frequencies", checksum(std::as_bytes(std::span(frequencies))));
+  }
   if (!State::TokenImpl::compresses) return all;
   add("num_lists", state.num_lists());
   for (int list = 0; list < state.num_lists(); ++list) {

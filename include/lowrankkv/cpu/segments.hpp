@@ -12,6 +12,8 @@
 
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/project.hpp"
+#include "lowrankkv/cpu/residual_norms.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -29,6 +31,16 @@ void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int
   for (std::int32_t row = 0; row < count; ++row) {
     for (int channel = 0; channel < rank; ++channel) out[row * stride + channel] = tile[static_cast<std::size_t>(channel * count + row)];
   }
+}
+
+/// @brief Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
+template <class State>
+void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
+  const int list = state.list_of(head, part);
+  const int rank = state.compressed.layout(list).rank(part);
+  std::vector<float> coefficients(static_cast<std::size_t>(count * rank));
+  load_coefficients(state.compressed, slot, list, part, row, count, coefficients.data(), rank);
+  Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
 }
 
 /// @brief Which segment a new one would push over the edge: it is merged into its successor. -1: none.
@@ -108,11 +120,29 @@ void merge_segment(State& state, int slot, int index) {
       for (std::int32_t row = 0; row < count; ++row) std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
       matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(), map.stride, out.data(), map.stride);
     };
+    // A row may lose more by moving, and what it loses adds up.
+    std::vector<float> before[2], after(static_cast<std::size_t>(kTile * padded(state.head_dim())));
+    if (state.config.keep_residuals) before[0] = before[1] = after;
+    const auto decode = [&](const EpochHead& maps, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
+      if (state.config.keep_residuals) decode_rows(state, slot, head, maps, part, first, count, out.data());
+    };
     for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
       const std::int32_t count = (std::min)(kTile, from.num_rows - done);
+      decode(old_maps, Part::key, from.first_row + done, count, before[0]);
+      decode(old_maps, Part::value, from.first_row + done, count, before[1]);
       project(keys, Part::key, from.first_row + done, count, new_keys);
       project(values, Part::value, from.first_row + done, count, new_values);
       state.compressed.overwrite(slot, head, from.first_row + done, count, new_keys.data(), keys.stride, new_values.data(), values.stride);
+      for (const Part part : {Part::key, Part::value}) {
+        if (!state.config.keep_residuals) continue;
+        decode(new_maps, part, from.first_row + done, count, after);
+        std::vector<Half>& norms = state.residuals(slot, head).compressed.of(part);
+        for (std::int32_t row = 0; row < count; ++row) {
+          Half& norm = norms[static_cast<std::size_t>(from.first_row + done + row)];
+          const std::ptrdiff_t at = row * padded(state.head_dim());
+          norm = norm_not_below(static_cast<double>(to_float(norm)) + distance_of(before[part == Part::key ? 0 : 1].data() + at, after.data() + at, state.head_dim()));
+        }
+      }
     }
     into.first_row = from.first_row;
     into.num_rows += from.num_rows;

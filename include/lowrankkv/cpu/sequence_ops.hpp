@@ -9,7 +9,6 @@
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
-#include "lowrankkv/cpu/project.hpp"
 #include "lowrankkv/cpu/segments.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -64,6 +63,7 @@ void open_slot(State& state, int slot) {
   sequence.adaptation.resize(heads);
   sequence.runs.resize(heads);
   if (State::keeps_mass) sequence.mass.resize(heads);
+  if (state.config.keep_residuals) sequence.residuals.resize(heads);
   reserve_mass(state, slot);
   for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
     sequence.adaptation[head].key_state = start_state(state, static_cast<int>(head), Part::key);
@@ -105,6 +105,9 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
       mass.compressed.resize(static_cast<std::size_t>(compressed));
       mass.recent.clear();
     }
+    for (const RowState kind : {RowState::full, RowState::compressed}) {
+      if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).resize(static_cast<std::size_t>(runs.num_rows(kind)));
+    }
     for (Segment& segment : state.used_segments(slot, head)) {
       segment.num_rows = (std::max)(0, (std::min)(segment.num_rows, compressed - segment.first_row));
       segment.first_row = (std::min)(segment.first_row, compressed);
@@ -121,20 +124,6 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
   lengths.tail_length = 0;
   lengths.num_tokens = length;
 }
-
-namespace detail {
-
-/// Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
-template <class State>
-void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
-  const int list = state.list_of(head, part);
-  const int rank = state.compressed.layout(list).rank(part);
-  std::vector<float> coefficients(static_cast<std::size_t>(count * rank));
-  load_coefficients(state.compressed, slot, list, part, row, count, coefficients.data(), rank);
-  Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
-}
-
-}  // namespace detail
 
 /// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they are, others decoded,
 /// dropped ones as zeros.
@@ -188,7 +177,7 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
     }
     const EpochHead& maps = state.epochs.head(segment->epoch, head);
     for (const Part part : {Part::key, Part::value}) {
-      detail::decode_rows(state, slot, head, maps, part, place.row, run, rows.data());
+      decode_rows(state, slot, head, maps, part, place.row, run, rows.data());
       for (std::int32_t i = 0; i < run; ++i) {
         std::copy_n(rows.data() + i * width, dim, part == Part::key ? key.row(token + i, head) : value.row(token + i, head));
       }
@@ -216,10 +205,12 @@ MemoryUsage slot_memory(const State& state, int slot) {
     count_pages(full, state.full.num_pages(slot, head));
     usage.position_bytes += sequence.runs[h].bytes();
     if (State::keeps_mass) usage.updater_bytes += sequence.mass[h].bytes();
+    if (state.config.keep_residuals) usage.residual_bytes += sequence.residuals[h].bytes();
     const auto& adaptation = sequence.adaptation[h];
     usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +
                            State::UpdaterImpl::state_bytes(adaptation.key_state) + State::UpdaterImpl::state_bytes(adaptation.value_state);
   }
+  usage.position_bytes += sequence.shifts.bytes();
   usage.tail_bytes = static_cast<std::size_t>(lengths.tail_length) * state.tail.token_bytes();
   usage.pending_bytes = sequence.chunk.bytes();
   bool current_counted = sequence.epoch == 0;

@@ -83,6 +83,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
   const SequenceLengths& lengths = state.table.lengths(slot);
   out.value(lengths);
   out.value(sequence.rows_since_publication);
+  out.list(std::vector<PositionShift>(sequence.shifts.pieces().begin(), sequence.shifts.pieces().end()));
   // Epochs by first use: 0 is the calibrated one, the sequence's own follow.
   std::vector<std::int32_t> epochs;
   const auto index_of = [&](std::int32_t epoch) {
@@ -111,6 +112,11 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
       const HeadMass& mass = sequence.mass[static_cast<std::size_t>(head)];
       for (const auto* values : {&mass.full, &mass.compressed, &mass.recent}) out.list(*values);
     }
+    if (state.config.keep_residuals) {
+      const HeadResiduals& residuals = sequence.residuals[static_cast<std::size_t>(head)];
+      for (const auto* norms : {&residuals.full.key, &residuals.full.value, &residuals.compressed.key, &residuals.compressed.value}) out.list(*norms);
+      out.value(residuals.largest_value);
+    }
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       const auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
       for (const auto* basis : {&adaptation.key_basis, &adaptation.value_basis}) detail::write_matrix(out, *basis);
@@ -136,11 +142,13 @@ struct SavedSequence {
     std::vector<RowState> states;
     std::span<const std::byte> full_rows;
     HeadMass mass;
+    HeadResiduals residuals;
     StoredMatrix key_basis, value_basis;
     typename State::UpdaterImpl::State key_state, value_state;
   };
   SequenceLengths lengths;
   std::int64_t rows_since_publication = 0;
+  PositionShifts shifts;
   std::int32_t epoch = 0;
   std::vector<Segment> segments;
   std::vector<std::vector<EpochHead>> epochs;
@@ -170,6 +178,15 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   saved.rows_since_publication = in.value<std::int64_t>();
   if (saved.rows_since_publication < 0 || saved.rows_since_publication > lengths.num_tokens + State::Epochs::max_epochs * (std::int64_t{1} << 31)) {
     fail<FormatError>("saved state: ", saved.rows_since_publication, " rows since the last epoch, sequence has ", lengths.num_tokens, " tokens");
+  }
+  std::int64_t last = -1;
+  for (const PositionShift& piece : in.list<PositionShift>()) {
+    const std::int64_t limit = PositionShifts::kLimit;
+    if (!state.stores_unrotated() || piece.first <= last || piece.first > lengths.num_tokens || piece.offset < -limit || piece.offset > limit) {
+      fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", lengths.num_tokens, " tokens");
+    }
+    saved.shifts.add(piece.first, piece.offset - saved.shifts.offset(piece.first));
+    last = piece.first;
   }
   saved.epoch = in.value<std::int32_t>();
   saved.segments = in.list<Segment>();
@@ -228,6 +245,21 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
         fail<FormatError>("saved state: head ", head, " has ", mine.mass.compressed.size(), " masses for ", compressed, " compressed rows");
       }
     }
+    if (state.config.keep_residuals) {
+      for (const RowState kind : {RowState::full, RowState::compressed}) {
+        const std::int32_t wanted = state.keeps_residuals(kind) ? saved.rows(head, kind) : 0;
+        for (const Part part : {Part::key, Part::value}) {
+          std::vector<Half>& norms = mine.residuals.of(kind).of(part);
+          norms = in.list<Half>();
+          if (norms.size() != static_cast<std::size_t>(wanted)) fail<FormatError>("saved state: head ", head, " has ", norms.size(), " residuals for ", wanted, " rows");
+          for (const Half norm : norms) {
+            if (!(to_float(norm) >= 0.0F)) fail<FormatError>("saved state: a residual of ", to_float(norm), ", at least 0 expected");
+          }
+        }
+      }
+      mine.residuals.largest_value = in.value<float>();
+      if (!(mine.residuals.largest_value >= 0.0F)) fail<FormatError>("saved state: values of norm ", mine.residuals.largest_value, ", at least 0 expected");
+    }
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       mine.key_state = start_state(state, head, Part::key);
       mine.value_state = start_state(state, head, Part::value);
@@ -278,6 +310,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   for (auto& maps : saved.epochs) ids.push_back(state.epochs.adopt(std::move(maps)));
   state.table.lengths(slot) = saved.lengths;
   sequence.rows_since_publication = saved.rows_since_publication;
+  sequence.shifts = std::move(saved.shifts);
   for (int head = 0; head < heads; ++head) {
     auto segments = state.used_segments(slot, head);
     for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -292,6 +325,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
       state.mass(slot, head) = std::move(mine.mass);
       reserve_mass(state, slot);
     }
+    if (state.config.keep_residuals) state.residuals(slot, head) = std::move(mine.residuals);
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
       adaptation = {std::move(mine.key_state), std::move(mine.value_state), std::move(mine.key_basis), std::move(mine.value_basis)};

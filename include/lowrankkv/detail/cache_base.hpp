@@ -37,6 +37,8 @@ enum class Prompt : std::uint8_t { complete, continues };
 
 namespace detail {
 
+inline constexpr Certificate kNoLimit{std::numeric_limits<float>::infinity(), std::numeric_limits<float>::infinity(), std::numeric_limits<float>::infinity()};
+
 /// The state of a cache and its checks; CompressedKVCache is the public face.
 template <class Be, class Ba, class Up, class To, class Qu, class Ep>
 class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenPolicy<To, Be>, DiagnoseQuantizer<Qu, Be> {
@@ -97,6 +99,23 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
       fail<StateError>("sequence ", seq, ": its prompt of ", layer_.table.lengths(slot).num_tokens, " tokens so far continues, a complete one is expected; call finish_prompt");
     }
     return slot;
+  }
+
+  void check_shift(int slot, std::int64_t first, std::int64_t delta) const {
+    if (!layer_.stores_unrotated()) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
+    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
+    if (first < 0 || first > tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", tokens, " tokens");
+    constexpr std::int64_t limit = PositionShifts::kLimit;
+    const auto check = [&](std::int64_t offset) {
+      if (delta > 2 * limit || delta < -2 * limit || offset + delta > limit || offset + delta < -limit) {
+        fail<ValueError>("shift_positions: by ", delta, " after ", offset, ", at most ", limit, " in all");
+      }
+    };
+    const PositionShifts& shifts = layer_.sequence(slot).shifts;
+    check(shifts.offset(first));
+    for (const PositionShift& piece : shifts.pieces()) {
+      if (piece.first > first) check(piece.offset);
+    }
   }
 
   bool flush_due(int slot) const {
@@ -243,19 +262,34 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     return static_cast<int>(m);
   }
 
-  std::int64_t check_attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse) const {
+  /// Queries of the last appended tokens of some sequences: how many each has.
+  std::int64_t check_step(std::span<const SequenceId> seqs, const QueryView& query) const {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || query.num_tokens % count != 0 || query.num_tokens == 0) {
       fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
     }
     const std::int64_t m = query.num_tokens / count;
     check_query(query, query.num_tokens);
-    check_rows("out", out, query.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
-    check_lse(lse, query.num_tokens);
     for (const SequenceId seq : seqs) {
       const int tail = layer_.table.lengths(idle_slot(seq)).tail_length;
       if (m > tail) fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", tail, " tokens in its tail");
     }
+    return m;
+  }
+  std::int64_t check_attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse) const {
+    const std::int64_t m = check_step(seqs, query);
+    check_rows("out", out, query.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
+    check_lse(lse, query.num_tokens);
+    return m;
+  }
+
+  std::int64_t check_certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out) const {
+    if (!layer_.config.keep_residuals) fail<StateError>("certify: keep_residuals is ", layer_.config.keep_residuals, ", 1 is needed: norms of residuals are kept as rows are stored");
+    const std::int64_t m = check_step(seqs, query);
+    if (lse.data == nullptr) fail<ShapeError>("lse: null pointer with num_tokens ", query.num_tokens);
+    check_lse(lse, query.num_tokens);
+    check_equal("num_tokens", "expected", query.num_tokens, "certificates", out.data == nullptr ? 0 : out.num_tokens);
+    check_equal("num_heads", "cache", layer_.config.shape.num_qo_heads, "certificates", out.num_heads);
     return m;
   }
 

@@ -12,6 +12,11 @@
 ///   3. o - o^ = sum_i (alpha_i - alpha^_i) (v_i - c) + sum_i alpha^_i (v_i - v^_i), for any one vector c, since the
 ///      differences of the weights add up to 0. Hence
 ///      ||o - o^|| <= ||alpha - alpha^||_1 max_i ||v_i - c|| + max_i ||v_i - v^_i||.
+/// Sharper where the residuals of tokens differ: with delta_i the bound of token i, the weights grow in M by a factor of at
+/// most e^delta_i and shrink outside by one of at least e^-delta_i. With u = sum_i alpha^_i (e^delta_i - 1), d = sum_i
+/// alpha^_i (1 - e^-delta_i) and p = alpha^(M), alpha(M) - alpha^(M) <= ((1 - p) u_M + p d_rest) / (1 + u_M - d_rest), which
+/// grows in u_M <= u and in d_rest <= min(d, 1 - p), and is then largest at p = 0: 2'. ||alpha - alpha^||_1 <= 2 u / (1 + u - d).
+/// Likewise step 3 with sum_i alpha^_i ||v_i - v^_i|| in place of the largest residual.
 /// Tokens kept at full rank have residual 0 and count in every maximum; dropped tokens are outside these bounds.
 #pragma once
 
@@ -50,6 +55,16 @@ inline double logit_error_bound(double query_norm, double max_key_residual, doub
 inline double softmax_error_bound(double delta) {
   ::lowrankkv::detail::check_bound("delta", delta);
   return 2.0 * std::tanh(0.5 * delta);
+}
+
+/// @brief 2 u / (1 + u - d), at most 2: step 2' of the banner.
+/// @param growth  u = sum_i alpha^_i (e^delta_i - 1); infinity passes  @param decay  d = sum_i alpha^_i (1 - e^-delta_i), at most 1
+/// @throws ValueError if one of them is negative or NaN
+inline double weighted_softmax_error_bound(double growth, double decay) {
+  ::lowrankkv::detail::check_bound("growth", growth);
+  ::lowrankkv::detail::check_bound("decay", decay);
+  const double rest = 1.0 - std::fmin(decay, 1.0);
+  return std::isinf(growth) ? 2.0 : growth == 0.0 ? 0.0 : 2.0 * growth / (rest + growth);
 }
 
 /// @brief 2 sinh(delta / 2), the bound as printed in SubSpace section 3.5: valid, never below softmax_error_bound, and

@@ -17,13 +17,6 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The smallest f16 that is not below `value`; 65504 if there is none.
-inline Half half_not_below(float value) {
-  Half half = to_half(value);
-  if (to_float(half) < value && half.bits < 0x7bffU) ++half.bits;
-  return half;
-}
-
 /// @brief 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16). Rounded to nearest, saturating.
 inline std::uint8_t encode_gain(float gain) {
   if (!(gain > 0.0F)) return 0;

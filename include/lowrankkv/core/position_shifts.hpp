@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file core/position_shifts.hpp  Where the tokens of a sequence stand for the rotary embedding: their index, moved in pieces.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief From token `first` on, positions are `offset` more than token indices.
+struct PositionShift {
+  std::int64_t first = 0;
+  std::int64_t offset = 0;
+};
+
+/// @brief The offset between token index and rotary position, piecewise constant; without shifts, zero. What is stored of a
+/// token does not change when it moves (Rope::pre).
+class PositionShifts {
+ public:
+  /// The largest magnitude of an offset; with the largest max_tokens, positions stay below twice as much.
+  static constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+
+  std::span<const PositionShift> pieces() const { return pieces_; }
+  std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }
+  /// @brief Offset of a token.
+  std::int64_t offset(std::int64_t token) const {
+    std::int64_t offset = 0;
+    for (const PositionShift& piece : pieces_) {
+      if (piece.first > token) break;
+      offset = piece.offset;
+    }
+    return offset;
+  }
+  /// @brief Moves the tokens from `first` on by `delta`. Cost: O(pieces).
+  void add(std::int64_t first, std::int64_t delta) {
+    const std::int64_t before = offset(first);
+    const auto at = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first >= first; });
+    if (at == pieces_.end() || at->first != first) pieces_.insert(at, {first, before});
+    for (PositionShift& piece : pieces_) {
+      if (piece.first >= first) piece.offset += delta;
+    }
+    // Neighbours with equal offsets are one piece.
+    std::int64_t last = 0;
+    std::erase_if(pieces_, [&](const PositionShift& piece) { return std::exchange(last, piece.offset) == piece.offset; });
+  }
+  /// @brief Forgets what was said of tokens from `length` on: those that come next go on from the last one that stays.
+  void truncate(std::int64_t length) {
+    std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
+  }
+  /// @brief Calls use(first token, count, position of the first) for stretches of consecutive positions of tokens
+  /// [first, first + count).
+  template <class Use>
+  void for_each(std::int64_t first, std::int64_t count, Use&& use) const {
+    std::int64_t offset = 0, begin = first;
+    for (const PositionShift& piece : pieces_) {
+      if (piece.first >= first + count) break;
+      if (piece.first > begin) {
+        use(begin, piece.first - begin, begin + offset);
+        begin = piece.first;
+      }
+      offset = piece.offset;
+    }
+    if (begin < first + count) use(begin, first + count - begin, begin + offset);
+  }
+
+ private:
+  std::vector<PositionShift> pieces_;
+};
+
+LOWRANKKV_NAMESPACE_END

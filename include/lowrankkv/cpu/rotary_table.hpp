@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/rotary_table.hpp  Cosines and sines of any position without evaluating one, and turning tiles of keys by them.
+///
+/// A position is written in digits of base 64; the tables hold the angles of every digit, and angles add:
+/// cos(a + b) = cos a cos b - sin a sin b. Tables are computed in f64 and kept in f32; a position has at most six digits.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/position_shifts.hpp"
+#include "lowrankkv/core/rope.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief The rotary embedding of one layer. Pair i turns channels (first(i), second(i)).
+class RotaryTable {
+  static constexpr int kBase = 64;
+  static constexpr int kDigits = 6;  // magnitudes below 2^36
+
+ public:
+  RotaryTable() = default;
+  /// @throws ShapeError, ValueError as rope_frequencies()
+  RotaryTable(const RopeConfig& config, int head_dim) {
+    const std::vector<double> frequencies = rope_frequencies(config, head_dim);
+    pairs_ = static_cast<int>(frequencies.size());
+    interleaved_ = config.pairing == RopePairing::interleaved;
+    std::int64_t unit = 1;
+    for (Table& digit : digits_) {
+      for (int value = 0; value < kBase; ++value) {
+        for (const double frequency : frequencies) {
+          const double angle = frequency * static_cast<double>(unit * value);
+          digit.cosines.push_back(static_cast<float>(std::cos(angle)));
+          digit.sines.push_back(static_cast<float>(std::sin(angle)));
+        }
+      }
+      unit *= kBase;
+    }
+    for (std::size_t pair = 0; pair < frequencies.size(); ++pair) {
+      for (std::size_t value = 0; value < kBase; ++value) {
+        line_cosines_.push_back(digits_[0].cosines[value * frequencies.size() + pair]);
+        line_sines_.push_back(digits_[0].sines[value * frequencies.size() + pair]);
+      }
+    }
+  }
+
+  int num_pairs() const { return pairs_; }
+  int first(int pair) const { return interleaved_ ? 2 * pair : pair; }
+  int second(int pair) const { return interleaved_ ? 2 * pair + 1 : pair + pairs_; }
+  /// @brief Channels that turn; those from here on do not.
+  int rotary_dim() const { return 2 * pairs_; }
+  std::size_t bytes() const { return 2 * sizeof(float) * (line_cosines_.size() + kDigits * digits_[0].cosines.size()); }
+
+  /// @brief Cosines and sines of positions [position, position + count): out [num_pairs, stride], from column 0.
+  /// Any count; |position| below 2 PositionShifts::kLimit.
+  void angles(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
+    for (int done = 0; done < count; done += kBase) angles_of_line(position + done, (std::min)(kBase, count - done), cosines + done, sines + done, stride);
+  }
+
+  /// @brief Turns keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs, stride].
+  void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines, int stride) const {
+    for (int pair = 0; pair < pairs_; ++pair) {
+      float* x = tile + first(pair) * tile_stride;
+      float* y = tile + second(pair) * tile_stride;
+      const float* cosine = cosines + pair * stride;
+      const float* sine = sines + pair * stride;
+      for (int token = 0; token < count; ++token) {
+        const float turned = x[token] * cosine[token] - y[token] * sine[token];
+        y[token] = y[token] * cosine[token] + x[token] * sine[token];
+        x[token] = turned;
+      }
+    }
+  }
+
+  /// @brief Turns one row [head_dim] to a position.
+  void rotate_row(std::int64_t position, float* row) const {
+    const Digits digits = digits_of(position);
+    for (int pair = 0; pair < pairs_; ++pair) {
+      const Phasor phasor = phasor_of(digits, pair);
+      float& x = row[first(pair)];
+      float& y = row[second(pair)];
+      const float turned = x * phasor.cosine - y * phasor.sine;
+      y = y * phasor.cosine + x * phasor.sine;
+      x = turned;
+    }
+  }
+  /// @brief Turns rows [count, head_dim] of tokens [first_token, first_token + count) to their positions.
+  void rotate_rows(const PositionShifts& shifts, std::int64_t first_token, std::int64_t count, float* rows, int head_dim) const {
+    shifts.for_each(first_token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
+      for (std::int64_t token = 0; token < length; ++token) rotate_row(position + token, rows + (begin - first_token + token) * head_dim);
+    });
+  }
+
+ private:
+  struct Table {
+    std::vector<float> cosines, sines;  // [kBase, pairs]
+  };
+  struct Digits {
+    std::array<std::size_t, kDigits> row{};  // where a digit's row of its table begins
+    std::size_t used = 0;
+    bool negative = false;
+  };
+  struct Phasor {
+    float cosine = 1.0F, sine = 0.0F;
+  };
+
+  Digits digits_of(std::int64_t position) const {
+    Digits digits;
+    digits.negative = position < 0;
+    for (std::int64_t left = digits.negative ? -position : position; left > 0 && digits.used < kDigits; left /= kBase) {
+      digits.row[digits.used++] = static_cast<std::size_t>(left % kBase) * static_cast<std::size_t>(pairs_);
+    }
+    return digits;
+  }
+  Phasor phasor_of(const Digits& digits, int pair) const {
+    Phasor sum;
+    for (std::size_t d = 0; d < digits.used; ++d) {
+      const std::size_t at = digits.row[d] + static_cast<std::size_t>(pair);
+      sum = {sum.cosine * digits_[d].cosines[at] - sum.sine * digits_[d].sines[at], sum.sine * digits_[d].cosines[at] + sum.cosine * digits_[d].sines[at]};
+    }
+    return {sum.cosine, digits.negative ? -sum.sine : sum.sine};
+  }
+
+  void angles_of_line(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
+    const Digits digits = digits_of(position);
+    for (int pair = 0; pair < pairs_; ++pair) {
+      const Phasor start = phasor_of(digits, pair);
+      const float* line_cosine = line_cosines_.data() + pair * kBase;
+      const float* line_sine = line_sines_.data() + pair * kBase;
+      float* to_cosine = cosines + pair * stride;
+      float* to_sine = sines + pair * stride;
+      for (int token = 0; token < count; ++token) {
+        to_cosine[token] = start.cosine * line_cosine[token] - start.sine * line_sine[token];
+        to_sine[token] = start.sine * line_cosine[token] + start.cosine * line_sine[token];
+      }
+    }
+  }
+
+  int pairs_ = 0;
+  bool interleaved_ = false;
+  std::array<Table, kDigits> digits_;
+  std::vector<float> line_cosines_, line_sines_;  // digit 0 the other way round: [pairs, kBase]
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/stored_head.hpp  What one (sequence, KV head) stores, and its keys in the form in which queries are multiplied with them.
+///
+/// Rope::post: compressed keys stay coefficients and the queries are projected, q~ = q query_down. Rope::pre: a tile of
+/// coefficients is lifted to head_dim, k = c query_down^T + mean, and turned to its positions once for the whole group; or,
+/// for a single query row, turned in folded form: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
+/// (a, b) of rows of W = query_down, logit_t = sum_i cos_i(t) (A_i c_t) + sin_i(t) (B_i c_t).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+#include "lowrankkv/core/position_shifts.hpp"
+#include "lowrankkv/core/row_runs.hpp"
+#include "lowrankkv/cpu/attention_block.hpp"
+#include "lowrankkv/cpu/epoch_store.hpp"
+#include "lowrankkv/cpu/paged_rows.hpp"
+#include "lowrankkv/cpu/quantizer/full_rows.hpp"
+#include "lowrankkv/cpu/rotary_table.hpp"
+#include "lowrankkv/cpu/tail_rows.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief What one (sequence, KV head) stores, as attention reads it.
+template <class Quantizer>
+struct StoredHead {
+  const PagedRows<FullRows>* full = nullptr;
+  const PagedRows<Quantizer>* compressed = nullptr;
+  const EpochStore* epochs = nullptr;
+  const TailRows* tail = nullptr;
+  const PromptChunk* chunk = nullptr;    ///< null: no unfinished prompt chunk
+  std::span<const Segment> segments;
+  int slot = 0;
+  int head = 0;
+  int value_list = 0;  ///< list of compressed rows that holds the values
+  int head_dim = 0;
+  int tail_length = 0;
+  std::int64_t first_tail_token = 0;     ///< index of the tail's first token
+  const RotaryTable* rotary = nullptr;   ///< null: keys are stored rotated
+  const RowRuns* runs = nullptr;         ///< the tokens of stored rows
+  const PositionShifts* shifts = nullptr;
+};
+
+/// @brief Reads the keys of a StoredHead tile by tile, rows of each list in order, into the scratch of a workspace.
+template <class Quantizer>
+class KeyReader {
+ public:
+  KeyReader(const StoredHead<Quantizer>& stored, AttentionWorkspace& work) : stored_(stored), work_(work) {}
+
+  /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], turned to their positions.
+  const float* full(std::int32_t first, int count) {
+    stored_.full->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
+    if (stored_.rotary != nullptr) turn_listed(RowState::full, full_run_, first, count);
+    return work_.keys.data();
+  }
+  /// @brief Keys of rows [first, first + count) of the tail.
+  const float* tail(int first, int count) {
+    stored_.tail->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile, work_.row.data());
+    if (stored_.rotary != nullptr) turn_tokens(stored_.first_tail_token + first, count);
+    return work_.keys.data();
+  }
+  /// @brief Keys of rows [first, first + count) of the prompt chunk, first a multiple of kTile.
+  const float* chunk(std::int64_t first, int count) {
+    const float* tile = stored_.chunk->key_tile(stored_.head, first / kTile);
+    if (stored_.rotary == nullptr) return tile;
+    std::copy_n(tile, stored_.head_dim * kTile, work_.keys.data());
+    turn_tokens(stored_.first_tail_token + stored_.tail_length + first, count);
+    return work_.keys.data();
+  }
+
+  /// @brief The queries as compressed keys under `maps` will be multiplied with them; `query` are the block's own rows.
+  QueryRows open(const EpochHead& maps, const QueryRows& query, int value_width) {
+    maps_ = &maps;
+    rank_ = maps.rank(Part::key);
+    stride_ = padded(rank_);
+    maps.load_query_map(work_.map.data(), stride_);
+    if (!maps.key_mean.empty()) maps.key_mean.load(work_.row.data(), padded(stored_.head_dim));
+    if (stored_.rotary == nullptr) return project(query, value_width);
+    QueryRows opened = query;
+    opened.value_width = value_width;
+    folded_ = query.rows == 1;
+    if (folded_) fold(query.data);
+    return opened;
+  }
+  /// @brief Fills logits [rows, kTile] of compressed rows [first, first + count) for the queries that open() returned.
+  void logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
+    if (stored_.rotary == nullptr) {
+      stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
+      tile_logits(query, work_.keys.data(), count, logits);
+      return;
+    }
+    float* coefficients = work_.coefficients.data();
+    stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, coefficients, kTile);
+    if (folded_) {
+      folded_logits(coefficients, first, count, logits);
+      return;
+    }
+    float* keys = work_.keys.data();
+    for (int channel = 0; channel < stored_.head_dim; ++channel) {
+      std::fill_n(keys + channel * kTile, padded(count), maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]);
+    }
+    matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients, kTile, keys, kTile);
+    turn_listed(RowState::compressed, compressed_run_, first, count);
+    tile_logits(query, keys, count, logits);
+  }
+
+ private:
+  /// Rope::post: q~ = q query_down; the term of centred keys becomes a bias.
+  QueryRows project(const QueryRows& query, int value_width) {
+    matmul<false>(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(), stride_, work_.projected.data(), stride_);
+    QueryRows projected{work_.projected.data(), stride_, query.rows, rank_, value_width, nullptr};
+    if (maps_->key_mean.empty()) return projected;
+    for (int row = 0; row < query.rows; ++row) {
+      float product = 0.0F;
+      for (int channel = 0; channel < stored_.head_dim; ++channel) product += query.data[row * query.stride + channel] * work_.row[static_cast<std::size_t>(channel)];
+      work_.bias[static_cast<std::size_t>(row)] = product;
+    }
+    projected.bias = work_.bias.data();
+    return projected;
+  }
+
+  /// Rows A_i, then B_i, then one of the channels that do not turn, over coefficients [.., stride]; what the mean adds to each
+  /// is kept in `bias`, which one query row has no other use for.
+  void fold(const float* query) {
+    const RotaryTable& rotary = *stored_.rotary;
+    const int pairs = rotary.num_pairs();
+    const float* map = work_.map.data();
+    float* folded = work_.folded.data();
+    const auto mean = [&](int channel) { return maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]; };
+    for (int pair = 0; pair < pairs; ++pair) {
+      const int a = rotary.first(pair), b = rotary.second(pair);
+      float* cosine_row = folded + pair * stride_;
+      float* sine_row = folded + (pairs + pair) * stride_;
+      for (int channel = 0; channel < stride_; ++channel) {
+        cosine_row[channel] = query[a] * map[a * stride_ + channel] + query[b] * map[b * stride_ + channel];
+        sine_row[channel] = query[b] * map[a * stride_ + channel] - query[a] * map[b * stride_ + channel];
+      }
+      work_.folded_mean[static_cast<std::size_t>(pair)] = query[a] * mean(a) + query[b] * mean(b);
+      work_.folded_mean[static_cast<std::size_t>(pairs + pair)] = query[b] * mean(a) - query[a] * mean(b);
+    }
+    float* rest = folded + 2 * pairs * stride_;
+    std::fill_n(rest, stride_, 0.0F);
+    float& rest_mean = work_.folded_mean[static_cast<std::size_t>(2 * pairs)];
+    rest_mean = 0.0F;
+    for (int a = rotary.rotary_dim(); a < stored_.head_dim; ++a) {
+      for (int channel = 0; channel < stride_; ++channel) rest[channel] += query[a] * map[a * stride_ + channel];
+      rest_mean += query[a] * mean(a);
+    }
+  }
+  void folded_logits(const float* coefficients, std::int32_t first, int count, float* logits) {
+    const int pairs = stored_.rotary->num_pairs();
+    const int rows = 2 * pairs + 1;
+    float* products = work_.keys.data();  // [rows, kTile]
+    for (int row = 0; row < rows; ++row) std::fill_n(products + row * kTile, padded(count), work_.folded_mean[static_cast<std::size_t>(row)]);
+    matmul<true>(rows, padded(count), rank_, work_.folded.data(), stride_, coefficients, kTile, products, kTile);
+    listed_angles(RowState::compressed, compressed_run_, first, count);
+    std::copy_n(products + 2 * pairs * kTile, padded(count), logits);
+    for (int pair = 0; pair < pairs; ++pair) {
+      const float* cosine = work_.cosines.data() + pair * kTile;
+      const float* sine = work_.sines.data() + pair * kTile;
+      const float* a = products + pair * kTile;
+      const float* b = products + (pairs + pair) * kTile;
+      for (int token = 0; token < count; ++token) logits[token] += cosine[token] * a[token] + sine[token] * b[token];
+    }
+  }
+
+  /// Angles of tokens [token, token + count), from column 0 of the workspace's.
+  void token_angles(std::int64_t token, int count, int column) {
+    stored_.shifts->for_each(token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
+      const std::ptrdiff_t at = column + (begin - token);
+      stored_.rotary->angles(position, static_cast<int>(length), work_.cosines.data() + at, work_.sines.data() + at, kTile);
+    });
+  }
+  /// Angles of rows [first, first + count) of a list; `run` remembers where the last rows were, lists are read in order.
+  void listed_angles(RowState list, std::size_t& run, std::int32_t first, int count) {
+    const std::span<const RowRun> runs = stored_.runs->runs();
+    for (int done = 0; done < count;) {
+      const auto holds = [&](std::size_t index) {
+        return runs[index].state == list && first + done - runs[index].first_row < stored_.runs->end_of(index) - runs[index].first_position;
+      };
+      while (!holds(run)) ++run;
+      const std::int32_t token = runs[run].first_position + first + done - runs[run].first_row;
+      const int length = (std::min)(count - done, stored_.runs->end_of(run) - token);
+      token_angles(token, length, done);
+      done += length;
+    }
+  }
+  void turn_tokens(std::int64_t token, int count) {
+    token_angles(token, count, 0);
+    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
+  }
+  void turn_listed(RowState list, std::size_t& run, std::int32_t first, int count) {
+    listed_angles(list, run, first, count);
+    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
+  }
+
+  const StoredHead<Quantizer>& stored_;
+  AttentionWorkspace& work_;
+  const EpochHead* maps_ = nullptr;
+  int rank_ = 0, stride_ = 0;
+  bool folded_ = false;
+  std::size_t full_run_ = 0, compressed_run_ = 0;
+};
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END
