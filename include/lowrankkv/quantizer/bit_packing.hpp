@@ -34,19 +34,4 @@ inline void put_code(std::byte* line, std::int64_t index, int bits, unsigned cod
   if (shift + bits > 8) at[1] = static_cast<std::byte>((std::to_integer<unsigned>(at[1]) & ~(mask >> 8)) | (value >> 8 & mask >> 8));
 }
 
-/// @brief Calls use(i, code) for codes [first, first + count) of a line, i from 0; eight at a time where they fill whole bytes.
-template <class Use>
-inline void for_each_code(const std::byte* line, std::int64_t first, int count, int bits, Use&& use) {
-  int i = 0;
-  for (; i < count && (first + i) % 8 != 0; ++i) use(i, get_code(line, first + i, bits));
-  for (; i + 8 <= count; i += 8) {
-    std::uint64_t word = 0;
-    const std::byte* at = line + (first + i) / 8 * bits;
-    for (int byte = 0; byte < bits; ++byte) word |= std::to_integer<std::uint64_t>(at[byte]) << (8 * byte);
-    const std::uint64_t mask = (std::uint64_t{1} << bits) - 1;
-    for (int code = 0; code < 8; ++code) use(i + code, static_cast<unsigned>(word >> (code * bits) & mask));
-  }
-  for (; i < count; ++i) use(i, get_code(line, first + i, bits));
-}
-
 LOWRANKKV_NAMESPACE_END

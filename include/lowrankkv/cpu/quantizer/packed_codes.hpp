@@ -3,14 +3,17 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/scalar.hpp"
+#include "lowrankkv/cpu/convert.hpp"
+#include "lowrankkv/cpu/quantizer/unpack_codes.hpp"
 #include "lowrankkv/quantizer/bit_packing.hpp"
 #include "lowrankkv/quantizer/code_layout.hpp"
 
@@ -23,8 +26,17 @@ inline std::uint8_t encode_gain(float gain) {
   if (!(gain < 256.0F)) return 255;
   return static_cast<std::uint8_t>(std::clamp(std::lround(16.0F * std::log2(gain)) + 128L, 1L, 255L));
 }
+/// @brief What each gain code stands for: rows are read far more often than there are codes.
+inline const std::array<float, 256>& gains() {
+  static const std::array<float, 256> table = [] {
+    std::array<float, 256> values{};
+    for (std::size_t code = 1; code < values.size(); ++code) values[code] = std::exp2((static_cast<float>(code) - 128.0F) / 16.0F);
+    return values;
+  }();
+  return table;
+}
 /// @brief What a gain code stands for.
-inline float decode_gain(std::uint8_t code) { return code == 0 ? 0.0F : std::exp2((static_cast<float>(code) - 128.0F) / 16.0F); }
+inline float decode_gain(std::uint8_t code) { return gains()[code]; }
 
 namespace detail {
 
@@ -51,12 +63,17 @@ inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_p
   return to_float(stored);
 }
 
-inline float read_scale(const CodeLayout& layout, std::size_t group, int rows_per_page, const std::byte* block, int row) {
+/// The scales of a group for rows [first, first + count), count at most kUnpackRows.
+inline void read_scales(const CodeLayout& layout, std::size_t group, int rows_per_page, const std::byte* block, int first, int count, float* scales) {
   const std::byte* line = block + layout.scale_line(group, rows_per_page);
-  if (layout.scale == ScaleKind::norm_log8) return decode_gain(std::to_integer<std::uint8_t>(line[row]));
-  Half stored;
-  std::memcpy(&stored.bits, line + 2 * row, 2);
-  return to_float(stored);
+  if (layout.scale == ScaleKind::norm_log8) {
+    const std::array<float, 256>& table = gains();
+    for (int row = 0; row < count; ++row) scales[row] = table[std::to_integer<std::size_t>(line[first + row])];
+    return;
+  }
+  std::uint16_t halves[kUnpackRows];  // a line may begin at an odd address
+  std::memcpy(halves, line + 2 * first, 2 * static_cast<std::size_t>(count));
+  to_f32(DType::f16, halves, count, scales);
 }
 
 }  // namespace detail
@@ -84,43 +101,44 @@ inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte*
 }
 
 /// @brief Reads rows [first, first + count): keys channel-major [rank, stride], values row-major [count, stride]. Channels
-/// without bits are 0. Cost: O(count rank).
+/// without bits are 0. Reads and writes nothing else. Cost: O(count rank).
 inline void decode_codes(const CodeLayout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
-  const std::ptrdiff_t channel_stride = part == Part::key ? stride : 1;
-  const std::ptrdiff_t row_stride = part == Part::key ? 1 : stride;
-  const auto clear = [&](int begin, int end) {
-    for (int channel = begin; channel < end; ++channel) {
-      for (int row = 0; row < count; ++row) tile[channel * channel_stride + row * row_stride] = 0.0F;
-    }
-  };
-  constexpr int piece = 64;  // rows whose scales are kept at hand
-  float scales[piece];
-  for (int done = 0; done < count; done += piece) {
-    const int length = (std::min)(piece, count - done);
+  const bool keys = part == Part::key;
+  const std::byte* end = block + layout.block_bytes(rows_per_page);
+  float scales[kUnpackRows] = {};
+  float lines[kPadding * kUnpackRows];  // values: channel-major, until there are enough channels to transpose
+  for (int done = 0; done < count; done += kUnpackRows) {
+    const int length = (std::min)(kUnpackRows, count - done);
     const std::byte* line = block + layout.first_code_line(rows_per_page);
-    for (std::size_t group = 0; group < layout.groups.size(); ++group) {
-      for (int row = 0; row < length; ++row) scales[row] = detail::read_scale(layout, group, rows_per_page, block, first + done + row);
-      const ScaleGroup& channels = layout.groups[group];
-      for (int channel = channels.first; channel < channels.first + channels.count; ++channel) {
-        const int bits = layout.bits[static_cast<std::size_t>(channel)];
-        if (bits == 0) continue;
-        const float offset = 0.5F - static_cast<float>(1U << (bits - 1));
-        float* target = tile + channel * channel_stride + done * row_stride;
-        for_each_code(line, first + done, length, bits,
-                      [&](int row, unsigned code) { target[row * row_stride] = (static_cast<float>(code) + offset) * scales[row]; });
-        line += packed_bytes(rows_per_page, bits);
+    std::size_t group = 0;
+    int group_end = 0;
+    for (int channel = 0; channel < layout.rank;) {
+      const int bits = layout.bits[static_cast<std::size_t>(channel)];
+      int limit = (std::min)(layout.rank, channel / kPadding * kPadding + kPadding);
+      if (bits > 0) {
+        for (; channel >= group_end; ++group) {
+          group_end = layout.groups[group].first + layout.groups[group].count;
+          if (channel < group_end) detail::read_scales(layout, group, rows_per_page, block, first + done, length, scales);
+        }
+        limit = (std::min)(limit, group_end);
       }
+      int stop = channel + 1;  // channels of one width under one scale are unpacked together
+      while (stop < limit && layout.bits[static_cast<std::size_t>(stop)] == bits) ++stop;
+      float* target = keys ? tile + static_cast<std::ptrdiff_t>(channel) * stride + done : lines + channel % kPadding * kUnpackRows;
+      const std::ptrdiff_t step = keys ? stride : kUnpackRows;
+      if (bits == 0) {
+        for (int i = 0; i < stop - channel; ++i) std::fill_n(target + i * step, keys ? length : padded(length), 0.0F);
+      } else {
+        const CodeLines run{line, packed_bytes(rows_per_page, bits), stop - channel, end};
+        unpack_lines(bits, run, first + done, length, scales, target, step, !keys);
+        line += static_cast<std::size_t>(run.count) * run.bytes;
+      }
+      channel = stop;
+      if (keys || (channel % kPadding != 0 && channel != layout.rank)) continue;
+      const int begin = (channel - 1) / kPadding * kPadding;
+      transpose_lines(lines, channel - begin, length, tile + static_cast<std::ptrdiff_t>(done) * stride + begin, stride);
     }
   }
-  int covered = 0;
-  for (const ScaleGroup& group : layout.groups) {
-    clear(covered, group.first);
-    for (int channel = group.first; channel < group.first + group.count; ++channel) {
-      if (layout.bits[static_cast<std::size_t>(channel)] == 0) clear(channel, channel + 1);
-    }
-    covered = group.first + group.count;
-  }
-  clear(covered, layout.rank);
 }
 
 /// @brief Copies the codes and scales of one row, bit for bit.
