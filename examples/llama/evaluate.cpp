@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "lowrankkv/calibrate/bundle.hpp"
+#include "lowrankkv/calibrate/weights.hpp"
 #include "progress.hpp"
 
 namespace llama {
@@ -224,6 +225,38 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
     store->erase(kSequence);
     at += body;
     progress.step(static_cast<std::int64_t>(body));
+  }
+  return moments;
+}
+
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine) {
+  namespace calibrate = lowrankkv::calibrate;
+  const Config& config = engine.model.config();
+  std::vector<calibrate::LayerMoments> moments(static_cast<std::size_t>(config.num_layers), calibrate::LayerMoments(config.cache_shape(), config.rope(lowrankkv::Rope::pre)));
+  for (int layer = 0; layer < config.num_layers; ++layer) {
+    const std::vector<float>& gain = engine.model.attention_gain(layer);
+    const Eigen::VectorXd squares = Eigen::Map<const Eigen::VectorXf>(gain.data(), config.hidden_size).cast<double>().cwiseAbs2();
+    calibrate::Moments input(config.hidden_size);
+    input.second = squares.asDiagonal();
+    input.count = 1.0;
+    const auto of = [&](const Linear& linear) { return calibrate::weight_moments({linear.weight.data(), linear.out_features, linear.in_features}, input, linear.bias); };
+    calibrate::LayerMoments& target = moments[static_cast<std::size_t>(layer)];
+    target.values() = of(engine.model.value_projection(layer));
+    const auto values = calibrate::head_moments(target.values(), config.num_kv_heads);
+    const auto keys = calibrate::head_moments(of(engine.model.key_projection(layer)), config.num_kv_heads);
+    const auto queries = calibrate::head_moments(of(engine.model.query_projection(layer)), config.num_qo_heads);
+    const int group = config.num_qo_heads / config.num_kv_heads;
+    for (int index = 0; index < config.num_kv_heads; ++index) {
+      calibrate::HeadMoments& head = target.head(index);
+      head.key = keys[static_cast<std::size_t>(index)];
+      head.value = values[static_cast<std::size_t>(index)];
+      for (int member = 0; member < group; ++member) {
+        const calibrate::Moments& query = queries[static_cast<std::size_t>(index * group + member)];
+        head.query.second += query.second;
+        head.query.first += query.first;
+        head.query.count += query.count;
+      }
+    }
   }
   return moments;
 }

@@ -63,6 +63,10 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
                                                           lowrankkv::Rope keys = lowrankkv::Rope::post);
 
+/// Statistics from the projections' weights alone, without a text: of unrotated queries and keys, and of values, for inputs whose
+/// channels are independent and of unit size before the gain of their norm. No statistics for transform coding.
+std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine);
+
 /// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced
 /// in steps of 16 through append and attend; scored is what those steps predict. Fills row.bits_per_byte[name] of all.
 void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders, const std::string& name, const std::string& text, int max_windows);

@@ -112,7 +112,9 @@ int main(int argc, char** argv) try {
   std::string out = "bases.safetensors";
   std::int64_t calibration_tokens = 98304;
   options.add_model(calibrate);
-  calibrate->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
+  bool from_weights = false;
+  CLI::Option* calibration_text = calibrate->add_option("--text,text", text, "text file")->check(CLI::ExistingFile);
+  calibrate->add_flag("--from-weights", from_weights, "no text: statistics of unrotated keys and of values from the projections' weights (low-rank methods with --unrotated)")->excludes(calibration_text);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
   calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")->check(CLI::PositiveNumber)->capture_default_str();
 
@@ -149,10 +151,12 @@ int main(int argc, char** argv) try {
   }
   const llama::Engine engine(options.model, options.threads);
   if (calibrate->parsed()) {
-    const auto moments = llama::calibrate(engine, llama::read_text(text), calibration_tokens,
-                                          calibration_window != 0 ? calibration_window : engine.model.config().max_positions,
-                                          unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post);
-    lowrankkv::calibrate::save_moments(out, moments, {{"source", file_stem(text)}});
+    if (text.empty() && !from_weights) throw std::runtime_error("calibrate: --text or --from-weights is needed");
+    const auto moments = from_weights ? llama::calibrate_from_weights(engine)
+                                      : llama::calibrate(engine, llama::read_text(text), calibration_tokens,
+                                                         calibration_window != 0 ? calibration_window : engine.model.config().max_positions,
+                                                         unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post);
+    lowrankkv::calibrate::save_moments(out, moments, {{"source", from_weights ? "weights" : file_stem(text)}});
     std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
     return 0;
   }

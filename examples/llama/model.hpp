@@ -62,8 +62,12 @@ class Model {
 
   const Config& config() const { return config_; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
-  /// The output projection of a layer's attention: weight [hidden_size, num_qo_heads * head_dim].
+  /// The projections of a layer's attention, and the gain of the norm before it [hidden_size].
+  const Linear& query_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].query; }
+  const Linear& key_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].key; }
+  const Linear& value_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].value; }
   const Linear& output_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].output; }
+  const std::vector<float>& attention_gain(int layer) const { return layers_[static_cast<std::size_t>(layer)].attention_norm; }
   /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised hidden states [n, hidden_size].
   std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention) const;
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).

@@ -163,7 +163,7 @@ TEST_CASE_TEMPLATE_DEFINE("truncating inside the tail and appending again equals
 }
 TEST_CASE_TEMPLATE_APPLY(rollback, Caches);
 
-TEST_CASE_TEMPLATE_DEFINE("coefficient space and reconstruct-then-attend agree, in every storage type; lse is the log of the sum", Cache, regimes) {
+TEST_CASE_TEMPLATE_DEFINE("logit equivalence (OjaKV A.3): coefficient space and reconstruct-then-attend agree, in every storage type; lse is the log of the sum", Cache, regimes) {
   for (const DType type : {DType::f16, DType::bf16, DType::f32}) {
     const Stream stream(8, 350);
     typename Cache::PolicySet policies;

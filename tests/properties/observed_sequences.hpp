@@ -14,6 +14,7 @@
 #include <random>
 #include <vector>
 
+#include "../support/effort.hpp"
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace observed {
@@ -505,7 +506,7 @@ template <class Cache, class Adjust>
 std::array<std::int64_t, 3> run_cases(std::uint64_t seed, int cases, int operations, bool with_bits, Adjust&& adjust) {
   Random random(seed);
   std::array<std::int64_t, 3> met{};
-  for (int i = 0; i < cases; ++i) {
+  for (int i = 0; i < cases * support::effort(); ++i) {
     CAPTURE(seed);
     CAPTURE(i);
     Setup<Cache> setup;

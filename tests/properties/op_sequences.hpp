@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "../support/effort.hpp"
 #include "../support/random_layer.hpp"
 #include "lowrankkv/compressed_kv_cache.hpp"
 
@@ -254,7 +255,7 @@ std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query
   std::int64_t merges = 0;
   constexpr int dims[] = {40, 64, 80, 96, 128, 256};
   constexpr int groups[] = {1, 2, 3, 4, 7, 8, 16};
-  for (int i = 0; i < cases; ++i) {
+  for (int i = 0; i < cases * support::effort(); ++i) {
     Case what;
     const int dim = dims[draw(0, i % 4 == 0 ? 5 : 3)];
     const int kv_heads = draw(1, 3);
