@@ -139,7 +139,7 @@ TEST_CASE("every method runs by name, costs about what its ratio says, and less 
     CAPTURE(row.method);
     CAPTURE(row.ratio);
     // Besides the knob: 64 tokens at full rank of 1000, an epoch of the sequence's own; SubSpaceA keeps its sketch.
-    const double extra = row.method == "SubSpaceA" ? 1.5 : row.method == "Budgeted" ? 0.005 : 0.13;
+    const double extra = row.method == "SubSpaceA" ? 0.7 : row.method == "Budgeted" ? 0.005 : 0.13;
     CHECK(row.ratio_measured > 0.8 * row.ratio);
     CHECK(row.ratio_measured < row.ratio + extra);
     if (previous != nullptr && previous->method == row.method) CHECK(row.ratio_measured < previous->ratio_measured);

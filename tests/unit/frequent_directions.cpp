@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <vector>
 
@@ -62,9 +63,9 @@ std::vector<Stream> streams(Random& random) {
 VectorXd squared_singular_values(const MatrixXd& rows) { return calibrate::principal_axes(rows.transpose() * rows).values; }
 
 /// Checks every inequality of the header's banner for `sketch` of `rows`; returns the error over the best a-priori bound.
-double check_guarantee(const FrequentDirectionsSketch& sketch, const MatrixXd& rows) {
+double check_guarantee(const FrequentDirectionsSketch& sketch, const MatrixXd& rows, double precision = 1e-12) {
   const MatrixXd b = sketch.sketch();
-  const double energy = rows.squaredNorm(), rounding = 1e-12 * energy + 1e-300;
+  const double energy = rows.squaredNorm(), rounding = precision * energy + 1e-300;
   REQUIRE(b.rows() <= sketch.sketch_rows());
   const Eigen::SelfAdjointEigenSolver<MatrixXd> difference(rows.transpose() * rows - b.transpose() * b, Eigen::EigenvaluesOnly);
   const double error = difference.eigenvalues().maxCoeff();
@@ -207,6 +208,57 @@ TEST_CASE("merged sketches keep the guarantee of the joined stream, copies stay 
     doubled << all.rows.middleRows(100, 17), all.rows.middleRows(100, 17);
     check_guarantee(twice, doubled);
   }
+}
+
+TEST_CASE("a sketch that is stored after every batch keeps the guarantee, up to rounding to f32, and min(l, head_dim) rows") {
+  Random random(17);
+  for (const Stream& stream : streams(random)) {
+    const int n = static_cast<int>(stream.rows.rows()), dim = static_cast<int>(stream.rows.cols());
+    for (const int limit : {1, 2, 5, 16, 31}) {
+      for (const int batch : {1, 7, 32, 90}) {
+        cpu::StoredSketch stored{limit, dim, {}};
+        CHECK(stored.bytes() == 0);
+        for (int at = 0; at < n; at += batch) {
+          FrequentDirectionsSketch sketch(stored);
+          sketch.add(stream.view(at, std::min(batch, n - at)));
+          stored = sketch.stored();
+          CHECK(stored.held() <= std::min(limit, dim));
+          CHECK(stored.bytes() == static_cast<std::size_t>(4 * stored.held() * dim));
+        }
+        check_guarantee(FrequentDirectionsSketch(stored), stream.rows, 1e-6);
+        if (n <= std::min(limit, dim)) CHECK(stored.rows == stream.values);  // nothing was rounded, nothing turned
+      }
+    }
+  }
+}
+
+TEST_CASE("a stored sketch is read as it was written, and nothing else is taken for one") {
+  Random random(18);
+  const Stream stream(decaying(random, 90, 20, 0.1));
+  FrequentDirectionsSketch sketch(6, 20);
+  sketch.add(stream.view());
+  const cpu::StoredSketch stored = sketch.stored();
+  ByteWriter count;
+  stored.write(count);
+  std::vector<std::byte> bytes(count.size());
+  ByteWriter out{bytes};
+  stored.write(out);
+  ByteReader in{bytes};
+  const cpu::StoredSketch again = cpu::StoredSketch::read(in, 6, 20);
+  CHECK(again.rows == stored.rows);
+  CHECK(again.shrinkage == stored.shrinkage);
+  CHECK(again.squared_frobenius == sketch.squared_frobenius());
+  CHECK(again.shrinkage == sketch.total_shrinkage());
+  ByteReader other{bytes};
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(other, 5, 20), doctest::Contains("saved state: a sketch of 6 x 20 holds "), FormatError);
+  bytes[8] = std::byte{7};  // rows held
+  ByteReader many{bytes};
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(many, 6, 20), "saved state: a sketch of 6 x 20 holds 7 rows, expected 6 x 20", FormatError);
+  bytes[8] = static_cast<std::byte>(stored.held());
+  bytes[bytes.size() - 1] = std::byte{0x7f};
+  bytes[bytes.size() - 2] = std::byte{0xff};
+  ByteReader poisoned{bytes};
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(poisoned, 6, 20), doctest::Contains(" is not finite"), FormatError);
 }
 
 TEST_CASE("a sketch refuses misfits and poison, and stays as it was") {

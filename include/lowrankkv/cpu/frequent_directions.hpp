@@ -8,6 +8,9 @@
 ///   l sum(delta) <= ||A||_F^2 - ||B||_F^2,   0 <= ||A x||^2 - ||B x||^2 <= sum(delta) <= ||A - A_k||_F^2 / (l - k)
 /// for every unit x and every k < l, where A_k is the best rank-k approximation. That is the paper's bound with m = l,
 /// r = k; it needs l > k, and a sketch of l = 2 k rows has an error of at most 1/k of the energy that rank k misses.
+///
+/// When the steps are taken does not matter: the proof needs of each one only that it has more than l rows before it and
+/// takes sigma_l^2. Buffering 2 l rows makes them few; a cache steps after every batch instead and keeps B (StoredSketch).
 #pragma once
 
 #include <Eigen/Core>
@@ -19,6 +22,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <vector>
 
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/error.hpp"
@@ -29,10 +33,49 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
+/// @brief A sketch between two batches: B alone, in f32. Rounding moves ||B x||^2 by at most 2^-22 ||B||_F^2 a batch, either way.
+struct StoredSketch {
+  int sketch_rows = 0;      ///< l
+  int head_dim = 0;
+  std::vector<float> rows;  ///< [held, head_dim], held <= min(sketch_rows, head_dim)
+  double shrinkage = 0.0;   ///< sum of delta
+  double squared_frobenius = 0.0;
+
+  Eigen::Index held() const { return head_dim == 0 ? 0 : static_cast<Eigen::Index>(rows.size()) / head_dim; }
+  /// @brief Bytes of the rows held: 4 held head_dim.
+  std::size_t bytes() const { return rows.size() * sizeof(float); }
+  /// @brief Writes the sketch, bit for bit.
+  void write(ByteWriter& out) const {
+    for (const int extent : {sketch_rows, head_dim, static_cast<int>(held())}) out.value(static_cast<std::int32_t>(extent));
+    out.value(shrinkage);
+    out.value(squared_frobenius);
+    out.bytes(rows.data(), bytes());
+  }
+  /// @brief Reads what write() wrote of a sketch of these extents. @throws FormatError if it is of others or holds NaN or Inf
+  static StoredSketch read(ByteReader& in, int sketch_rows, int head_dim) {
+    const auto limit = in.value<std::int32_t>(), dim = in.value<std::int32_t>(), held = in.value<std::int32_t>();
+    if (limit != sketch_rows || dim != head_dim || held < 0 || held > (std::min)(limit, dim)) {
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", limit, " x ", dim, " holds ", held, " rows, expected ", sketch_rows, " x ", head_dim);
+    }
+    StoredSketch sketch{limit, dim, std::vector<float>(static_cast<std::size_t>(held) * static_cast<std::size_t>(dim))};
+    sketch.shrinkage = in.value<double>();
+    sketch.squared_frobenius = in.value<double>();
+    const std::span<const std::byte> rows = in.bytes(sketch.bytes());
+    if (!rows.empty()) std::memcpy(sketch.rows.data(), rows.data(), rows.size());
+    bool finite = std::isfinite(sketch.shrinkage) && std::isfinite(sketch.squared_frobenius);
+    for (const float value : sketch.rows) finite = finite && std::isfinite(value);
+    if (!finite) {
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", held, " rows and squared norm ", sketch.squared_frobenius, " is not finite");
+    }
+    return sketch;
+  }
+};
+
 /// @brief Frequent Directions sketch of a stream of rows [., head_dim], in f64. Copyable; copies are independent.
 ///
 /// The buffer is compressed when it is full and at no other time: the state depends on the rows and their order, never
-/// on how they were split into calls or on when the sketch was read. All readers are const and work on a copy.
+/// on how they were split into calls or on when the sketch was read. All readers are const and work on a copy. One that
+/// was stored() in between depends on where, too.
 class FrequentDirectionsSketch {
  public:
   /// @brief An empty sketch. @param sketch_rows l, at least 1: the most rows of B; twice as many are buffered
@@ -41,6 +84,13 @@ class FrequentDirectionsSketch {
     if (sketch_rows < 1) ::lowrankkv::detail::fail<ShapeError>("sketch_rows: at least 1, given ", sketch_rows);
     if (head_dim < 1) ::lowrankkv::detail::fail<ShapeError>("head_dim: at least 1, given ", head_dim);
     buffer_ = Rows::Zero(2 * Eigen::Index{sketch_rows}, head_dim);
+  }
+  /// @brief Goes on where stored() left off. @throws ShapeError as above
+  explicit FrequentDirectionsSketch(const StoredSketch& stored) : FrequentDirectionsSketch(stored.sketch_rows, stored.head_dim) {
+    held_ = stored.held();
+    for (Eigen::Index i = 0; i < held_ * dim_; ++i) buffer_.data()[i] = static_cast<double>(stored.rows[static_cast<std::size_t>(i)]);
+    shrinkage_ = stored.shrinkage;
+    squared_frobenius_ = stored.squared_frobenius;
   }
 
   int sketch_rows() const { return limit_; }
@@ -93,30 +143,12 @@ class FrequentDirectionsSketch {
   double total_shrinkage() const { return shrinkage_ + compressed(buffer_.topRows(held_)).delta; }
   /// @brief ||A||_F^2 of all rows seen.
   double squared_frobenius() const { return squared_frobenius_; }
-  /// @brief Writes the sketch, bit for bit.
-  void write(ByteWriter& out) const {
-    for (const int extent : {limit_, dim_, static_cast<int>(held_)}) out.value(static_cast<std::int32_t>(extent));
-    out.value(shrinkage_);
-    out.value(squared_frobenius_);
-    out.bytes(buffer_.data(), static_cast<std::size_t>(held_ * dim_) * sizeof(double));
-  }
-  /// @brief Reads what write() wrote of a sketch of these extents. @throws FormatError if it is of others or holds NaN or Inf
-  static FrequentDirectionsSketch read(ByteReader& in, int sketch_rows, int head_dim) {
-    const auto limit = in.value<std::int32_t>(), dim = in.value<std::int32_t>(), held = in.value<std::int32_t>();
-    if (limit != sketch_rows || dim != head_dim || held < 0 || held >= 2 * limit) {
-      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", limit, " x ", dim, " holds ", held, " rows, expected ", sketch_rows, " x ", head_dim);
-    }
-    const auto shrinkage = in.value<double>(), squared = in.value<double>();
-    const std::span<const std::byte> rows = in.bytes(static_cast<std::size_t>(held) * static_cast<std::size_t>(dim) * sizeof(double));
-    FrequentDirectionsSketch sketch(limit, dim);
-    sketch.held_ = held;
-    sketch.shrinkage_ = shrinkage;
-    sketch.squared_frobenius_ = squared;
-    if (!rows.empty()) std::memcpy(sketch.buffer_.data(), rows.data(), rows.size());
-    if (!sketch.buffer_.allFinite() || !std::isfinite(shrinkage) || !std::isfinite(squared)) {
-      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", held, " rows and squared norm ", squared, " is not finite");
-    }
-    return sketch;
+  /// @brief What has to be kept to go on later: the rows as they are, rounded to f32, or B if there are more than B can have,
+  /// min(sketch_rows, head_dim). Depends on when it is called. Cost: as sketch().
+  StoredSketch stored() const {
+    const bool fits = held_ <= (std::min)(limit_, dim_);
+    const Compressed kept = fits ? Compressed{buffer_.topRows(held_), 0.0} : compressed(buffer_.topRows(held_));
+    return {limit_, dim_, to_row_major(kept.rows), shrinkage_ + kept.delta, squared_frobenius_};
   }
   /// @brief Bytes of the buffer, 16 sketch_rows head_dim: constant over the sketch's life.
   std::size_t bytes() const { return static_cast<std::size_t>(buffer_.size()) * sizeof(double); }

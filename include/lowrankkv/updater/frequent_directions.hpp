@@ -13,7 +13,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 ///
 /// Prompts too are taken flush_interval rows at a time, in order; a rollover concerns all rows of such a batch (with
 /// flush_interval 1 it is decided row by row, as printed). Warm-up tokens at full rank are the token policy's sinks.
-/// Thresholds are calibrated percentiles of residuals, HeadBasis::key_threshold and value_threshold.
+/// After every batch the sketch is cut to min(sketch rows, head_dim) rows and kept in f32; a short flush_interval costs that many
+/// more eigendecompositions. Thresholds are calibrated percentiles of residuals, HeadBasis::key_threshold and value_threshold.
 struct FrequentDirections {
   float sketch_share = 2.0F;     ///< sketch rows per rank, m / r; at least 2
   int chunk_length = 256;        ///< L

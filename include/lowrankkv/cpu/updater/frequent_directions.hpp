@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/updater/frequent_directions.hpp  FrequentDirections as an updater of the CPU backend.
+///
+/// Between two batches a sequence keeps B alone, in f32 (StoredSketch): at most min(l, head_dim) rows, and only those it has.
+/// The sketch thus depends on where batches end, and a cache ends them every flush_interval rows whatever the calls were.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "lowrankkv/concepts/updater.hpp"
@@ -23,7 +25,7 @@ struct Impl<FrequentDirections, Cpu> {
   static constexpr bool publishes = true;
 
   struct State {
-    std::optional<cpu::FrequentDirectionsSketch> sketch;
+    cpu::StoredSketch sketch;
     double threshold = 0.0;
     std::int64_t chunk_rows = 0;  ///< of the chunk that is being written
     bool exceeded = false;        ///< a row's residual was above the threshold
@@ -41,11 +43,14 @@ struct Impl<FrequentDirections, Cpu> {
     const int rows = static_cast<int>(std::ceil(policy.sketch_share * static_cast<float>(of.rank)));
     // 0 times infinity: a scale of 0 asks for a chunk per batch, whatever was calibrated.
     const double threshold = policy.threshold_scale > 0.0F ? static_cast<double>(policy.threshold_scale) * of.residual_threshold : -1.0;
-    return {cpu::FrequentDirectionsSketch(rows, of.head_dim), threshold, 0, false};
+    return {{rows, of.head_dim, {}}, threshold, 0, false};
   }
 
+  /// Cost: an eigendecomposition of the smaller Gram matrix of l + rows.rows rows, besides O(head_dim^2) a row.
   static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis, Phase) {
-    state.sketch->add(rows);
+    cpu::FrequentDirectionsSketch sketch(state.sketch);
+    sketch.add(rows);
+    state.sketch = sketch.stored();
     state.chunk_rows += rows.rows;
     const Eigen::MatrixXd x = cpu::to_matrix(rows);
     const Eigen::MatrixXd u = cpu::to_matrix(basis);
@@ -55,7 +60,7 @@ struct Impl<FrequentDirections, Cpu> {
 
   static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase) {
     if (!state.exceeded && state.chunk_rows < policy.chunk_length) return false;
-    const std::vector<float> moved = cpu::to_row_major(state.sketch->basis(static_cast<int>(basis.cols)));
+    const std::vector<float> moved = cpu::to_row_major(cpu::FrequentDirectionsSketch(state.sketch).basis(static_cast<int>(basis.cols)));
     for (std::int64_t row = 0; row < updated.rows; ++row) std::copy_n(moved.begin() + row * updated.cols, updated.cols, updated.row(row));
     state.chunk_rows = 0;
     state.exceeded = false;
@@ -66,16 +71,16 @@ struct Impl<FrequentDirections, Cpu> {
     out.value(state.threshold);
     out.value(state.chunk_rows);
     out.value(static_cast<std::uint8_t>(state.exceeded ? 1 : 0));
-    state.sketch->write(out);
+    state.sketch.write(out);
   }
   static void read_state(ByteReader& in, State& state) {
     state.threshold = in.value<double>();
     state.chunk_rows = in.value<std::int64_t>();
     state.exceeded = in.value<std::uint8_t>() != 0;
     if (state.chunk_rows < 0) ::lowrankkv::detail::fail<FormatError>("saved state: a chunk of ", state.chunk_rows, " rows, at least 0 expected");
-    state.sketch = cpu::FrequentDirectionsSketch::read(in, state.sketch->sketch_rows(), state.sketch->head_dim());
+    state.sketch = cpu::StoredSketch::read(in, state.sketch.sketch_rows, state.sketch.head_dim);
   }
-  static std::size_t state_bytes(const State& state) { return state.sketch ? state.sketch->bytes() : 0; }
+  static std::size_t state_bytes(const State& state) { return state.sketch.bytes(); }
 };
 
 static_assert(UpdaterFor<FrequentDirections, Cpu>);
