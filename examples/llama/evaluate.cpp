@@ -132,6 +132,9 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
     auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
     const bool unrotated = moments.front().rope().keys == lowrankkv::Rope::pre;
     auto& target = unrotated ? calibration.unrotated : calibration.rotated;
+    if (unrotated && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
+      throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " + std::to_string(moments.front().rope().frequencies.front()) + " on, the model's differ");
+    }
     if (!target.empty()) throw std::runtime_error("--bases: " + path + " is a second bundle of " + (unrotated ? "unrotated" : "rotated") + " keys, one was read before it");
     target = std::move(moments);
   }
@@ -213,11 +216,10 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
     engine.model.forward(window, 0, [&](int layer, const Projected& rows, float* out) {
       store->prefill(layer, kSequence, n, rows, out);
       const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
-      const lowrankkv::QueryView as_keys(unrotated ? rows.unrotated_query : rows.query, n, config.num_qo_heads, config.head_dim);
       const lowrankkv::KeyView key(unrotated ? rows.unrotated_key : rows.key, n, config.num_kv_heads, config.head_dim);
       const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
       auto& of_layer = moments[static_cast<std::size_t>(layer)];
-      if (!half) of_layer.add(as_keys.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
+      if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
       of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
         engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
       });
@@ -245,13 +247,15 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
     const auto values = calibrate::head_moments(target.values(), config.num_kv_heads);
     const auto keys = calibrate::head_moments(of(engine.model.key_projection(layer)), config.num_kv_heads);
     const auto queries = calibrate::head_moments(of(engine.model.query_projection(layer)), config.num_qo_heads);
+    std::vector<std::int64_t> distances;
+    for (int i = 0; i < 64; ++i) distances.push_back(std::int64_t{i} * config.max_positions / 64);
     const int group = config.num_qo_heads / config.num_kv_heads;
     for (int index = 0; index < config.num_kv_heads; ++index) {
       calibrate::HeadMoments& head = target.head(index);
       head.key = keys[static_cast<std::size_t>(index)];
       head.value = values[static_cast<std::size_t>(index)];
       for (int member = 0; member < group; ++member) {
-        const calibrate::Moments& query = queries[static_cast<std::size_t>(index * group + member)];
+        const calibrate::Moments query = calibrate::turned_moments(queries[static_cast<std::size_t>(index * group + member)], target.coding().rotary(), distances);
         head.query.second += query.second;
         head.query.first += query.first;
         head.query.count += query.count;
@@ -321,9 +325,9 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
   return samples;
 }
 
-void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::vector<Sample>& samples, int tail) {
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::string& set, const std::vector<Sample>& samples, int tail) {
   const int vocabulary = engine.model.config().vocabulary_size;
-  for (Contender& contender : contenders) contender.row.outcomes.clear();
+  for (Contender& contender : contenders) contender.row.outcomes.clear(), contender.row.retrieval_set = set;
   Progress progress("retrieval", static_cast<std::int64_t>(samples.size()));
   for (const Sample& sample : samples) {
     const std::size_t prompt = sample.prompt.size() - std::min(sample.prompt.size() - 1, static_cast<std::size_t>(tail));

@@ -31,6 +31,7 @@ struct Row {
   std::int64_t context = 0;                     ///< tokens at which the bytes were measured
   std::map<std::string, double> bits_per_byte;  ///< by text
   double text_ratio_measured = 0.0;             ///< ratio_measured at the end of the windows of bits_per_byte
+  std::string retrieval_set;                    ///< which samples exact_match is of
   std::map<std::string, double> exact_match;    ///< by task, a fraction
   std::map<std::string, int> samples;           ///< by task
   std::map<std::string, std::string> outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
@@ -81,7 +82,8 @@ struct Sample {
 std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks, int per_task);
 /// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the tail and the answer are
 /// teacher-forced; a sample counts when every answer token is the argmax. One exact prefill serves all contenders.
-void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::vector<Sample>& samples, int tail);
+/// @param set  what the samples are called in results
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::string& set, const std::vector<Sample>& samples, int tail);
 
 /// Tokens/s of prefill and of single-token decode steps after it, medians over `rounds`, contenders in turn.
 void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const std::vector<std::int32_t>& prompt, int decode_tokens, int rounds);

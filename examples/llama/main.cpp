@@ -176,7 +176,7 @@ int main(int argc, char** argv) try {
   if (retrieve->parsed()) {
     const auto set = llama::load_samples(eval, tasks, samples);
     auto contenders = options.contenders(engine, engine.model.config().max_positions, static_cast<std::int64_t>(set.front().prompt.size()));
-    llama::measure_retrieval(engine, contenders, set, tail);
+    llama::measure_retrieval(engine, contenders, eval.substr(eval.find_last_of('/') + 1), set, tail);
     finish(options, contenders);
     return 0;
   }

@@ -76,12 +76,10 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
-  recipe.config.full_row_bits = options.full_row_bits;
   options.page_bytes = page_bytes(recipe);
   if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
-  recipe.config.page_bytes = page_bytes(recipe);
-  recipe.config.epoch_type = DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
+  model.configure(recipe.config);
   return recipe.store<Budgeted<>>(model.bases, model.policies);
 }
 

@@ -44,12 +44,11 @@ struct Linear {
 };
 
 /// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads, head_dim], keys and values
-/// [n, num_kv_heads, head_dim]; queries and keys rotated to their positions and as they were before.
+/// [n, num_kv_heads, head_dim]; queries and keys rotated to their positions, keys as they were before, too.
 struct Projected {
   const float* query = nullptr;
   const float* key = nullptr;
   const float* value = nullptr;
-  const float* unrotated_query = nullptr;
   const float* unrotated_key = nullptr;
 };
 /// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].

@@ -74,6 +74,7 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
       object["text_ratio_measured"] = row.text_ratio_measured;
     }
     if (!row.exact_match.empty()) {
+      object["set"] = row.retrieval_set;
       object["exact_match"] = row.exact_match;
       object["samples"] = row.samples;
       object["outcomes"] = row.outcomes;

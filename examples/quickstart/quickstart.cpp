@@ -62,7 +62,7 @@ int main(int argc, char** argv) try {
   llama::measure_bits_per_byte(engine, contenders, "code", llama::read_text(data + "/text/code.txt"), 8);
   const auto set = llama::load_samples(data + "/nano/eval/retrieval_1024", {"s1", "s2", "s3", "mk1", "mk2", "vt"}, samples);
   llama::measure_speed(engine, contenders, set.front().prompt, 64, 3);
-  llama::measure_retrieval(engine, contenders, set, 32);  // last: the bytes in the table are those of these prompts
+  llama::measure_retrieval(engine, contenders, "retrieval_1024", set, 32);  // last: the bytes in the table are those of these prompts
 
   std::printf("\nBytes are measured at the end of prompts of about 1000 tokens (text x: at the end of the texts' windows, 256 tokens of prompt\n"
               "and 768 decoded), everything counted. bpb: bits per byte (lower is better);\n"

@@ -40,6 +40,15 @@ struct BudgetOptions {
 struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
   Budgeted<Cpu>::PolicySet policies;
+  BudgetOptions options;          ///< what it was made for
+
+  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages.
+  void configure(CacheConfig& config) const {
+    config.full_type = options.full_type;
+    config.full_row_bits = options.full_row_bits;
+    config.page_bytes = options.page_bytes;
+    config.epoch_type = DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
+  }
 };
 
 namespace detail {
@@ -119,7 +128,8 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std:
 /// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the centred rows in the metrics of
 /// CodingStatistics, bits by reverse water-filling over all layers, heads, keys and values at once.
 /// @param layers  every layer's calibration; what counts is LayerMoments::coding()
-/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, ShapeError without layers
+/// @throws ValueError if the budget is smaller than what is stored at full rank anyway or a layer has no coding statistics,
+/// ShapeError without layers
 /// Cost: four eigendecompositions of head_dim per layer and head.
 inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
   if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
@@ -128,6 +138,9 @@ inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const Budget
   std::vector<Eigen::VectorXd> energies;
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
+    if (!(layer.num_queries() > 0.0)) {
+      ::lowrankkv::detail::fail<ValueError>("budgeted: layer ", &moments - layers.data(), " has coding statistics of ", layer.num_queries(), " queries, at least 1 needed (CodingStatistics::add)");
+    }
     for (int index = 0; index < shape.num_kv_heads; ++index) {
       const CodingHead& head = layer.head(index);
       parts.push_back(detail::coded_part(head.key, head.key_metric, layer.num_queries(), options.metric_floor));
@@ -154,6 +167,7 @@ inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const Budget
   }
 
   BudgetedModel model;
+  model.options = options;
   std::size_t part = 0;
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     LayerBasis& basis = model.bases.emplace_back();

@@ -194,8 +194,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   }
 
   /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in
-  /// softmax weights, in outputs (diagnostics/certificate.hpp), against attention over the same tokens uncompressed; tokens that
-  /// were dropped are outside them. Needs config.keep_residuals. Costs the logits of compressed rows once more, and allocates.
+  /// softmax weights, in outputs (diagnostics/certificate.hpp), against attention over the same tokens at full rank, rounded to
+  /// full_type as they arrived; tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of compressed rows once more, and allocates.
   /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads]
   /// @param limit  what is too much, per bound
   /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute otherwise
@@ -266,6 +266,10 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     this->check_shift(slot, first, delta);
     layer_.sequence(slot).shifts.add(first, delta);
   }
+  /// @brief Raises what shift_positions() would raise for these arguments.
+  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { this->check_shift(this->idle_slot(seq), first, delta); }
+  /// @brief The shifts of a sequence, valid until it changes.
+  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {

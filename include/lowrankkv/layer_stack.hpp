@@ -80,8 +80,7 @@ class LayerStack {
   }
   /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of CompressedKVCache::shift_positions.
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
-    static_cast<void>(rollback_limit(seq));
-    // Layers agree on tokens and shifts: if the first accepts, all do.
+    for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
     for (auto& layer : layers_) layer->shift_positions(seq, first, delta);
   }
   /// @brief Rotary position of a token, or of the next one.
@@ -138,9 +137,11 @@ class LayerStack {
     for (; undo.loaded < layers_.size(); ++undo.loaded) {
       Cache& layer = *layers_[undo.loaded];
       layer.load(seq, parts[undo.loaded]);
-      if (layer.num_tokens(seq) == layers_.front()->num_tokens(seq)) continue;
       const std::int64_t tokens = layer.num_tokens(seq);
+      const bool moved_alike = layer.position_shifts(seq) == layers_.front()->position_shifts(seq);
+      if (tokens == layers_.front()->num_tokens(seq) && moved_alike) continue;
       layer.erase(seq);
+      if (!moved_alike) detail::fail<FormatError>("saved state: layer ", undo.loaded, " moved its tokens otherwise than layer 0");
       detail::fail<FormatError>("saved state: layer 0 has ", layers_.front()->num_tokens(seq), " tokens, layer ", undo.loaded, " has ", tokens);
     }
     undo.loaded = 0;

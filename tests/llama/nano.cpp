@@ -95,7 +95,7 @@ TEST_CASE("exact match under FullKV is that of the model's report, and compressi
   auto contenders = make_contenders(nano(), {"FullKV", "StaticPCA", "OjaKV"}, {0.25}, {}, 1100, nano_moments());
   const auto report = json_of(kData + "/nano/report.json").at("em");
   const std::vector<std::string> tasks{"s1", "s3", "mk2", "vt"};
-  measure_retrieval(nano(), contenders, load_samples(kData + "/nano/eval/retrieval_1024", tasks, 20), 32);
+  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", tasks, 20), 32);
   for (const std::string& task : tasks) {
     CAPTURE(task);
     const double expected = report.at(task).at("1024");
@@ -132,7 +132,7 @@ TEST_CASE("every method runs by name, costs about what its ratio says, and less 
   for (const MethodInfo& info : methods()) names.push_back(info.name);
   CHECK(names.size() == 16);
   auto contenders = make_contenders(nano(), names, {}, {.context = 1024}, 1100, nano_moments());
-  measure_retrieval(nano(), contenders, load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
+  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
   const Row* previous = nullptr;
   for (const Contender& contender : contenders) {
     const Row& row = contender.row;
@@ -151,7 +151,7 @@ TEST_CASE("Budgeted retrieves at a tenth of the bytes what FullKV does, StaticPC
   auto contenders = make_contenders(nano(), {"FullKV", "Budgeted"}, {0.1}, {.context = 1024}, 1100, nano_moments());
   auto low_rank = make_contenders(nano(), {"StaticPCAHybrid"}, {0.6}, {.context = 1024}, 1100, nano_moments());
   contenders.push_back(std::move(low_rank.front()));
-  measure_retrieval(nano(), contenders, load_samples(kData + "/nano/eval/retrieval_1024", {"s1", "s2", "mk1", "mk2"}, 6), 32);
+  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", {"s1", "s2", "mk1", "mk2"}, 6), 32);
   CHECK(contenders[1].row.ratio_measured < 0.105);
   CHECK(contenders[1].row.mean_exact_match() > 0.85 * contenders[0].row.mean_exact_match());
   CHECK(contenders[2].row.mean_exact_match() < 0.5 * contenders[0].row.mean_exact_match());

@@ -123,10 +123,13 @@ TEST_CASE("append and attend allocate nothing") {
   support::Random random(3);
   const int n = 700;
   const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
-  for (const int threads : {1, 2}) {
-    OjaKV<> cache({.shape = kShape, .max_sequences = 2, .num_threads = threads}, basis());
+  for (const bool unrotated : {false, true}) {
+    CacheConfig config{.shape = kShape, .max_sequences = 2, .full_row_bits = unrotated ? 8 : 0, .num_threads = unrotated ? 1 : 2};
+    if (unrotated) config.rope.keys = Rope::pre;
+    OjaKV<> cache(config, basis());
     cache.create(0);
     cache.ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {q.data(), n, 8, 64});
+    if (unrotated) cache.shift_positions(0, 300, 17);
     std::vector<float> out(8 * 64 * 8);
     cache.append(0, {k.data(), 1, 2, 64}, {v.data(), 1, 2, 64});
     cache.attend(0, {q.data(), 1, 8, 64}, {out.data(), 1, 8, 64});
@@ -238,9 +241,47 @@ TEST_CASE("a stack of layers shares a pool and the sequences") {
   for (int layer = 0; layer < 3; ++layer) stack.layer(layer).append(5, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
   stack.maintain(5);
   CHECK(stack.layer(2).tail_length(5) == 40);
+  CHECK_THROWS_AS(stack.shift_positions(5, 0, 1), StateError);
   stack.erase(5);
   stack.erase(6);
   CHECK(stack.pool().allocator().num_free() == stack.pool().allocator().num_pages());
   CHECK_THROWS_AS(stack.erase(6), SequenceError);
   CHECK_THROWS_WITH_AS(LayerStack<OjaKV<>>({.shape = kShape}, {}), "LayerStack: num_layers 0, at least 1 needed", ShapeError);
+}
+
+TEST_CASE("the layers of a stack move their tokens together or not at all, and a saved stack whose layers disagree is refused") {
+  const CacheShape shape{1, 1, 8};
+  CacheConfig config{.shape = shape, .max_sequences = 2};
+  config.rope.keys = Rope::pre;
+  LayerStack<FullKV<>> stack(config, std::vector<LayerBasis>(2));
+  std::vector<float> rows(10 * 8, 1.0F);
+  stack.create(0);
+  stack.layer(0).append(0, {rows.data(), 10, 1, 8}, {rows.data(), 10, 1, 8});
+  stack.layer(1).append(0, {rows.data(), 4, 1, 8}, {rows.data(), 4, 1, 8});
+  CHECK_THROWS_WITH_AS(stack.shift_positions(0, 8, 5), "shift_positions: token 8, sequence has 4 tokens", ShapeError);
+  CHECK(stack.position(0, 10) == 10);
+  stack.layer(1).append(0, {rows.data(), 6, 1, 8}, {rows.data(), 6, 1, 8});
+  stack.shift_positions(0, 8, 5);
+  CHECK(stack.position(0, 9) == 14);
+  CHECK(stack.layer(1).position(0, 9) == 14);
+  std::vector<std::byte> saved(stack.save_bytes(0));
+  stack.save(0, saved);
+  stack.load(1, saved);
+  CHECK(stack.layer(1).position(1, 9) == 14);
+  stack.erase(1);
+  stack.layer(1).shift_positions(0, 3, 1);
+  saved.resize(stack.save_bytes(0));
+  stack.save(0, saved);
+  CHECK_THROWS_WITH_AS(stack.load(1, saved), "saved state: layer 1 moved its tokens otherwise than layer 0", FormatError);
+  CHECK(!stack.layer(0).contains(1));
+}
+
+TEST_CASE("8-bit full rows refuse what their steps cannot reach") {
+  CacheConfig config{.shape = {1, 1, 8}, .full_type = DType::f32, .full_row_bits = 8};
+  FullKV<> cache(config);
+  cache.create(0);
+  std::vector<float> rows(8, 8e6F);
+  cache.append(0, {rows.data(), 1, 1, 8}, {rows.data(), 1, 1, 8});
+  rows[3] = 1e8F;
+  CHECK_THROWS_AS(cache.append(0, {rows.data(), 1, 1, 8}, {rows.data(), 1, 1, 8}), ValueError);
 }

@@ -218,3 +218,32 @@ TEST_CASE("full rows in 8 bits: fewer bytes, within their bound, and certified")
   CHECK(found[0].softmax < 0.2F);
   CHECK_THROWS_AS(FullKV<>({.shape = shape, .full_row_bits = 4}), ValueError);
 }
+
+TEST_CASE("a token whose weight is too small for a number is certified all the same") {
+  // 200 keys with logit 790, and one with logit 800 of which storing keeps nothing.
+  CacheConfig config{.shape = {1, 1, 2}, .full_type = DType::f32, .epoch_type = DType::f32, .softmax_scale = 1.0F, .keep_residuals = true};
+  LayerBasis basis;
+  HeadBasis maps;
+  maps.key_rank = 1;
+  maps.value_rank = 2;
+  maps.key_down = {1.0F, 0.0F};
+  maps.value_down = {1.0F, 0.0F, 0.0F, 1.0F};
+  basis.heads.push_back(maps);
+  StaticPCA<> cache(config, basis);
+  std::vector<float> k, v;
+  for (int token = 0; token < 201; ++token) {
+    const bool needle = token == 3;
+    k.insert(k.end(), {needle ? 0.0F : 790.0F, needle ? 800.0F : 0.0F});
+    v.insert(v.end(), {needle ? 1.0F : 0.0F, needle ? 0.0F : 1.0F});
+  }
+  cache.create(0);
+  cache.ingest(0, {k.data(), 201, 1, 2}, {v.data(), 201, 1, 2});
+  cache.append(0, {k.data(), 1, 1, 2}, {v.data(), 1, 1, 2});
+  const std::vector<float> q{1.0F, 1.0F};
+  std::vector<float> out(2), lse(1);
+  std::vector<Certificate> found(1);
+  cache.attend(0, {q.data(), 1, 1, 2}, {out.data(), 1, 1, 2}, {lse.data(), 1, 1});
+  cache.certify(0, {q.data(), 1, 1, 2}, {lse.data(), 1, 1}, {found.data(), 1, 1});
+  CHECK(found[0].softmax > 1.9F);
+  CHECK(found[0].output > 1.39F);
+}

@@ -58,7 +58,7 @@ TEST_CASE("the coding metrics are the expected squared change of the layer's out
     projections.push_back(MatrixXd::NullaryExpr(dim, hidden, [&] { return normal(random); }));
     grams.push_back(projections.back() * projections.back().transpose());
   }
-  calibrate::CodingStatistics statistics(shape, exempt);
+  calibrate::CodingStatistics statistics(shape, {}, exempt);
   statistics.set_output_grams(grams);
   const int stride = 3;
   statistics.add({q.data(), n, 4, dim}, {k.data(), n, 2, dim}, {v.data(), n, 2, dim}, context, stride);
@@ -166,8 +166,7 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
       CacheConfig config;
       config.shape = shape;
       config.max_tokens = 2100;
-      config.page_bytes = options.page_bytes;
-      config.epoch_type = DType::f32;
+      budgeted.configure(config);
       LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
       stack.create(0);
       const int n = 2000;
@@ -187,6 +186,9 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
   tiny.ratio = 0.001;
   CHECK_THROWS_AS(calibrate::budgeted(model, tiny), ValueError);
   CHECK_THROWS_AS(calibrate::budgeted(std::span<const calibrate::LayerMoments>(), {}), ShapeError);
+  std::vector<calibrate::LayerMoments> without = model;
+  without[1].coding() = calibrate::CodingStatistics(shape);
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(without, {}), "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed (CodingStatistics::add)", ValueError);
 }
 
 TEST_CASE("residual thresholds are percentiles") {

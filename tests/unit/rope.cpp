@@ -105,7 +105,7 @@ TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and
   }
 }
 
-TEST_CASE("one query row is folded, several are not: the same attention") {
+TEST_CASE("groups of one head are folded, one query token or several; larger ones are lifted: the same attention") {
   Random random(2);
   constexpr int dim = 40, n = 300;
   for (RopeConfig rope : variants()) {
@@ -139,7 +139,22 @@ TEST_CASE("one query row is folded, several are not: the same attention") {
     const QueryView query(q.data(), n, 3, dim);
     cache.attend(0, query.tokens(n - 1, 1), {alone.data(), 1, 3, dim});
     cache.attend(0, query.tokens(n - 2, 2), {together.data(), 2, 3, dim});
-    for (std::size_t i = 0; i < alone.size(); ++i) REQUIRE(std::abs(alone[i] - together[3 * dim + i]) < 2e-5F);
+    for (std::size_t i = 0; i < alone.size(); ++i) REQUIRE(alone[i] == together[3 * dim + i]);  // not a bit: splits leave no trace
+    // The lifted form, which a group of two takes, says the same to rounding.
+    CacheConfig pairs = config;
+    pairs.shape.num_qo_heads = 6;
+    CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> lifted(pairs, basis, policies);
+    lifted.create(0);
+    lifted.ingest(0, {k.data(), n, 3, dim}, {v.data(), n, 3, dim});
+    lifted.shift_positions(0, 100, 1000);
+    std::vector<float> twice, twice_out(6 * dim);
+    for (int head = 0; head < 3; ++head) {
+      for (int copy = 0; copy < 2; ++copy) twice.insert(twice.end(), q.end() - (3 - head) * dim, head == 2 ? q.end() : q.end() - (2 - head) * dim);
+    }
+    lifted.attend(0, {twice.data(), 1, 6, dim}, {twice_out.data(), 1, 6, dim});
+    for (int head = 0; head < 3; ++head) {
+      for (int i = 0; i < dim; ++i) REQUIRE(std::abs(alone[static_cast<std::size_t>(head * dim + i)] - twice_out[static_cast<std::size_t>((2 * head + 1) * dim + i)]) < 3e-5F);
+    }
   }
 }
 
@@ -293,6 +308,9 @@ TEST_CASE("what cannot be turned or moved is refused, and nothing moves") {
   refused([](RopeConfig& rope) { rope.theta = 0.0; });
   refused([](RopeConfig& rope) { rope.theta = NAN; });
   refused([](RopeConfig& rope) { rope.rotary_dim = 18; });
+  refused([](RopeConfig& rope) { rope.scaling = Llama3RopeScaling{0.0F}; });
+  refused([](RopeConfig& rope) { rope.scaling = Llama3RopeScaling{8.0F, 4.0F, 4.0F}; });
+  refused([](RopeConfig& rope) { rope.scaling = Llama3RopeScaling{8.0F, NAN}; });
   refused([](RopeConfig& rope) { rope.rotary_dim = 5; });
   refused([](RopeConfig& rope) { rope.frequencies = std::vector<double>(9, 1.0); });
   refused([](RopeConfig& rope) { rope.frequencies = {1.0, NAN}; });
@@ -387,4 +405,53 @@ TEST_CASE("a calibration bundle knows the form of its keys") {
   CHECK(loaded[1].rope().frequencies == rope_frequencies(layers[0].rope(), 8));
   CHECK(loaded[1].head(0).key.second == layers[1].head(0).key.second);
   std::remove(path);
+}
+
+TEST_CASE("queries' moments for unrotated keys are those at all distances, so a fast pair has no preferred direction") {
+  Random random(10);
+  constexpr int dim = 4, n = 4000;
+  const CacheShape shape{1, 1, dim};
+  RopeConfig rope = unrotated();
+  rope.frequencies = {1.0, 1e-6};  // pairs (0, 2) and (1, 3): one turns with every token, one hardly at all
+  std::vector<float> q(n * dim, 0.0F), zero(n * dim, 0.0F);
+  for (int token = 0; token < n; ++token) q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] = 1.0F;  // always (1, 1, 0, 0) before turning
+  const auto rotated = turned(q, 1, dim, rope);
+  calibrate::LayerMoments moments(shape, rope);
+  moments.add({rotated.data(), n, 1, dim}, {zero.data(), n, 1, dim}, {zero.data(), n, 1, dim});
+  const Eigen::MatrixXd mean = moments.head(0).query.second / n;
+  CHECK(mean(0, 0) == doctest::Approx(0.5).epsilon(0.03));
+  CHECK(mean(2, 2) == doctest::Approx(0.5).epsilon(0.03));
+  CHECK(std::abs(mean(0, 2)) < 0.02);
+  CHECK(mean(1, 1) > 0.99);
+  CHECK(mean(3, 3) < 0.01);
+}
+
+TEST_CASE("a cache whose rows are not finite certifies nothing, and still loads what it saved") {
+  CacheConfig config;
+  config.shape = {1, 1, 8};
+  config.full_type = DType::f32;
+  config.check_finite = false;
+  config.keep_residuals = true;
+  LayerBasis basis;
+  HeadBasis maps;
+  maps.key_rank = maps.value_rank = 2;
+  maps.key_down.assign(16, 0.0F);
+  maps.key_down[0] = maps.key_down[3] = 1.0F;
+  maps.value_down = maps.key_down;
+  basis.heads.push_back(maps);
+  config.max_sequences = 2;
+  StaticPCA<> cache(config, basis);
+  std::vector<float> rows(100 * 8, 1.0F);
+  rows[40] = NAN;
+  cache.create(0);
+  cache.ingest(0, {rows.data(), 100, 1, 8}, {rows.data(), 100, 1, 8});
+  std::vector<std::byte> saved(cache.save_bytes(0));
+  cache.save(0, saved);
+  cache.load(1, saved);
+  std::vector<float> q(8, 1.0F), out(8), lse(1);
+  cache.append(0, {q.data(), 1, 1, 8}, {q.data(), 1, 1, 8});
+  cache.attend(0, {q.data(), 1, 1, 8}, {out.data(), 1, 1, 8}, {lse.data(), 1, 1});
+  std::vector<Certificate> found(1);
+  CHECK(cache.certify(0, {q.data(), 1, 1, 8}, {lse.data(), 1, 1}, {found.data(), 1, 1}, {1e30F, 3.0F, 1e30F}) == 1);
+  CHECK(std::isinf(found[0].output));
 }

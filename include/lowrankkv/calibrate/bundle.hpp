@@ -35,6 +35,7 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
   io::SafetensorsWriter writer;
   const CacheShape& shape = layers.front().shape();
   for (const LayerMoments& layer : layers) {
+    if (!(layer.rope() == layers.front().rope())) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: keys of the first layer ", static_cast<int>(layers.front().rope().keys), ", of another ", static_cast<int>(layer.rope().keys), ": layers differ in their rotary embedding");
     if (!(layer.shape() == shape)) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim, " and ", layer.shape().head_dim, ": layers differ in shape");
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
@@ -127,6 +128,7 @@ inline std::vector<LayerMoments> load_moments(const std::string& path, const Cac
   RopeConfig rope;
   if (metadata("keys") == "unrotated") {
     rope.keys = Rope::pre;
+    if (metadata("pairing") != "half_split" && metadata("pairing") != "interleaved") ::lowrankkv::detail::fail<FormatError>("calibration bundle: pairing ", metadata("pairing"), ", expected half_split or interleaved");
     rope.pairing = metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
     rope.frequencies = file.values<double>("rope.frequencies", file.info("rope.frequencies").shape);
     static_cast<void>(rope_frequencies(rope, shape.head_dim));

@@ -57,6 +57,8 @@ class CodingStatistics {
     grams_ = std::move(grams);
   }
   const CacheShape& shape() const { return shape_; }
+  /// @brief The rotary embedding of unrotated keys; empty if keys are rotated.
+  const cpu::RotaryTable& rotary() const { return rotary_; }
   CodingHead& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const CodingHead& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
   /// @brief Queries that the metrics are sums over.

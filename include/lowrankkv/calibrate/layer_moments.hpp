@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -77,7 +78,8 @@ struct HeadMoments {
 class LayerMoments {
  public:
   LayerMoments() = default;
-  /// @param rope  which form of the keys the statistics are of; with Rope::pre, add() wants unrotated queries too
+  /// @param rope  which form of the keys the statistics are of. Unrotated keys meet queries turned back by the key's position:
+  /// the moments of queries are then of queries turned back by that of a key before them, evenly chosen
   explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {}) : shape_(shape), rope_(rope) {
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads));
     const RowSample sample(shape.head_dim, kSampleRows);
@@ -98,8 +100,9 @@ class LayerMoments {
   CodingStatistics& coding() { return coding_; }
   const CodingStatistics& coding() const { return coding_; }
 
-  /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim]; key, value [n, num_kv_heads, head_dim].
-  void add(const QueryView& query, const KeyView& key, const ValueView& value) {
+  /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim], rotated; key, value [n, num_kv_heads, head_dim], keys in
+  /// their form. @param first_position  of the first token; counts for unrotated keys alone
+  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t first_position = 0) {
     ::lowrankkv::detail::check_rows("query", query, key.num_tokens, shape_.num_qo_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("key", key, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("value", value, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
@@ -121,7 +124,11 @@ class LayerMoments {
       head.value.add(values);
       head.value_sample.add(values);
       for (std::int64_t token = 0; token < n; ++token) std::copy_n(values.row(token), dim, stacked.begin() + token * width + index * dim);
-      for (int member = 0; member < shape_.group_size(); ++member) head.query.add(load(query, index * shape_.group_size() + member));
+      for (int member = 0; member < shape_.group_size(); ++member) {
+        const MatrixView queries = load(query, index * shape_.group_size() + member);
+        if (rope_.keys == Rope::pre) turn_back(rows.data(), n, first_position);
+        head.query.add(queries);
+      }
     }
     values_.add({stacked.data(), n, width});
   }
@@ -188,6 +195,15 @@ class LayerMoments {
     std::vector<int> ranks;
     for (int head = 0; head < shape_.num_kv_heads; ++head) ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
     return max_over_heads(ranks);
+  }
+  /// Turns query rows [n, head_dim] back by positions spread over those up to their own.
+  void turn_back(float* rows, std::int64_t n, std::int64_t first_position) const {
+    constexpr double kGolden = 0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
+    for (std::int64_t token = 0; token < n; ++token) {
+      const double whole = kGolden * static_cast<double>(token + 1);
+      const double share = whole - std::floor(whole);
+      coding_.rotary().rotate_row(-static_cast<std::int64_t>(share * static_cast<double>(first_position + token + 1)), rows + token * shape_.head_dim);
+    }
   }
   CacheShape shape_;
   RopeConfig rope_;

@@ -21,6 +21,7 @@
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/cpu/rotary_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
@@ -80,6 +81,25 @@ inline Moments weight_moments(MatrixView weight) {
   moments.second = w * w.transpose();
   moments.count = 1.0;
   return moments;
+}
+
+/// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of some distances: what unrotated
+/// keys meet of queries. Centring goes with it. @param rotary  of head_dim  @param distances  spread over a context
+inline Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
+  using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  Moments result(static_cast<int>(moments.second.rows()));
+  result.count = moments.count;
+  for (const std::int64_t distance : distances) {
+    const auto turn = [&](const Eigen::MatrixXd& rows) {  // every row
+      Rows turned = rows.cast<float>();
+      for (Eigen::Index row = 0; row < turned.rows(); ++row) rotary.rotate_row(distance, turned.row(row).data());
+      return Eigen::MatrixXd(turned.cast<double>());
+    };
+    const double share = 1.0 / static_cast<double>(distances.size());
+    result.second += share * turn(turn(moments.second).transpose());
+    result.first += share * turn(moments.first.transpose()).transpose();
+  }
+  return result;
 }
 
 /// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.

@@ -44,7 +44,7 @@ struct CacheConfig {
   /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach earlier queries of its call.
   /// Coefficients of very long rows saturate in f16 either way; they are at most the row's norm.
   bool check_finite = true;
-  bool keep_residuals = false;      ///< store what compression lost of every row, for certify(): 4 bytes a row and KV head
+  bool keep_residuals = false;      ///< store what compression lost of every row as it arrived (rounded to full_type), for certify(): 4 bytes a row and KV head
   RopeConfig rope{};                ///< Rope::pre: keys come unrotated, see core/rope.hpp
   int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 

@@ -17,6 +17,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 struct PositionShift {
   std::int64_t first = 0;
   std::int64_t offset = 0;
+
+  friend bool operator==(const PositionShift&, const PositionShift&) = default;
 };
 
 /// @brief The offset between token index and rotary position, piecewise constant; without shifts, zero. What is stored of a
@@ -28,14 +30,10 @@ class PositionShifts {
 
   std::span<const PositionShift> pieces() const { return pieces_; }
   std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }
-  /// @brief Offset of a token.
+  /// @brief Offset of a token. Cost: O(log pieces).
   std::int64_t offset(std::int64_t token) const {
-    std::int64_t offset = 0;
-    for (const PositionShift& piece : pieces_) {
-      if (piece.first > token) break;
-      offset = piece.offset;
-    }
-    return offset;
+    const auto next = after(token);
+    return next == pieces_.begin() ? 0 : (next - 1)->offset;
   }
   /// @brief Moves the tokens from `first` on by `delta`. Cost: O(pieces).
   void add(std::int64_t first, std::int64_t delta) {
@@ -53,23 +51,27 @@ class PositionShifts {
   void truncate(std::int64_t length) {
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
   }
+  /// @brief Puts back pieces in order of their tokens, as pieces() gave them.
+  void append(const PositionShift& piece) { pieces_.push_back(piece); }
+  friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
   /// @brief Calls use(first token, count, position of the first) for stretches of consecutive positions of tokens
   /// [first, first + count).
   template <class Use>
   void for_each(std::int64_t first, std::int64_t count, Use&& use) const {
-    std::int64_t offset = 0, begin = first;
-    for (const PositionShift& piece : pieces_) {
-      if (piece.first >= first + count) break;
-      if (piece.first > begin) {
-        use(begin, piece.first - begin, begin + offset);
-        begin = piece.first;
-      }
-      offset = piece.offset;
+    std::int64_t begin = first;
+    std::int64_t offset = this->offset(first);
+    for (auto piece = after(first); piece != pieces_.end() && piece->first < first + count; ++piece) {
+      use(begin, piece->first - begin, begin + offset);
+      begin = piece->first;
+      offset = piece->offset;
     }
     if (begin < first + count) use(begin, first + count - begin, begin + offset);
   }
 
  private:
+  std::vector<PositionShift>::const_iterator after(std::int64_t token) const {
+    return std::upper_bound(pieces_.begin(), pieces_.end(), token, [](std::int64_t at, const PositionShift& piece) { return at < piece.first; });
+  }
   std::vector<PositionShift> pieces_;
 };
 

@@ -77,11 +77,18 @@ inline std::vector<double> rope_frequencies(const RopeConfig& config, int head_d
   for (const double frequency : config.frequencies) {
     if (!std::isfinite(frequency)) detail::fail<ValueError>("rope: a frequency is ", frequency, ", finite expected");
   }
-  if (turning < 2 || turning > head_dim) detail::fail<ShapeError>("rope: rotary_dim ", config.rotary_dim, ", head_dim ", head_dim);
+  if (turning < 2 || turning > head_dim || turning % 2 != 0) detail::fail<ShapeError>("rope: rotary_dim ", turning, ", head_dim ", head_dim, "; an even number up to it expected");
   if (!(std::isfinite(config.theta) && config.theta > 0.0)) detail::fail<ValueError>("rope: theta is positive, given ", config.theta);
   if (given != 0) return config.frequencies;
   std::vector<double> frequencies = rope_frequencies(turning, config.theta);
-  if (config.scaling) scale_frequencies(frequencies, *config.scaling);
+  if (config.scaling) {
+    const Llama3RopeScaling& scaling = *config.scaling;
+    if (!(scaling.factor > 0.0F && scaling.low_freq_factor > 0.0F && scaling.high_freq_factor > scaling.low_freq_factor && scaling.original_context > 0.0F)) {
+      detail::fail<ValueError>("rope: scaling by factor ", scaling.factor, ", low_freq_factor ", scaling.low_freq_factor, ", high_freq_factor ", scaling.high_freq_factor,
+                               ", original_context ", scaling.original_context, "; positive, low below high expected");
+    }
+    scale_frequencies(frequencies, scaling);
+  }
   return frequencies;
 }
 

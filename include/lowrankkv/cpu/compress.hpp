@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -159,7 +161,8 @@ void note_losses(State& state, int slot, int group, const std::vector<LeavingRow
     const LeavingRows& mine = rows[static_cast<std::size_t>(head)];
     float& largest = state.residuals(slot, head).largest_value;
     for (std::int64_t row = range.begin; row < range.end; ++row) {
-      largest = (std::max)(largest, 1.001F * static_cast<float>(norm_of(mine.values.data() + row * dim, dim)));
+      const float norm = 1.001F * static_cast<float>(norm_of(mine.values.data() + row * dim, dim));
+      largest = norm <= largest ? largest : std::isnan(norm) ? std::numeric_limits<float>::infinity() : norm;
     }
     const HeadRows& next = first[static_cast<std::size_t>(head)];
     for (const RowState list : {RowState::full, RowState::compressed}) {

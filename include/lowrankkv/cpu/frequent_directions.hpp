@@ -62,10 +62,10 @@ struct StoredSketch {
     sketch.squared_frobenius = in.value<double>();
     const std::span<const std::byte> rows = in.bytes(sketch.bytes());
     if (!rows.empty()) std::memcpy(sketch.rows.data(), rows.data(), rows.size());
-    bool finite = std::isfinite(sketch.shrinkage) && std::isfinite(sketch.squared_frobenius);
+    bool finite = std::isfinite(sketch.shrinkage) && std::isfinite(sketch.squared_frobenius) && sketch.shrinkage >= 0.0 && sketch.squared_frobenius >= 0.0;
     for (const float value : sketch.rows) finite = finite && std::isfinite(value);
     if (!finite) {
-      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", held, " rows and squared norm ", sketch.squared_frobenius, " is not finite");
+      ::lowrankkv::detail::fail<FormatError>("saved state: a sketch of ", held, " rows and squared norm ", sketch.squared_frobenius, " is not finite, or negative");
     }
     return sketch;
   }

@@ -145,8 +145,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of rows run in parallel.
   template <class Slots, class Blocks>
   void attend(std::int64_t count, Slots&& slot_of, Blocks&& block_of, bool prompt) {
-    const int group = this->config.shape.group_size();
-    const int per_task = (std::max)(1, kQueryRows / group);
+    const int per_task = tokens_per_task(prompt);
     const std::int64_t tokens = count > 0 ? block_of(0).query.num_tokens : 0;
     const std::int64_t pieces = (tokens + per_task - 1) / per_task;
     const std::int64_t heads = this->num_kv_heads();
@@ -165,7 +164,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   /// and the heads of a group: added to out(head), which returns the head's HeadMass. Heads run in parallel.
   template <class Out>
   void attention_mass(int slot, const QueryBlock& block, bool prompt, Out&& out) {
-    const int per_task = (std::max)(1, kQueryRows / this->config.shape.group_size());
+    const int per_task = tokens_per_task(prompt);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t head, int thread) {
       const StoredHead<Quantizer> stored = stored_head(slot, static_cast<int>(head), prompt);
       for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
@@ -177,7 +176,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
 
   /// @brief Bounds on what compression changed in the outputs of a block whose lse is known. Heads run in parallel.
   void certify(int slot, const QueryBlock& block, const CertificateView& out) {
-    const int per_task = (std::max)(1, kQueryRows / this->config.shape.group_size());
+    const int per_task = tokens_per_task(false);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t index, int thread) {
       const int head = static_cast<int>(index);
       AttentionWorkspace& work = this->workspaces[static_cast<std::size_t>(thread)];
@@ -213,6 +212,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
  private:
+  /// Unrotated keys of a group of one head are turned in folded form while decoding. By configuration alone: the other form
+  /// rounds differently, and results must not depend on how a stream was split into calls.
+  bool folds(bool prompt) const { return this->stores_unrotated() && this->config.shape.group_size() == 1 && !prompt; }
+  int tokens_per_task(bool prompt) const { return folds(prompt) ? 1 : (std::max)(1, kQueryRows / this->config.shape.group_size()); }
   StoredHead<Quantizer> stored_head(int slot, int head, bool prompt) {
     return {.full = &this->full,
             .compressed = &this->compressed,
@@ -227,6 +230,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
             .tail_length = this->table.lengths(slot).tail_length,
             .first_tail_token = this->first_tail_position(slot),
             .rotary = this->stores_unrotated() ? &this->rotary : nullptr,
+            .folds = folds(prompt),
             .runs = &this->runs(slot, head),
             .shifts = &this->sequence(slot).shifts};
   }

@@ -10,12 +10,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The smallest f16 that is not below `norm`, infinity included.
+/// @brief The smallest f16 that is not below `norm`; infinity if there is none, or if `norm` is not a number.
 inline Half norm_not_below(double norm) {
   // f32 arithmetic of projections and attention is not exact: a bound has to cover its rounding too.
   const float wide = static_cast<float>(1.001 * norm);
   const Half half = half_not_below(wide);
-  return to_float(half) < wide ? Half{0x7c00U} : half;
+  return to_float(half) >= wide ? half : Half{0x7c00U};
 }
 
 /// @brief ||row||, summed in f64.

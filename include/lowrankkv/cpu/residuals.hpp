@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "lowrankkv/cpu/attend.hpp"
@@ -14,6 +15,12 @@
 #include "lowrankkv/diagnostics/certificate.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
+namespace detail {
+
+/// What is certified where nothing is known.
+inline constexpr Certificate kUnbounded{std::numeric_limits<float>::infinity(), 2.0F, std::numeric_limits<float>::infinity()};
+
+}  // namespace detail
 namespace cpu {
 
 /// @brief Notes how far the stored form of rows [row, row + count) of a list of one head is from what they were.
@@ -59,13 +66,17 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   const auto absorb = [&](const QueryRows& rows, const RowResiduals& lost, std::int32_t first, int count) {
     for (int row = 0; row < query.rows; ++row) {
       Sums& mine = sums[static_cast<std::size_t>(row)];
-      const double shift = (rows.bias != nullptr ? static_cast<double>(rows.bias[row]) : 0.0) - mine.lse;
+      // lse and logits are f32: weights are taken a little larger than they come out.
+      const double slack = 1e-4 + 1e-6 * std::abs(mine.lse);
+      const double shift = (rows.bias != nullptr ? static_cast<double>(rows.bias[row]) : 0.0) - mine.lse + slack;
       for (int token = 0; token < count; ++token) {
         const std::size_t at = static_cast<std::size_t>(first + token);
-        const double weight = 1.0001 * std::exp(static_cast<double>(work.logits[static_cast<std::size_t>(row * kTile + token)]) + shift);
+        const double exponent = static_cast<double>(work.logits[static_cast<std::size_t>(row * kTile + token)]) + shift;
+        const double weight = std::exp(exponent);
         const double delta = ::lowrankkv::detail::bound_product(mine.query_norm, static_cast<double>(to_float(lost.key[at])));
         mine.largest = (std::max)(mine.largest, delta);
-        mine.growth += ::lowrankkv::detail::bound_product(weight, std::expm1(delta));
+        // A weight too small for a number may grow to one that is not.
+        mine.growth += weight > 1e-290 ? ::lowrankkv::detail::bound_product(weight, std::expm1(delta)) : std::exp(exponent + delta);
         mine.decay += weight * -std::expm1(-delta);
         mine.value += ::lowrankkv::detail::bound_product(weight, static_cast<double>(to_float(lost.value[at])));
       }
@@ -88,6 +99,10 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   }
   for (int row = 0; row < query.rows; ++row) {
     const Sums& mine = sums[static_cast<std::size_t>(row)];
+    if (std::isnan(mine.growth + mine.decay + mine.value + mine.query_norm)) {  // rows or queries that are not finite: anything may have changed
+      out.at(first_token + row / group, stored.head * group + row % group) = ::lowrankkv::detail::kUnbounded;
+      continue;
+    }
     const double softmax = (std::min)(diagnostics::weighted_softmax_error_bound(mine.growth, mine.decay), diagnostics::softmax_error_bound(mine.largest));
     const double output = diagnostics::output_error_bound(softmax, largest_value, mine.value);
     out.at(first_token + row / group, stored.head * group + row % group) = {static_cast<float>(mine.largest), static_cast<float>(softmax), static_cast<float>(output)};

@@ -185,7 +185,7 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
     if (!state.stores_unrotated() || piece.first <= last || piece.first > lengths.num_tokens || piece.offset < -limit || piece.offset > limit) {
       fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", lengths.num_tokens, " tokens");
     }
-    saved.shifts.add(piece.first, piece.offset - saved.shifts.offset(piece.first));
+    saved.shifts.append(piece);
     last = piece.first;
   }
   saved.epoch = in.value<std::int32_t>();

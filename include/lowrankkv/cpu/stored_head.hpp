@@ -3,7 +3,7 @@
 ///
 /// Rope::post: compressed keys stay coefficients and the queries are projected, q~ = q query_down. Rope::pre: a tile of
 /// coefficients is lifted to head_dim, k = c query_down^T + mean, and turned to its positions once for the whole group; or,
-/// for a single query row, turned in folded form: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
+/// for groups of one head, turned in folded form, query row by query row: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
 /// (a, b) of rows of W = query_down, logit_t = sum_i cos_i(t) (A_i c_t) + sin_i(t) (B_i c_t).
 #pragma once
 
@@ -39,6 +39,7 @@ struct StoredHead {
   int tail_length = 0;
   std::int64_t first_tail_token = 0;     ///< index of the tail's first token
   const RotaryTable* rotary = nullptr;   ///< null: keys are stored rotated
+  bool folds = false;                    ///< one query row at a time, turned in folded form
   const RowRuns* runs = nullptr;         ///< the tokens of stored rows
   const PositionShifts* shifts = nullptr;
 };
@@ -80,8 +81,7 @@ class KeyReader {
     if (stored_.rotary == nullptr) return project(query, value_width);
     QueryRows opened = query;
     opened.value_width = value_width;
-    folded_ = query.rows == 1;
-    if (folded_) fold(query.data);
+    if (stored_.folds) fold(query.data);
     return opened;
   }
   /// @brief Fills logits [rows, kTile] of compressed rows [first, first + count) for the queries that open() returned.
@@ -93,7 +93,7 @@ class KeyReader {
     }
     float* coefficients = work_.coefficients.data();
     stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, coefficients, kTile);
-    if (folded_) {
+    if (stored_.folds) {
       folded_logits(coefficients, first, count, logits);
       return;
     }
@@ -200,7 +200,6 @@ class KeyReader {
   AttentionWorkspace& work_;
   const EpochHead* maps_ = nullptr;
   int rank_ = 0, stride_ = 0;
-  bool folded_ = false;
   std::size_t full_run_ = 0, compressed_run_ = 0;
 };
 

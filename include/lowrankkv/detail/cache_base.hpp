@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -152,7 +153,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   void check_stored_values(const KeyView& key, const ValueView& value) const {
     if (!layer_.config.check_finite) return;
     row_.resize(static_cast<std::size_t>(layer_.head_dim()));
-    const float limit = max_finite(layer_.config.full_type);
+    // 8-bit rows: 128 steps of at most the largest f16.
+    const float limit = (std::min)(max_finite(layer_.config.full_type), layer_.config.full_row_bits == 8 ? 128.0F * 65504.0F : max_finite(layer_.config.full_type));
     cpu::check_finite("key", key, limit, row_.data());
     cpu::check_finite("value", value, limit, row_.data());
   }
@@ -288,6 +290,12 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     const std::int64_t m = check_step(seqs, query);
     if (lse.data == nullptr) fail<ShapeError>("lse: null pointer with num_tokens ", query.num_tokens);
     check_lse(lse, query.num_tokens);
+    for (std::int64_t token = 0; layer_.config.check_finite && token < lse.num_tokens; ++token) {
+      for (int head = 0; head < lse.num_heads; ++head) {
+        const float value = lse.data[token * lse.token_stride + head];
+        if (!std::isfinite(value)) fail<ValueError>("lse: token ", token, ", head ", head, " is ", value, ", finite expected");
+      }
+    }
     check_equal("num_tokens", "expected", query.num_tokens, "certificates", out.data == nullptr ? 0 : out.num_tokens);
     check_equal("num_heads", "cache", layer_.config.shape.num_qo_heads, "certificates", out.num_heads);
     return m;
