@@ -157,6 +157,33 @@ TEST_CASE("Budgeted retrieves at a tenth of the bytes what FullKV does, StaticPC
   CHECK(contenders[2].row.mean_exact_match() < 0.5 * contenders[0].row.mean_exact_match());
 }
 
+TEST_CASE("keys stored before their rotary embedding: FullKV's answers, and less lost at equal bytes") {
+  const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
+  std::vector<std::vector<std::int32_t>> answers;
+  for (const bool unrotated : {false, true}) {
+    const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32, .unrotated = unrotated}, nano().model.config(), 1100, {}, nano().threads);
+    answers.push_back(generate(nano(), *store, samples[0].prompt, 24, {}, {}));
+  }
+  CHECK(answers[0] == answers[1]);
+  auto contenders = make_contenders(nano(), {"FullKV", "Budgeted", "Budgeted+PreRoPE"}, {0.07}, {.context = 1024}, 1100, nano_moments());
+  measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 4);
+  const auto lost = [&](std::size_t index) { return contenders[index].row.bits_per_byte.at("prose") - contenders[0].row.bits_per_byte.at("prose"); };
+  CHECK(contenders[2].row.text_ratio_measured < 1.02 * contenders[1].row.text_ratio_measured);
+  CHECK(lost(2) < 0.7 * lost(1));
+  CHECK_THROWS_AS(make_store({.method = "Budgeted+PreRoPE"}, nano().model.config(), 1100, {nano_moments().rotated, {}}, nano().threads), std::runtime_error);
+}
+
+TEST_CASE("bases from the projections' weights alone, without a text") {
+  const Calibration weights{{}, calibrate_from_weights(nano())};
+  auto contenders = make_contenders(nano(), {"FullKV", "StaticPCAHybrid"}, {0.9}, {.context = 1024, .unrotated = true}, 1100, weights);
+  auto without = make_contenders(nano(), {"StaticPCAHybrid"}, {0.3}, {.context = 1024, .unrotated = true}, 1100, weights);
+  contenders.push_back(std::move(without.front()));
+  measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 2);
+  const double full = contenders[0].row.bits_per_byte.at("prose");
+  CHECK(contenders[1].row.bits_per_byte.at("prose") < full + 0.1);
+  CHECK(contenders[2].row.bits_per_byte.at("prose") > contenders[1].row.bits_per_byte.at("prose") + 0.05);
+}
+
 TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
   const auto store = make_store({.method = "FullKV"}, nano().model.config(), 256, {}, nano().threads);
   const auto prompt = nano().tokenizer.encode("The history of");
