@@ -53,7 +53,7 @@ def compare(row, full):
         variance += spread / len(differences) / len(pairs) ** 2
     samples = sum(len(cell) for cell in pairs)
     margin = max(1.645 * math.sqrt(variance), 3.0 / samples)
-    return score, relative, relative - margin / base, samples
+    return score, relative, max(0.0, relative - margin / base), samples
 
 
 def main():
@@ -71,7 +71,7 @@ def main():
             csv.write(f"{method},{ratio},{stored:.4f},{score:.4f},{relative:.4f},{bound:.4f},{samples}\n")
             curves.setdefault(method, []).append((stored, 100 * score))
     with open(prefix + ".gp", "w") as script:
-        script.write(f"set terminal svg size 720,480 background 'white'\nset output '{prefix}.svg'\nset logscale x 2\nset grid\nset key outside right\n"
+        script.write(f"set terminal svg size 760,480 background 'white'\nset output '{prefix}.svg'\nset logscale x\nset xrange [0.04:1.2]\nset xtics (0.05, 0.1, 0.2, 0.4, 1)\nset grid\nset key outside right\n"
                      "set xlabel 'measured bytes / f16 K and V'\nset ylabel 'retrieval exact match, mean over tasks, %'\nset yrange [0:100]\n")
         for index, (method, points) in enumerate(curves.items()):
             data = "\n".join(f"{x} {y}" for x, y in sorted(points))

@@ -134,14 +134,15 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
   };
   for (const char* terminal : {"svg", "png"}) {
     const int panels = 1 + static_cast<int>(texts.size());
-    script << "set terminal " << terminal << " size " << 480 * panels << ",420" << (std::string(terminal) == "svg" ? " background 'white'" : "") << "\nset output '" << prefix << '.' << terminal << "'\n"
+    script << "set terminal " << terminal << " size " << 480 * panels + 180 << ",420" << (std::string(terminal) == "svg" ? " background 'white'" : "") << "\nset output '" << prefix << '.' << terminal << "'\n"
            << "set grid\nset xrange [0:1.08]\nset xlabel 'measured bytes per token / f16 K and V'\n"
            << "set multiplot layout 1," << panels << " title '" << title << "'\n"
-           << "set key bottom right\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange [0:105]\n";
+           << "set key off\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange [0:105]\n";
     draw(1, 2);
-    script << "set key top right\nset yrange [*:*]\n";
+    script << "set yrange [*:*]\n";
     int column = 4;
     for (const auto& name : texts) {
+      if (column + 1 == 4 + static_cast<int>(texts.size())) script << "set key outside right\n";  // one key for all panels
       script << "set ylabel 'bits per byte, " << name << "'\n";
       draw(3, column++);
     }
