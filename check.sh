@@ -22,6 +22,6 @@ check check-gcc -DCMAKE_CXX_COMPILER=g++
 if [[ ${1:-} != --fast ]]; then
   # Without -march=native: the portable paths are compiled and tested here, with Eigen's assertions.
   check check-clang -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1
-  check check-sanitizers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DLOWRANKKV_SANITIZE=address,undefined -DLOWRANKKV_CHECK_SOURCES=OFF
+  check check-sanitizers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DLOWRANKKV_SANITIZE=address,undefined -DLOWRANKKV_CHECK_SOURCES=OFF -DLOWRANKKV_BUILD_EXAMPLES=OFF
 fi
 echo "All checks passed."
