@@ -70,7 +70,7 @@ def main():
             print(f"{method:16} {ratio:6.3f} {stored:7.3f} {100 * score:8.1f} {100 * relative:12.1f} {100 * bound:11.1f} {samples:8}")
             csv.write(f"{method},{ratio},{stored:.4f},{score:.4f},{relative:.4f},{bound:.4f},{samples}\n")
             curves.setdefault(method, []).append((stored, 100 * relative))
-    script = [f"set terminal svg size 760,480 background 'white'", f"set output '{prefix}.svg'", "set logscale x", "set xrange [0.04:1.2]",
+    script = ["set terminal svg size 760,480 background 'white'", f"set output '{prefix}.svg'", "set logscale x", "set xrange [0.04:1.2]",
               "set xtics (0.05, 0.1, 0.2, 0.4, 1)", "set grid", "set key outside right", "set yrange [0:110]",
               "set xlabel 'measured bytes / f16 K and V'", "set ylabel 'retrieval exact match, % of FullKV on the same samples'"]
     for index, points in enumerate(curves.values()):

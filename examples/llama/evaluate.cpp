@@ -131,7 +131,7 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
   for (const std::string& path : paths) {
     auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
     const bool unrotated = moments.front().rope().keys == lowrankkv::Rope::pre;
-    auto& target = unrotated ? calibration.unrotated : calibration.rotated;
+    auto& target = calibration.of(moments.front().rope().keys);
     if (unrotated && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
       throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " + std::to_string(moments.front().rope().frequencies.front()) + " on, the model's differ");
     }
@@ -186,12 +186,15 @@ Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt1993
 
 }  // namespace
 
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens, lowrankkv::Rope keys) {
+Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens, std::initializer_list<lowrankkv::Rope> forms) {
   const Config& config = engine.model.config();
   const int layers = config.num_layers;
-  const bool unrotated = keys == lowrankkv::Rope::pre;
-  std::vector<lowrankkv::calibrate::LayerMoments> moments(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
-  for (int layer = 0; layer < layers; ++layer) moments[static_cast<std::size_t>(layer)].coding().set_output_grams(output_grams(engine, layer));
+  Calibration calibration;
+  for (const lowrankkv::Rope keys : forms) calibration.of(keys).assign(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
+  for (int layer = 0; layer < layers; ++layer) {
+    const auto grams = output_grams(engine, layer);
+    for (const lowrankkv::Rope keys : forms) calibration.of(keys)[static_cast<std::size_t>(layer)].coding().set_output_grams(grams);
+  }
   const Ids ids = encode_documents(engine, text);
   const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config, window_tokens, {}, engine.threads);
   const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
@@ -216,19 +219,21 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, 
     engine.model.forward(window, 0, [&](int layer, const Projected& rows, float* out) {
       store->prefill(layer, kSequence, n, rows, out);
       const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
-      const lowrankkv::KeyView key(unrotated ? rows.unrotated_key : rows.key, n, config.num_kv_heads, config.head_dim);
       const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
-      auto& of_layer = moments[static_cast<std::size_t>(layer)];
-      if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
-      of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
-        engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
-      });
+      for (const lowrankkv::Rope form : forms) {
+        const lowrankkv::KeyView key(form == lowrankkv::Rope::pre ? rows.unrotated_key : rows.key, n, config.num_kv_heads, config.head_dim);
+        auto& of_layer = calibration.of(form)[static_cast<std::size_t>(layer)];
+        if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
+        of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
+          engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
+        });
+      }
     });
     store->erase(kSequence);
     at += body;
     progress.step(static_cast<std::int64_t>(body));
   }
-  return moments;
+  return calibration;
 }
 
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine) {

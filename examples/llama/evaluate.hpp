@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
@@ -60,9 +61,9 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
 /// (up to 512 tokens), read again. Windows of `window` tokens give moments and coding statistics: keys are rotated by their
 /// position, and bases must have seen the positions at which they will be used. Every second window is half as long and
 /// gives coding statistics alone; about two thirds of the tokens thus enter the moments.
-/// @param keys  the form of the keys (and, in moments, of the queries) that statistics are of
-std::vector<lowrankkv::calibrate::LayerMoments> calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
-                                                          lowrankkv::Rope keys = lowrankkv::Rope::post);
+/// @param forms  the forms of the keys that statistics are of; one pass serves both
+Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
+                      std::initializer_list<lowrankkv::Rope> forms = {lowrankkv::Rope::post});
 
 /// Statistics from the projections' weights alone, without a text: of unrotated queries and keys, and of values, for inputs whose
 /// channels are independent and of unit size before the gain of their norm. No statistics for transform coding.

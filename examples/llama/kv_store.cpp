@@ -64,15 +64,15 @@ const MethodInfo& find_method(const std::string& name) { return find(name).info;
 std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model, std::int64_t max_tokens, const Calibration& calibration,
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {
   const Method& method = find(options.method);
-  const bool unrotated = options.unrotated || method.info.unrotated;
-  Recipe recipe{options, {}, model.num_layers, unrotated ? calibration.unrotated : calibration.rotated, threads};
+  const lowrankkv::Rope keys = options.unrotated || method.info.unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
+  Recipe recipe{options, {}, model.num_layers, calibration.of(keys), threads};
   recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;
   recipe.config.full_type = options.storage;
   recipe.config.epoch_type = options.storage == lowrankkv::DType::f32 ? lowrankkv::DType::f32 : lowrankkv::DType::f16;
   recipe.config.prefill_chunk = options.prefill_chunk;
   recipe.config.publish_interval = options.publish_interval;
-  if (unrotated) recipe.config.rope = model.rope(lowrankkv::Rope::pre);
+  recipe.config.rope = model.rope(keys);
   return method.build(recipe);
 }
 

@@ -66,6 +66,9 @@ const MethodInfo& find_method(const std::string& name);
 /// What a model was calibrated to, per layer, by the form of the keys; a form that was not is empty.
 struct Calibration {
   std::vector<lowrankkv::calibrate::LayerMoments> rotated, unrotated;
+
+  auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? unrotated : rotated; }
+  const auto& of(lowrankkv::Rope keys) const { return keys == lowrankkv::Rope::pre ? unrotated : rotated; }
 };
 
 /// Builds the store of a model. `calibration` may be empty for methods without a basis.

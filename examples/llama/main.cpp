@@ -152,10 +152,10 @@ int main(int argc, char** argv) try {
   const llama::Engine engine(options.model, options.threads);
   if (calibrate->parsed()) {
     if (text.empty() && !from_weights) throw std::runtime_error("calibrate: --text or --from-weights is needed");
+    const lowrankkv::Rope form = unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
     const auto moments = from_weights ? llama::calibrate_from_weights(engine)
                                       : llama::calibrate(engine, llama::read_text(text), calibration_tokens,
-                                                         calibration_window != 0 ? calibration_window : engine.model.config().max_positions,
-                                                         unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post);
+                                                         calibration_window != 0 ? calibration_window : engine.model.config().max_positions, {form}).of(form);
     lowrankkv::calibrate::save_moments(out, moments, {{"source", from_weights ? "weights" : file_stem(text)}});
     std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
     return 0;

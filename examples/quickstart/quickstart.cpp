@@ -49,8 +49,8 @@ int main(int argc, char** argv) try {
   const auto& config = engine.model.config();
   std::printf("nano: %d layers, %d query heads, %d KV heads, head_dim %d; f16 K and V take %d bytes a token\n\n", config.num_layers, config.num_qo_heads,
               config.num_kv_heads, config.head_dim, 4 * config.num_layers * config.num_kv_heads * config.head_dim);
-  const std::string text = llama::read_text(data + "/text/calibration_prose.txt");
-  const llama::Calibration moments{llama::calibrate(engine, text, 98304, config.max_positions), llama::calibrate(engine, text, 98304, config.max_positions, lowrankkv::Rope::pre)};
+  const llama::Calibration moments = llama::calibrate(engine, llama::read_text(data + "/text/calibration_prose.txt"), 98304, config.max_positions,
+                                                      {lowrankkv::Rope::post, lowrankkv::Rope::pre});
   lowrankkv::calibrate::save_moments(out + "/bases.safetensors", moments.rotated, {{"source", "calibration_prose"}});
   lowrankkv::calibrate::save_moments(out + "/bases_unrotated.safetensors", moments.unrotated, {{"source", "calibration_prose"}});
 

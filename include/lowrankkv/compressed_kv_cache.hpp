@@ -195,13 +195,14 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
 
   /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in
   /// softmax weights, in outputs (diagnostics/certificate.hpp), against attention over the same tokens at full rank, rounded to
-  /// full_type as they arrived; tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of compressed rows once more, and allocates.
+  /// full_type as they arrived; tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of
+  /// compressed (and of 8-bit full) rows once more, and allocates.
   /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads]
   /// @param limit  what is too much, per bound
   /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute otherwise
-  /// @throws StateError without config.keep_residuals, ShapeError as attend()
+  /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a query or an lse is not finite
   std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out,
-                       const Certificate& limit = detail::kNoLimit) {
+                       const Certificate& limit = kUnboundedCertificate) {
     const std::int64_t m = this->check_certify(seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const std::int64_t first = static_cast<std::int64_t>(i) * m;
@@ -212,7 +213,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
       return !(found.logit <= limit.logit && found.softmax <= limit.softmax && found.output <= limit.output);
     });
   }
-  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = detail::kNoLimit) {
+  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = kUnboundedCertificate) {
     return certify(std::span(&seq, 1), query, lse, out, limit);
   }
 

@@ -30,10 +30,7 @@ const Engine& nano() {
   return engine;
 }
 const Calibration& nano_moments() {
-  static const Calibration calibration = [] {
-    const std::string text = read_text(kData + "/text/calibration_prose.txt");
-    return Calibration{calibrate(nano(), text, 16384, 4096), calibrate(nano(), text, 16384, 4096, lowrankkv::Rope::pre)};
-  }();
+  static const Calibration calibration = calibrate(nano(), read_text(kData + "/text/calibration_prose.txt"), 16384, 4096, {lowrankkv::Rope::post, lowrankkv::Rope::pre});
   return calibration;
 }
 

@@ -37,6 +37,16 @@ std::vector<float> turned(std::vector<float> rows, int heads, int dim, const Rop
 
 RopeConfig unrotated(RopePairing pairing = RopePairing::half_split, double theta = 10000.0) { return {.keys = Rope::pre, .pairing = pairing, .theta = theta}; }
 
+/// Rows as they come, f32, up to 400 tokens.
+CacheConfig exact(const CacheShape& shape, const RopeConfig& rope = {}) {
+  CacheConfig config;
+  config.shape = shape;
+  config.full_type = DType::f32;
+  config.max_tokens = 400;
+  config.rope = rope;
+  return config;
+}
+
 std::vector<RopeConfig> variants() {
   RopeConfig scaled = unrotated(RopePairing::half_split, 500000.0);
   scaled.scaling = Llama3RopeScaling{8.0F, 1.0F, 4.0F, 256.0F};
@@ -75,14 +85,8 @@ TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and
   constexpr int dim = 32, n = 150, steps = 12;
   for (const RopeConfig& rope : variants()) {
     for (const int group : {1, 3}) {
-      CacheConfig config;
-      config.shape = {2 * group, 2, dim};
-      config.full_type = DType::f32;
-      config.max_tokens = 400;
       using Cache = CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer>;
-      Cache rotated(config);
-      config.rope = rope;
-      Cache plain(config);
+      Cache rotated(exact({2 * group, 2, dim})), plain(exact({2 * group, 2, dim}, rope));
       const auto q = random_rows(random, (n + steps) * 2 * group * dim), k = random_rows(random, (n + steps) * 2 * dim), v = random_rows(random, (n + steps) * 2 * dim);
       const auto turned_k = turned(k, 2, dim, rope);
       std::vector<float> expected(q.size()), found(q.size());
@@ -161,11 +165,7 @@ TEST_CASE("groups of one head are folded, one query token or several; larger one
 TEST_CASE("tokens that move close the gap that dropped ones left: StreamingLLM's positions within the cache") {
   Random random(3);
   constexpr int dim = 16, n = 200, sinks = 4, recent = 60;
-  CacheConfig config;
-  config.shape = {2, 1, dim};
-  config.full_type = DType::f32;
-  config.rope = unrotated();
-  config.max_tokens = 400;
+  const CacheConfig config = exact({2, 1, dim}, unrotated());
   StreamingLLM<>::PolicySet policies;
   policies.token_policy = {sinks, recent};
   StreamingLLM<> cache(config, {}, policies);
@@ -205,10 +205,7 @@ TEST_CASE("tokens that move close the gap that dropped ones left: StreamingLLM's
 TEST_CASE("attention depends on differences of positions alone") {
   Random random(4);
   constexpr int dim = 16, n = 90;
-  CacheConfig config;
-  config.shape = {2, 1, dim};
-  config.full_type = DType::f32;
-  config.rope = unrotated();
+  const CacheConfig config = exact({2, 1, dim}, unrotated());
   CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer> cache(config);
   cache.create(0);
   const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim), q = random_rows(random, 2 * dim);
@@ -224,16 +221,11 @@ TEST_CASE("attention depends on differences of positions alone") {
 TEST_CASE("SnapKV scores unrotated keys at their positions") {
   Random random(5);
   constexpr int dim = 32, n = 200;
-  CacheConfig config;
-  config.shape = {4, 2, dim};
-  config.full_type = DType::f32;
   SnapKVOnly<>::PolicySet policies;
   policies.token_policy.get<SnapKV>().keep = 0.3F;
-  SnapKVOnly<> rotated(config, {}, policies);
-  config.rope = unrotated();
-  SnapKVOnly<> plain(config, {}, policies);
+  SnapKVOnly<> rotated(exact({4, 2, dim}), {}, policies), plain(exact({4, 2, dim}, unrotated()), {}, policies);
   const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim), v = random_rows(random, n * 2 * dim);
-  const auto turned_k = turned(k, 2, dim, config.rope);
+  const auto turned_k = turned(k, 2, dim, unrotated());
   std::vector<RowState> expected(n), found(n);
   for (auto [cache, keys, states] : {std::tuple{&rotated, &turned_k, &expected}, std::tuple{&plain, &k, &found}}) {
     cache->create(0);

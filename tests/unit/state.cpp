@@ -127,29 +127,38 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
 }
 
 TEST_CASE("hostile contents under a right checksum are refused or harmless") {
-  std::mt19937_64 random(3);
-  OjaKV<> cache({.shape = kShape, .max_sequences = 2, .max_tokens = 400, .flush_interval = 8, .publish_interval = 30}, basis(7));
-  prefill(cache, 1, random, 150);
-  decode(cache, 1, 6, 120);
-  const std::vector<std::byte> bytes = saved(cache, 1);
-  int refused = 0;
-  for (int trial = 0; trial < 3000; ++trial) {
-    std::vector<std::byte> other = bytes;
-    // Near the front lengths, segments and positions lie close together: aim there as often as anywhere.
-    const std::size_t range = trial % 2 == 0 ? other.size() : 2000;
-    for (int change = 0; change < 1 + trial % 3; ++change) other[24 + random() % (range - 24)] = static_cast<std::byte>(random());
-    seal(other);
-    try {
-      cache.load(2, other);
-      decode(cache, 2, 7, 3);
-      cache.erase(2);
-    } catch (const Error&) {
-      ++refused;
-      if (cache.contains(2)) cache.erase(2);
+  for (const bool everything : {false, true}) {  // position shifts, residuals, full rows in codes
+    std::mt19937_64 random(3);
+    CacheConfig config{.shape = kShape, .max_sequences = 2, .max_tokens = 400, .flush_interval = 8, .publish_interval = 30};
+    if (everything) {
+      config.rope.keys = Rope::pre;
+      config.keep_residuals = true;
+      config.full_row_bits = 8;
     }
+    OjaKV<> cache(config, basis(7));
+    prefill(cache, 1, random, 150);
+    decode(cache, 1, 6, 120);
+    for (int first = 10; everything && first < 250; first += 60) cache.shift_positions(1, first, first % 7 - 3);
+    const std::vector<std::byte> bytes = saved(cache, 1);
+    int refused = 0;
+    for (int trial = 0; trial < 3000; ++trial) {
+      std::vector<std::byte> other = bytes;
+      // Near the front lengths, segments and positions lie close together: aim there as often as anywhere.
+      const std::size_t range = trial % 2 == 0 ? other.size() : 2000;
+      for (int change = 0; change < 1 + trial % 3; ++change) other[24 + random() % (range - 24)] = static_cast<std::byte>(random());
+      seal(other);
+      try {
+        cache.load(2, other);
+        decode(cache, 2, 7, 3);
+        cache.erase(2);
+      } catch (const Error&) {
+        ++refused;
+        if (cache.contains(2)) cache.erase(2);
+      }
+    }
+    CHECK(refused > 500);
+    CHECK(saved(cache, 1) == bytes);
   }
-  CHECK(refused > 500);
-  CHECK(saved(cache, 1) == bytes);
 }
 
 TEST_CASE("a stack loads all layers or none") {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/scalar.hpp"
@@ -90,6 +91,7 @@ struct LseView {
   LseView() = default;
   LseView(float* values, std::int64_t tokens, int heads)
       : data(values), num_tokens(tokens), num_heads(heads), token_stride(heads) {}
+  float& at(std::int64_t token, int head) const { return data[token * token_stride + head]; }
   LseView tokens(std::int64_t first, std::int64_t count) const {
     LseView part = *this;
     if (data != nullptr) part.data = data + first * token_stride;
@@ -118,6 +120,9 @@ struct Certificate {
   float softmax = 0.0F;  ///< sum of the absolute errors of the weights, at most 2
   float output = 0.0F;   ///< norm of the output's error, in the unit of the values
 };
+
+/// @brief The bounds that hold whatever happened. As a limit: none.
+inline constexpr Certificate kUnboundedCertificate{std::numeric_limits<float>::infinity(), 2.0F, std::numeric_limits<float>::infinity()};
 
 /// @brief Certificates of the queries of a call: [num_tokens, num_qo_heads].
 struct CertificateView {

@@ -131,7 +131,7 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
     const int head = stored.head * group + row % group;
     float* target = block.out.row(token, head);
     for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] = state.accumulator[row * state.stride + channel] / state.sum[row];
-    if (block.lse.data != nullptr) block.lse.data[token * block.lse.token_stride + head] = state.max[row] + std::log(state.sum[row]);
+    if (block.lse.data != nullptr) block.lse.at(token, head) = state.max[row] + std::log(state.sum[row]);
   }
 }
 

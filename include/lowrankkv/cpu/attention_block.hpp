@@ -146,9 +146,8 @@ class AttentionWorkspace {
     expanded.resize(rows * dim);
     logits.resize(rows * kTile);
     bias.resize(rows);
-    keys.resize(dim * kTile);
+    keys.resize((turns ? dim + 1 : dim) * kTile);  // folded: one row more, of the channels that do not turn
     if (turns) {
-      keys.resize((dim + 1) * kTile);
       coefficients.resize(dim * kTile);
       cosines.resize(dim / 2 * kTile);
       sines.resize(dim / 2 * kTile);

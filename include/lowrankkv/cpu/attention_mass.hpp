@@ -36,7 +36,7 @@ void mass_of_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   const QueryRows query = detail::load_queries(block, stored.head, stored.head_dim, first_token, num_tokens, work);
   std::vector<float> lse(static_cast<std::size_t>(query.rows));
   for (int row = 0; row < query.rows; ++row) {
-    lse[static_cast<std::size_t>(row)] = block.lse.data[(first_token + row / group) * block.lse.token_stride + stored.head * group + row % group];
+    lse[static_cast<std::size_t>(row)] = block.lse.at(first_token + row / group, stored.head * group + row % group);
   }
   KeyReader<Quantizer> keys(stored, work);
   float* logits = work.logits.data();

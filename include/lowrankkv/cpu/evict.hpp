@@ -14,15 +14,10 @@ namespace cpu {
 
 namespace detail {
 
-/// Drops rows of one list of a head; its masses follow.
+/// Drops rows of one list of a head; its masses and residuals follow.
 template <class State>
 void retain_rows(State& state, int slot, int head, RowState kind, const std::vector<bool>& keep) {
-  std::vector<float>& mass = state.mass(slot, head).of(kind);
-  std::size_t kept = 0;
-  for (std::size_t row = 0; row < keep.size(); ++row) {
-    if (keep[row]) mass[kept++] = mass[row];
-  }
-  mass.resize(kept);
+  keep_only(state.mass(slot, head).of(kind), keep);
   if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).retain(keep);
   if (kind == RowState::full) {
     state.full.retain(slot, head, keep);

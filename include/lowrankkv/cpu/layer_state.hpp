@@ -44,6 +44,16 @@ struct HeadMass {
   std::size_t bytes() const { return 4 * (full.size() + compressed.size() + recent.size()); }
 };
 
+/// @brief Keeps the elements whose `keep` is true, in their order.
+template <class T>
+void keep_only(std::vector<T>& values, const std::vector<bool>& keep) {
+  std::size_t kept = 0;
+  for (std::size_t row = 0; row < keep.size(); ++row) {
+    if (keep[row]) values[kept++] = values[row];
+  }
+  values.resize(kept);
+}
+
 /// @brief What storing lost of the rows of one list: norms, rounded up.
 struct RowResiduals {
   std::vector<Half> key, value;  ///< per row: ||k - k^||, ||v - v^||
@@ -54,13 +64,8 @@ struct RowResiduals {
     value.resize(rows);
   }
   void retain(const std::vector<bool>& keep) {
-    std::size_t kept = 0;
-    for (std::size_t row = 0; row < keep.size(); ++row) {
-      if (!keep[row]) continue;
-      key[kept] = key[row];
-      value[kept++] = value[row];
-    }
-    resize(kept);
+    keep_only(key, keep);
+    keep_only(value, keep);
   }
   std::size_t bytes() const { return sizeof(Half) * (key.size() + value.size()); }
 };

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "lowrankkv/cpu/attend.hpp"
@@ -15,12 +14,6 @@
 #include "lowrankkv/diagnostics/certificate.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-namespace detail {
-
-/// What is certified where nothing is known.
-inline constexpr Certificate kUnbounded{std::numeric_limits<float>::infinity(), 2.0F, std::numeric_limits<float>::infinity()};
-
-}  // namespace detail
 namespace cpu {
 
 /// @brief Notes how far the stored form of rows [row, row + count) of a list of one head is from what they were.
@@ -61,7 +54,7 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   for (int row = 0; row < query.rows; ++row) {
     Sums& mine = sums[static_cast<std::size_t>(row)];
     mine.query_norm = norm_of(query.data + row * query.stride, stored.head_dim);  // the softmax scale is in it
-    mine.lse = static_cast<double>(block.lse.data[(first_token + row / group) * block.lse.token_stride + stored.head * group + row % group]);
+    mine.lse = static_cast<double>(block.lse.at(first_token + row / group, stored.head * group + row % group));
   }
   const auto absorb = [&](const QueryRows& rows, const RowResiduals& lost, std::int32_t first, int count) {
     for (int row = 0; row < query.rows; ++row) {
@@ -100,7 +93,7 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   for (int row = 0; row < query.rows; ++row) {
     const Sums& mine = sums[static_cast<std::size_t>(row)];
     if (std::isnan(mine.growth + mine.decay + mine.value + mine.query_norm)) {  // rows or queries that are not finite: anything may have changed
-      out.at(first_token + row / group, stored.head * group + row % group) = ::lowrankkv::detail::kUnbounded;
+      out.at(first_token + row / group, stored.head * group + row % group) = kUnboundedCertificate;
       continue;
     }
     const double softmax = (std::min)(diagnostics::weighted_softmax_error_bound(mine.growth, mine.decay), diagnostics::softmax_error_bound(mine.largest));

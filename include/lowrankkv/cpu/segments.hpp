@@ -94,6 +94,42 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
   return result;
 }
 
+/// What moving rows of one head to other maps adds to their residuals: a row may lose more, and what it loses adds up.
+template <class State>
+class MoveLosses {
+ public:
+  MoveLosses(State& state, int slot, int head) : state_(state), slot_(slot), head_(head) {}
+  /// Rows [first, first + count), count <= kTile, are about to be written anew.
+  void before(const EpochHead& maps, std::int32_t first, std::int32_t count) {
+    if (!state_.config.keep_residuals) return;
+    decode(maps, Part::key, first, count, key_);
+    decode(maps, Part::value, first, count, value_);
+  }
+  /// They have been.
+  void after(const EpochHead& maps, std::int32_t first, std::int32_t count) {
+    if (!state_.config.keep_residuals) return;
+    for (const Part part : {Part::key, Part::value}) {
+      const std::vector<float>& old = part == Part::key ? key_ : value_;
+      std::vector<Half>& norms = state_.residuals(slot_, head_).compressed.of(part);
+      decode(maps, part, first, count, now_);
+      for (std::int32_t row = 0; row < count; ++row) {
+        Half& norm = norms[static_cast<std::size_t>(first + row)];
+        const std::ptrdiff_t at = row * padded(state_.head_dim());
+        norm = norm_not_below(static_cast<double>(to_float(norm)) + distance_of(old.data() + at, now_.data() + at, state_.head_dim()));
+      }
+    }
+  }
+
+ private:
+  void decode(const EpochHead& maps, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
+    out.resize(static_cast<std::size_t>(kTile * padded(state_.head_dim())));
+    decode_rows(state_, slot_, head_, maps, part, first, count, out.data());
+  }
+  State& state_;
+  int slot_, head_;
+  std::vector<float> key_, value_, now_;
+};
+
 }  // namespace detail
 
 /// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages were checked before.
@@ -120,29 +156,15 @@ void merge_segment(State& state, int slot, int index) {
       for (std::int32_t row = 0; row < count; ++row) std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
       matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(), map.stride, out.data(), map.stride);
     };
-    // A row may lose more by moving, and what it loses adds up.
-    std::vector<float> before[2], after(static_cast<std::size_t>(kTile * padded(state.head_dim())));
-    if (state.config.keep_residuals) before[0] = before[1] = after;
-    const auto decode = [&](const EpochHead& maps, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
-      if (state.config.keep_residuals) decode_rows(state, slot, head, maps, part, first, count, out.data());
-    };
+    detail::MoveLosses<State> losses(state, slot, head);
     for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
+      const std::int32_t first = from.first_row + done;
       const std::int32_t count = (std::min)(kTile, from.num_rows - done);
-      decode(old_maps, Part::key, from.first_row + done, count, before[0]);
-      decode(old_maps, Part::value, from.first_row + done, count, before[1]);
-      project(keys, Part::key, from.first_row + done, count, new_keys);
-      project(values, Part::value, from.first_row + done, count, new_values);
-      state.compressed.overwrite(slot, head, from.first_row + done, count, new_keys.data(), keys.stride, new_values.data(), values.stride);
-      for (const Part part : {Part::key, Part::value}) {
-        if (!state.config.keep_residuals) continue;
-        decode(new_maps, part, from.first_row + done, count, after);
-        std::vector<Half>& norms = state.residuals(slot, head).compressed.of(part);
-        for (std::int32_t row = 0; row < count; ++row) {
-          Half& norm = norms[static_cast<std::size_t>(from.first_row + done + row)];
-          const std::ptrdiff_t at = row * padded(state.head_dim());
-          norm = norm_not_below(static_cast<double>(to_float(norm)) + distance_of(before[part == Part::key ? 0 : 1].data() + at, after.data() + at, state.head_dim()));
-        }
-      }
+      losses.before(old_maps, first, count);
+      project(keys, Part::key, first, count, new_keys);
+      project(values, Part::value, first, count, new_values);
+      state.compressed.overwrite(slot, head, first, count, new_keys.data(), keys.stride, new_values.data(), values.stride);
+      losses.after(new_maps, first, count);
     }
     into.first_row = from.first_row;
     into.num_rows += from.num_rows;

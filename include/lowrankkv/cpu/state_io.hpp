@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/state_io.hpp  One sequence of a layer as bytes and back.
 ///
-/// Contents (framed by cpu/saved_frame.hpp): lengths; the sequence's own epochs in full; per head runs of positions, segments, rows at full rank and compressed rows, in the order of the lists and
-/// independent of page size; the tail; the updater's side and accumulated attention. Codes are copied, never recoded.
+/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the sequence's own epochs in full; per head runs of
+/// positions, segments, rows at full rank and compressed rows, in the order of the lists and independent of page size; the tail;
+/// the updater's side, accumulated attention, residuals. Codes are copied, never recoded.
 #pragma once
 
 #include <algorithm>

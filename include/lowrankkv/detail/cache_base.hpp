@@ -38,8 +38,6 @@ enum class Prompt : std::uint8_t { complete, continues };
 
 namespace detail {
 
-inline constexpr Certificate kNoLimit{std::numeric_limits<float>::infinity(), std::numeric_limits<float>::infinity(), std::numeric_limits<float>::infinity()};
-
 /// The state of a cache and its checks; CompressedKVCache is the public face.
 template <class Be, class Ba, class Up, class To, class Qu, class Ep>
 class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenPolicy<To, Be>, DiagnoseQuantizer<Qu, Be> {
@@ -153,8 +151,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   void check_stored_values(const KeyView& key, const ValueView& value) const {
     if (!layer_.config.check_finite) return;
     row_.resize(static_cast<std::size_t>(layer_.head_dim()));
-    // 8-bit rows: 128 steps of at most the largest f16.
-    const float limit = (std::min)(max_finite(layer_.config.full_type), layer_.config.full_row_bits == 8 ? 128.0F * 65504.0F : max_finite(layer_.config.full_type));
+    float limit = max_finite(layer_.config.full_type);
+    if (layer_.config.full_row_bits == 8) limit = (std::min)(limit, 128.0F * max_finite(DType::f16));  // 128 steps, each an f16
     cpu::check_finite("key", key, limit, row_.data());
     cpu::check_finite("value", value, limit, row_.data());
   }
@@ -292,7 +290,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     check_lse(lse, query.num_tokens);
     for (std::int64_t token = 0; layer_.config.check_finite && token < lse.num_tokens; ++token) {
       for (int head = 0; head < lse.num_heads; ++head) {
-        const float value = lse.data[token * lse.token_stride + head];
+        const float value = lse.at(token, head);
         if (!std::isfinite(value)) fail<ValueError>("lse: token ", token, ", head ", head, " is ", value, ", finite expected");
       }
     }
