@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs what is missing, builds with g++ and clang++ (warnings are errors) and under the sanitizers, and passes the tests.
-# Works on a fresh Debian 12. Options: --fast (g++ only).
+# Works on a fresh Debian 12. Where nvcc is, the CUDA backend is compiled too; its tests run where there is a GPU.
+# Options: --fast (g++ only), --cuda (the CUDA backend alone, on a GPU, which must be there).
 set -euo pipefail
 cd "$(dirname "$0")"
 source cmake/install_dependencies.sh
@@ -18,7 +19,19 @@ check() {  # name, cmake arguments...
 
 mkdir -p build
 install_dependencies clang libclang-rt-dev python3 doctest-dev
-check check-gcc -DCMAKE_CXX_COMPILER=g++
+nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
+cuda=(-DLOWRANKKV_CUDA=OFF)
+[[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
+if [[ ${1:-} == --cuda ]]; then
+  [[ -n $nvcc ]] || { echo "check.sh --cuda: no nvcc on the path or in /usr/local/cuda/bin" >&2; exit 1; }
+  name=check-cuda
+  cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON "${cuda[@]}" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
+  cmake --build "build/$name" -j "$jobs" --target test_cuda_layout test_cuda_cache bench_cuda_attend
+  LOWRANKKV_REQUIRE_GPU=1 ctest --test-dir "build/$name" -R '^cuda_' --output-on-failure --no-tests=error
+  exit 0
+fi
+[[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
+check check-gcc -DCMAKE_CXX_COMPILER=g++ "${cuda[@]}"
 if [[ ${1:-} != --fast ]]; then
   # Without -march=native: the portable paths are compiled and tested here, with Eigen's assertions.
   check check-clang -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1

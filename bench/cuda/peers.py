@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's and FlashAttention's decode attention over f16 K and V, through PyTorch, for the shapes of decode_codes.cu: medians of 20."""
+"""cuDNN's and FlashAttention's decode attention over f16 K and V, through PyTorch, for the shapes of decode_codes.cu and attend.cu: medians of 20."""
 import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,5 +24,5 @@ def measure(batch, kv_heads, tokens, query_heads=32, head_dim=128):
         print(f"{name} f16 b={batch} kv={kv_heads} n={tokens}: {times[10]:.4f} ms")
 
 
-for shape in ((8, 8, 131072), (16, 8, 32768), (16, 32, 8192), (1, 8, 131072), (1, 8, 32768)):
+for shape in ((8, 8, 131072), (16, 8, 32768), (16, 32, 8192), (1, 8, 131072), (1, 8, 32768), (16, 32, 32768)):
     measure(*shape)

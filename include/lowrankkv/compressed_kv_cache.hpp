@@ -20,9 +20,6 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the dropped rows.
-enum class TruncateResult : std::uint8_t { exact, inexact };
-
 /// @brief The KV cache of one attention layer: full-rank sinks and tail, and compressed rows that attention reads as they are.
 ///
 /// A row is (sequence, KV head, token). It enters the tail at full rank; when the tail is flushed the token policy decides

@@ -5,7 +5,7 @@ import re
 import sys
 
 root = pathlib.Path(sys.argv[1]) / "include"
-headers = sorted(root.rglob("*.hpp"))
+headers = sorted([*root.rglob("*.hpp"), *root.rglob("*.cuh")])
 faults = []
 
 # Who may include whom: a header's layer may include its own layer and lower ones.
@@ -15,7 +15,7 @@ LAYERS = [
     {"fwd.hpp", "basis", "updater", "token_policy", "quantizer"},
     {"concepts"},
     {"cpu", "diagnostics"},
-    {"calibrate", "detail", "compressed_kv_cache.hpp"},
+    {"calibrate", "detail", "cuda", "compressed_kv_cache.hpp"},
     {"layer_stack.hpp", "presets.hpp"},
     {"budgeted.hpp"},
     {"lowrankkv.hpp"},
@@ -53,6 +53,10 @@ for header in headers:
             faults.append(f"{name}: includes {target}, which does not exist")
         elif layer(name) is not None and layer(target) is not None and layer(target) > layer(name):
             faults.append(f"{name}: includes {target}, which is above it")
+    # A CUDA translation unit has no Eigen, and the CPU backend no CUDA.
+    for target in includes[name]:
+        if ("lowrankkv/cuda/" in target) != name.startswith("lowrankkv/cuda/") and ("lowrankkv/cuda/" in target or layer(target) is not None and target.startswith("lowrankkv/cpu/")):
+            faults.append(f"{name}: includes {target} of another backend")
     # Policy headers are shared with other backends and must not need Eigen.
     if layer(name) is not None and layer(name) <= 3 and "<Eigen" in text:
         faults.append(f"{name}: needs Eigen, but is shared by all backends")

@@ -46,6 +46,7 @@ struct CacheConfig {
   bool check_finite = true;
   bool keep_residuals = false;      ///< store what compression lost of every row as it arrived (rounded to full_type), for certify(): 4 bytes a row and KV head
   RopeConfig rope{};                ///< Rope::pre: keys come unrotated, see core/rope.hpp
+  int max_query_tokens = 1;         ///< Cuda backend: query tokens of a sequence per attend(), at most; the workspace is made for them
   int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
   float scale() const {
@@ -70,6 +71,7 @@ inline void validate(const CacheConfig& config) {
     fail<CapacityError>("max_tokens: 1 to 2147483647, given ", config.max_tokens);
   }
   if (config.flush_interval < 1) fail<CapacityError>("flush_interval: at least 1, given ", config.flush_interval);
+  if (config.max_query_tokens < 1) fail<CapacityError>("max_query_tokens: at least 1, given ", config.max_query_tokens);
   if (config.num_threads < 1) fail<CapacityError>("num_threads: at least 1, given ", config.num_threads);
   if (config.prefill_chunk < 0) fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
   if (config.publish_interval < 0) fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);

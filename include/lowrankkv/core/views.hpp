@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/views.hpp  What crosses the border: host pointers with named extents and strides in elements.
+/// @file core/views.hpp  What crosses the border: pointers (host memory for Cpu, device memory for Cuda) with named extents and strides in elements.
 ///
 /// A KeyView is not a ValueView and neither is a device view: swapping two arguments does not compile.
 #pragma once
@@ -12,7 +12,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Read-only rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16 in host memory, any strides.
+/// @brief Read-only rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, any strides; in the backend's memory.
 template <class Tag>
 struct RowsView {
   const void* data = nullptr;
@@ -47,7 +47,7 @@ struct RowsView {
   }
 };
 
-/// @brief Writable f32 rows [num_tokens, num_heads, head_dim] in host memory, any strides.
+/// @brief Writable f32 rows [num_tokens, num_heads, head_dim], any strides; in the backend's memory.
 template <class Tag>
 struct MutableRowsView {
   float* data = nullptr;

@@ -17,25 +17,13 @@
 #include "lowrankkv/concepts/token_policy.hpp"
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/backend.hpp"
 #include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-
-/// @brief The parameters of a cache's policies; each has the paper's defaults.
-template <class Basis, class Updater, class TokenPolicy, class Quantizer>
-struct Policies {
-  Basis basis{};
-  Updater updater{};
-  TokenPolicy token_policy{};
-  Quantizer quantizer{};
-};
-
-/// @brief Whether a prompt goes on in a later call.
-enum class Prompt : std::uint8_t { complete, continues };
-
 namespace detail {
 
 /// The state of a cache and its checks; CompressedKVCache is the public face.

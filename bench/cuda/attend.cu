@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// One decode step of one layer through CompressedKVCache<Cuda, ...>: queries projected, lists attended to, outputs expanded.
+// For every shape of one of Llama-3.1-8B's layers (head_dim 128) and every method: time of a replayed CUDA graph and of plain calls, bytes read,
+// what that is of the memory's rate; and the time that storing the prompt took. peers.py gives cuDNN's times on the same machine.
+// Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/attend.cu
+//
+// Floor: the stored bytes of the sequences, once, at 4.6 TB/s (an H200's best attention kernel).
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/cuda/presets.cuh"
+
+using namespace lowrankkv;
+
+namespace {
+
+constexpr int kDim = 128;
+constexpr double kRate = 4.6e12;
+
+struct Shape {
+  int batch, query_heads, kv_heads;
+  std::int64_t tokens;
+};
+
+float milliseconds(cudaStream_t stream, const std::function<void()>& call, int rounds) {
+  cudaEvent_t begin, end;
+  cuda::check(cudaEventCreate(&begin), "event");
+  cuda::check(cudaEventCreate(&end), "event");
+  std::vector<float> times;
+  for (int round = 0; round < rounds; ++round) {
+    cuda::check(cudaEventRecord(begin, stream), "event");
+    call();
+    cuda::check(cudaEventRecord(end, stream), "event");
+    cuda::check(cudaEventSynchronize(end), "call");
+    float ms = 0.0F;
+    cuda::check(cudaEventElapsedTime(&ms, begin, end), "event");
+    times.push_back(ms);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+/// Coordinates themselves are the basis: numbers do not change how long a kernel takes.
+LayerBasis basis(int heads, int rank, const std::vector<std::uint8_t>& bits) {
+  LayerBasis result;
+  for (int head = 0; head < heads; ++head) {
+    HeadBasis maps;
+    maps.key_rank = maps.value_rank = rank;
+    maps.key_down.resize(static_cast<std::size_t>(kDim * rank));
+    for (int i = 0; i < rank; ++i) maps.key_down[static_cast<std::size_t>(i * rank + i)] = 1.0F;
+    maps.value_down = maps.key_down;
+    maps.key_bits = maps.value_bits = bits;
+    maps.key_rms = maps.value_rms = std::vector<float>(static_cast<std::size_t>(rank), 1.0F);
+    result.heads.push_back(std::move(maps));
+  }
+  return result;
+}
+
+template <class Cache>
+void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+  CacheConfig config;
+  config.shape = {shape.query_heads, shape.kv_heads, kDim};
+  config.max_sequences = shape.batch;
+  config.max_tokens = shape.tokens + 64;
+  config.page_bytes = 65536;
+  Cache cache(config, maps, policies);
+  std::mt19937_64 random(1);
+  const std::size_t piece = 4096, row = static_cast<std::size_t>(shape.kv_heads * kDim);
+  std::vector<__half> rows(piece * row);
+  std::normal_distribution<float> normal;
+  std::vector<__half> samples(65536);
+  for (__half& x : samples) x = __float2half(normal(random));
+  for (__half& x : rows) x = samples[random() % samples.size()];
+  const cuda::DeviceArray<__half> device(rows);
+  const KeyView key(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
+  const ValueView value(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
+  cudaStream_t stream;
+  cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  cuda::check(cudaDeviceSynchronize(), "inputs");
+  std::vector<SequenceId> seqs;
+  for (int i = 0; i < shape.batch; ++i) {
+    seqs.push_back(i);
+    cache.create(i, stream);
+  }
+  const float prompt = milliseconds(stream, [&] {
+    for (const SequenceId seq : seqs) {
+      for (std::int64_t done = 0; done < shape.tokens; done += static_cast<std::int64_t>(piece)) cache.ingest(seq, key, value, stream);
+    }
+  }, 1) / static_cast<float>(shape.batch);
+  const std::size_t queries = static_cast<std::size_t>(shape.batch * shape.query_heads * kDim);
+  std::vector<float> q(queries);
+  for (float& x : q) x = 0.3F * normal(random);
+  const cuda::DeviceArray<float> query(q);
+  cuda::DeviceArray<float> out(queries);
+  const auto call = [&] { cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim}, {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream); };
+  call();
+  cuda::check(cudaStreamSynchronize(stream), "attend");
+  const float plain = milliseconds(stream, call, 25);
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  call();
+  cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
+  cuda::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
+  const float replayed = milliseconds(stream, [&] { cuda::check(cudaGraphLaunch(replay, stream), "graph"); }, 25);
+  const MemoryUsage usage = cache.memory();
+  const double bytes = static_cast<double>(usage.total() - usage.slack_bytes);
+  const double plain_bytes = 4.0 * kDim * shape.kv_heads * static_cast<double>(shape.tokens) * shape.batch;
+  std::printf("%-14s %2dq/%2dkv b %2d n %6lld: %.4f ms in a graph, %.4f ms called; %.3f of f16 (%.3f with slack), %.2f TB/s, %3.0f %% of the floor's rate; prompt %.2f ms a sequence\n", name,
+              shape.query_heads, shape.kv_heads, shape.batch, static_cast<long long>(shape.tokens), static_cast<double>(replayed), static_cast<double>(plain), bytes / plain_bytes,
+              static_cast<double>(usage.total()) / plain_bytes, bytes / static_cast<double>(replayed) / 1e9, 100.0 * bytes / kRate / (static_cast<double>(replayed) / 1e3), static_cast<double>(prompt));
+  std::fflush(stdout);
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
+
+void codes(const char* name, const Shape& shape, const std::vector<int>& blocks) {
+  std::vector<std::uint8_t> bits;
+  for (const int width : blocks) bits.insert(bits.end(), 32, static_cast<std::uint8_t>(width));
+  measure<Codes>(name, shape, basis(shape.kv_heads, static_cast<int>(bits.size()), bits), {{}, {}, {4, 32}, {}});
+}
+void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHybrid<Cuda>>(name, shape, basis(shape.kv_heads, rank, {}), {{}, {}, {4, 32}, {}}); }
+
+}  // namespace
+
+int main() {
+  const std::vector<Shape> shapes{{8, 32, 8, 131072}, {16, 32, 8, 32768}, {1, 32, 8, 131072}, {1, 32, 8, 32768}, {16, 32, 32, 8192}, {16, 32, 32, 32768}};
+  for (const Shape& shape : shapes) {
+    codes("2.5 bits", shape, {4, 2, 2, 2});
+    codes("2 bits", shape, {2, 2, 2, 2});
+    codes("4 3 2 1 bits", shape, {4, 3, 2, 1});
+    codes("1.5 bits", shape, {2, 2, 2});
+    codes("4 bits", shape, {4, 4, 4, 4});
+    plain("f16 rank 32", shape, 32);
+    plain("f16 rank 80", shape, 80);
+    if (shape.batch * shape.tokens * shape.kv_heads <= 8LL * 131072 * 8) measure<FullKV<Cuda>>("FullKV", shape, {}, {});
+  }
+}

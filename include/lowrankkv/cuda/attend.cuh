@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/attend.cuh  One attention call: queries projected, lists attended to, partial states combined; which kernels, and how they are launched.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "lowrankkv/cuda/attend_codes.cuh"
+#include "lowrankkv/cuda/attend_plain.cuh"
+#include "lowrankkv/cuda/combine.cuh"
+#include "lowrankkv/cuda/layer.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+namespace detail {
+
+/// Shared memory that a block may have for its rings, so that two or three blocks share a multiprocessor; and the most there is.
+inline constexpr int kRingBytes = 100 * 1024, kMaxRingBytes = 200 * 1024;
+
+/// Launches a kernel that may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on).
+template <class... Parameters, class... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+}
+
+/// Launches an attention kernel with as many warps as its rings leave room for.
+template <class... Parameters, class... Arguments>
+void launch_attention(void (*kernel)(Parameters...), dim3 grid, int tile_bytes, int stages, int value_channels, bool early, cudaStream_t stream, const Arguments&... arguments) {
+  int warps = kAttendWarps;
+  while (warps > 4 && warps * stages * tile_bytes > kRingBytes) warps /= 2;
+  while (warps > 1 && warps * stages * tile_bytes > kMaxRingBytes) warps /= 2;
+  const int states = warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float));
+  launch_early(kernel, grid, warps * 32, static_cast<std::size_t>((std::max)(warps * stages * tile_bytes, states)), early, "attention kernel", stream, arguments...);
+}
+
+/// Calls f with the number of column blocks that a warp serves at once.
+template <class Function>
+void with_column_blocks(int blocks, Function&& function) {
+  if (blocks == 1) {
+    function(std::integral_constant<int, 1>{});
+  } else {
+    function(std::integral_constant<int, 2>{});
+  }
+}
+
+/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on it.
+template <bool plain, class Function>
+void with_units(int units, Function&& function) {
+  if (plain && units <= 2) {
+    if constexpr (plain) function(std::integral_constant<int, 2>{});
+  } else if (units <= 4) {
+    function(std::integral_constant<int, 4>{});
+  } else if (units <= 8) {
+    function(std::integral_constant<int, 8>{});
+  } else {
+    function(std::integral_constant<int, 16>{});
+  }
+}
+
+template <class Function>
+void with_type(DType type, Function&& function) {
+  if (type == DType::f16) {
+    function(std::integral_constant<DType, DType::f16>{});
+  } else {
+    function(std::integral_constant<DType, DType::bf16>{});
+  }
+}
+
+/// Attention over the plain lists of one kind.
+template <bool coded>
+void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, bool first_of_step, cudaStream_t stream) {
+  int units = 0, bytes = 0, channels = 0;
+  for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
+    const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
+    units = (std::max)(units, (std::max)(tiles.key_units, tiles.value_units));
+    bytes = (std::max)(bytes, tiles.bytes);
+    channels = (std::max)(channels, tiles.channels(Part::value));
+  }
+  with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
+    with_units<true>(units, [&](auto max_units) {
+      with_column_blocks(step.blocks, [&](auto column_blocks) {
+        const int groups = (step.blocks + column_blocks - 1) / column_blocks;
+        const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
+        launch_attention(attend_plain_kernel<type(), coded, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
+      });
+    });
+  });
+}
+
+/// Attention over lists of codes.
+inline void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
+  int channels = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.channels(Part::value));
+  with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
+    with_column_blocks(step.blocks, [&](auto column_blocks) {
+      const int groups = (step.blocks + column_blocks - 1) / column_blocks;
+      const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
+      launch_attention(attend_codes_kernel<max_units(), column_blocks()>, grid, layer.tiles().max_tile_bytes(), kCodeStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence);
+    });
+  });
+}
+
+}  // namespace detail
+
+/// @brief Enqueues attention of the last m tokens of some sequences. Three launches, four with codes; allocates nothing, waits for nothing.
+/// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
+/// @param compressed_splits, full_splits  bounds of what the sequences' lists need
+inline void attend_batch(const LayerState& layer, int m, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence, int compressed_splits,
+                         int full_splits, cudaStream_t stream) {
+  AttentionStep step = layer.step(m);
+  const Tables& tables = layer.tables();
+  const CodedForm form = layer.tiles().form;
+  constexpr float log2e = 1.44269504F;
+  const float factor = layer.config().scale() * log2e;
+  const int key_channels = [&] {
+    int most = 0;
+    for (const HeadTiles& tiles : layer.tiles().compressed) most = (std::max)(most, tiles.channels(Part::key));
+    return most;
+  }();
+  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(batch.count);
+  detail::with_type(layer.config().full_type, [&](auto full_type) {
+    detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
+      detail::launch_early(project_query_kernel<full_type(), coded_type()>, dim3(heads, sequences), kStepThreads, project_query_bytes(step.columns(), tables.head_dim, key_channels), false,
+                           "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), query, static_cast<int>(tables.head_dim), key_channels, factor, form, first_row,
+                                 first_sequence);
+    });
+  });
+  if (compressed_splits > 0 && form == CodedForm::codes) detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
+  if (compressed_splits > 0 && form == CodedForm::plain) detail::attend_plain<true>(layer, step, batch, first_sequence, compressed_splits, true, stream);
+  detail::attend_plain<false>(layer, step, batch, first_sequence, 1 + full_splits, compressed_splits == 0, stream);
+  detail::launch_early(combine_kernel<>, dim3(static_cast<unsigned>(step.blocks), heads, sequences), kStepThreads, combine_bytes(step.width, tables.head_dim), layer.overlaps(), "combine_kernel", stream, tables, step,
+                             layer.maps().heads(), form, batch, out, first_row, first_sequence);
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/attend_plain.cuh  Decode attention over plain tiles: rows at full rank, the tail, coefficients in f16 or bf16.
+///
+/// A warp takes tiles of 16 to 64 rows from its ring. Queries and weights enter the products as a high and a low part in neighbouring columns,
+/// so that only the stored rows are 16-bit numbers: the result is that of f32 arithmetic to about 2^-20.
+/// Floor: the tiles' bytes, once, at the memory's rate.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/tile_ring.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Tiles of a warp's ring.
+inline constexpr int kPlainStages = 3;
+
+/// @brief Partial states of plain lists: of the compressed rows, if their tiles are plain, of the full rows, of the tails.
+/// Grid: (compressed splits, or 1 for the tail and full splits) x column groups, heads, sequences.
+/// @param first_of_step   the kernel before this one wrote the queries; otherwise it attends to another list, at the same time
+/// @tparam type           of the tiles  @tparam coded  serve the compressed lists (the others otherwise)
+/// @tparam max_units      units of values that a tile may have
+/// @tparam column_blocks  blocks of columns that a warp serves at once
+template <DType type, bool coded, int max_units, int column_blocks>
+__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, bool first_of_step) {
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  std::uint8_t* memory = shared_memory;
+  __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kPlainStages];
+  __shared__ uint2 shared_query[max_units * column_blocks * 32];
+  __shared__ __align__(16) float factors[kAttendWarps * kBlockColumns];
+  const int groups = (step.blocks + column_blocks - 1) / column_blocks;
+  const int entry = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
+  const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
+  const bool tail = !coded && entry == 0;  // then the splits of the full rows
+  const RowList list = coded ? RowList::compressed : RowList::full;
+  const DeviceLengths lengths = tables.lengths[slot];
+  const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
+  const int rows = tail ? tables.ring_rows() : tables.num_rows(list, slot, head);
+  const int splits = tail ? 1 : splits_of(rows), split = coded ? entry : tail ? 0 : entry - 1;
+  if (split >= splits) {
+    wait_for_last_kernel();
+    return;
+  }
+  const std::int32_t* table = tables.page_table(list, slot, head);
+  const std::uint8_t* tail_tiles = tables.tail(slot, head);
+  constexpr int steps = plain_steps(max_units);  // of 16 rows in a tile
+  constexpr int tile_rows = steps * kPlainRows;
+  const int tiles = (rows + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
+  const int first = split * per_split, last = min(tiles, first + per_split);
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
+  const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
+  const uint2* queries = coded ? step.coded_queries : step.full_queries;
+  const ColumnScale* scales = coded ? step.coded_scales : step.full_scales;
+  const int unit_stride = coded ? step.coded_units : key_units;
+  TileRing<kPlainStages> ring(memory + warp * kPlainStages * layout.bytes, barriers[warp], layout.bytes);
+  PageWalk walk(tables, table, layout, first + warp);
+  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
+    if (tile >= last) return nullptr;
+    return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes) : walk.next(warps);
+  };
+  for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps));
+  if (first_of_step) wait_for_last_kernel();  // for the queries; the tiles were there
+  release_next_kernel();
+  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_block);
+  load_queries<column_blocks>(queries + block_row * static_cast<std::size_t>(unit_stride) * 32, key_units, unit_stride, used_blocks, shared_query);
+  __syncthreads();
+  ColumnScale scale[column_blocks];
+  float out[column_blocks][max_units][4] = {};
+  float top[column_blocks], sum[column_blocks] = {};
+  int limit[column_blocks];  // rows of the tail that a column sees: those up to its own token
+  #pragma unroll
+  for (int block = 0; block < column_blocks; ++block) {
+    scale[block] = block < used_blocks ? scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)] : ColumnScale{};
+    top[block] = -INFINITY;
+    const int token = min(((first_block + block) * kBlockColumns + t) / step.group, step.m - 1);
+    limit[block] = lengths.tail_length - step.m + token + 1;
+  }
+  const auto visible = [&](int place, int block) {
+    if (!tail) return place < rows;
+    const int index = (place - lengths.tail_first + rows) % rows;
+    return index < limit[block];
+  };
+  for (int tile = first + warp; tile < last; tile += warps) {
+    const std::uint8_t* next = tile_at(tile + kPlainStages * warps);
+    const std::uint8_t* here = ring.wait();
+    const uint4* words = reinterpret_cast<const uint4*>(here + layout.key_offset) + lane;
+    float s[column_blocks][steps][4] = {};
+    #pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      #pragma unroll 4
+      for (int unit = 0; unit < key_units; ++unit) {
+        const uint4 a = words[(i * key_units + unit) * 32];
+        #pragma unroll
+        for (int block = 0; block < column_blocks; ++block) {
+          const uint2 b = shared_query[(unit * column_blocks + block) * 32 + lane];
+          mma_plain<type>(s[block][i], a, b.x, b.y);
+        }
+      }
+    }
+    std::uint32_t p[column_blocks][steps][2];
+    const bool whole = !tail && (tile + 1) * tile_rows <= rows;
+    #pragma unroll
+    for (int block = 0; block < column_blocks; ++block) {
+      float logits[steps][2], best = top[block];
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          logits[i][r] = (s[block][i][2 * r] + s[block][i][2 * r + 1]) * scale[block].unit;
+          if (!whole && !visible(tile * tile_rows + 16 * i + 8 * r + g, block)) logits[i][r] = -INFINITY;
+          best = fmaxf(best, logits[i][r]);
+        }
+      }
+      best = column_max(best);
+      if (__any_sync(~0U, best > top[block])) {
+        const float correction = top[block] == best ? 1.0F : exp2_fast(top[block] - best);
+        sum[block] *= correction;
+        top[block] = best;
+        #pragma unroll
+        for (int unit = 0; unit < max_units; ++unit) {
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) out[block][unit][i] *= correction;
+        }
+      }
+      const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float e = exp2_fast(logits[i][r] - base);
+          sum[block] += e;
+          p[block][i][r] = transposed(split_in_two<type>(e));
+        }
+      }
+    }
+    words = reinterpret_cast<const uint4*>(here + layout.value_offset) + lane;
+    #pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      #pragma unroll
+      for (int unit = 0; unit < max_units; ++unit) {
+        if (unit < value_units) {
+          const uint4 a = words[(i * value_units + unit) * 32];
+          #pragma unroll
+          for (int block = 0; block < column_blocks; ++block) mma_plain<type>(out[block][unit], a, p[block][i][0], p[block][i][1]);
+        }
+      }
+    }
+    __syncwarp();
+    ring.fetch(next);
+  }
+  const int channels = layout.channels(Part::value);
+  const std::size_t size = static_cast<std::size_t>(3 + channels) * kBlockColumns;
+  float* states = reinterpret_cast<float*>(memory);
+  #pragma unroll
+  for (int block = 0; block < column_blocks; ++block) {
+    __syncthreads();  // the rings are empty; later, the last block of columns is written
+    float* state = states + static_cast<std::size_t>(warp) * size;
+    const float total = column_sum(sum[block]);
+    if (g == 0) {
+      state[t] = top[block];
+      state[kBlockColumns + t] = total;
+      state[2 * kBlockColumns + t] = total;
+    }
+    #pragma unroll
+    for (int unit = 0; unit < max_units; ++unit) {
+      if (unit < value_units) {
+        state[(3 + unit * kPlainUnit + g) * kBlockColumns + t] = out[block][unit][0] + out[block][unit][1];
+        state[(3 + unit * kPlainUnit + 8 + g) * kBlockColumns + t] = out[block][unit][2] + out[block][unit][3];
+      }
+    }
+    __syncthreads();
+    if (block < used_blocks) {
+      const int place = coded ? step.first_entry(Source::compressed) + split : tail ? step.first_entry(Source::tail) : step.first_entry(Source::full) + split;
+      merge_warps(states, channels, scale[block].shift, factors, step.state(row, place, first_block + block));  // lane t has column t
+    }
+  }
+  if (!first_of_step) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

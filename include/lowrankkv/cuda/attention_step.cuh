@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/attention_step.cuh  What one attention call hands from kernel to kernel: queries as operands, partial states.
+///
+/// The query rows of one (sequence, KV head), m tokens x group heads, are columns: column j group + g is head g of token j. Four columns
+/// make a block: each stands twice in the eight columns of an mma, as the high and the low part of its numbers, so that nothing
+/// of a query's precision is lost. Logits are in units of log2.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/tables.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kBlockColumns = 4;   ///< of a block of columns
+inline constexpr int kAttendThreads = 256;  ///< of a block of the attention kernels, at most
+inline constexpr int kStepThreads = 512;  ///< of the kernels before and after attention, whose blocks are few
+inline constexpr int kAttendWarps = kAttendThreads / 32;  ///< at most; fewer where tiles are large
+
+/// @brief Which lists a partial state is of.
+enum class Source : std::uint8_t { compressed, full, tail };
+
+/// @brief Form of the compressed rows that queries are to meet.
+enum class CodedForm : std::uint8_t { none, plain, codes };
+
+/// @brief How a column's products become logits: logit = gain (unit product + constant) + shift. Gains: tiles of codes only.
+struct ColumnScale {
+  float unit = 0.0F;
+  float constant = 0.0F;
+  float shift = 0.0F;
+};
+
+/// @brief Buffers and sizes of an attention call. All device memory is part of the layer's workspace.
+struct AttentionStep {
+  uint2* full_queries = nullptr;      ///< [sequence, head, block, full units, 32 lanes]
+  uint2* coded_queries = nullptr;     ///< [sequence, head, block, coded units, 32 lanes]
+  ColumnScale* full_scales = nullptr;   ///< [sequence, head, block, kBlockColumns]
+  ColumnScale* coded_scales = nullptr;  ///< the same
+  float* partial = nullptr;           ///< [sequence, head, entry, block, 3 + width, kBlockColumns]: maximum, sum, sum of weights (with gains), values
+  std::int32_t coded_units = 0;       ///< the largest of a head
+  std::int32_t width = 0;             ///< the largest number of value channels
+  std::int32_t compressed_splits = 0; ///< entries set aside for each source; the tail has one
+  std::int32_t full_splits = 0;
+  std::int32_t blocks = 0;            ///< of columns
+  std::int32_t group = 1;             ///< query heads of a KV head
+  std::int32_t m = 1;                 ///< query tokens of a sequence
+
+  __host__ __device__ std::int32_t columns() const { return group * m; }
+  __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + 1; }
+  __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits; }
+  __host__ __device__ std::size_t state_floats() const { return static_cast<std::size_t>(3 + width) * kBlockColumns; }
+  /// @brief The state of an entry for a block of columns; `row` is sequence x heads + head.
+  __device__ float* state(std::size_t row, int entry, int block) const {
+    return partial + ((row * static_cast<std::size_t>(entries()) + static_cast<std::size_t>(entry)) * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(block)) * state_floats();
+  }
+};
+
+/// @brief Merges the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns], into one in global memory, its
+/// maxima moved by `shift` (of this thread's column). All threads call it.
+/// @param factors  shared memory of kAttendWarps x kBlockColumns numbers
+__device__ inline void merge_warps(const float* states, int channels, float shift, float* factors, float* target) {
+  const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32, thread = static_cast<int>(threadIdx.x);
+  if (thread < kAttendWarps * kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
+    const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
+    const float own = warp < warps ? states[warp * size + column] : -INFINITY;
+    float top = fmaxf(own, __shfl_xor_sync(~0U, own, 4));
+    top = fmaxf(top, __shfl_xor_sync(~0U, top, 8));
+    top = fmaxf(top, __shfl_xor_sync(~0U, top, 16));
+    factors[thread] = own > -INFINITY ? exp2f(own - top) : 0.0F;
+    if (warp == 0) target[column] = top + shift;
+  }
+  __syncthreads();
+  for (int item = 1 + thread; item < 3 + channels; item += static_cast<int>(blockDim.x)) {
+    float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
+    #pragma unroll 4
+    for (int warp = 0; warp < warps; ++warp) {
+      const float4 value = *reinterpret_cast<const float4*>(states + warp * size + item * kBlockColumns), factor = *reinterpret_cast<const float4*>(factors + warp * kBlockColumns);
+      total = {fmaf(factor.x, value.x, total.x), fmaf(factor.y, value.y, total.y), fmaf(factor.z, value.z, total.z), fmaf(factor.w, value.w, total.w)};
+    }
+    *reinterpret_cast<float4*>(target + item * kBlockColumns) = total;
+  }
+}
+
+/// @brief Copies the operands of `count` blocks of columns, `units` units each, to shared memory [units, column_blocks, 32]; blocks beyond
+/// are zeros. All threads call it.
+template <int column_blocks>
+__device__ inline void load_queries(const uint2* queries, int units, int unit_stride, int count, uint2* shared) {
+  #pragma unroll
+  for (int block = 0; block < column_blocks; ++block) {
+    const uint2* source = queries + block * unit_stride * 32;
+    for (int item = static_cast<int>(threadIdx.x); item < units * 32; item += static_cast<int>(blockDim.x)) {
+      shared[(item / 32 * column_blocks + block) * 32 + item % 32] = block < count ? source[item] : uint2{0, 0};
+    }
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

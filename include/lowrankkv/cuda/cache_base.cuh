@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer and sequences, what is checked before a call changes anything, and
+/// the launches that calls share.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/policies.cuh"
+#include "lowrankkv/detail/sequence_table.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief The state of a cache and its checks; CompressedKVCache<Cuda, ...> is the public face.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+class CacheBase {
+ public:  // CompressedKVCache inherits it privately
+  using Codec = Impl<Quantizer, Cuda>;
+  using Tokens = Impl<TokenPolicy, Cuda>;
+  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
+  static_assert(!Impl<Updater, Cuda>::adapts);
+
+  CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), std::move(pool)),
+        sequences_(config.max_sequences) {}
+
+  /// Fills in defaults, or raises what is wrong.
+  static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies, const PagePool* pool) {
+    using ::lowrankkv::detail::fail;
+    ::lowrankkv::detail::validate(config);
+    Tokens::validate(policies.token_policy);
+    Codec::validate(policies.quantizer);
+    const int dim = config.shape.head_dim;
+    if (dim % kPlainUnit != 0 || dim > 256) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to 256 expected on this backend");
+    if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
+    if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
+    if (config.rope.keys == Rope::pre) fail<ValueError>("rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
+    if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
+    if (Tokens::compresses) {
+      Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
+      ::lowrankkv::detail::check_storable(basis, config.epoch_type);
+    }
+    const int recent = Tokens::recent(policies.token_policy);
+    constexpr int limit = 1 << 24;
+    if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
+    if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
+    if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
+    if (config.tail_capacity <= recent + config.flush_interval) {
+      fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
+    }
+    if (pool != nullptr) {
+      if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes()) fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
+      config.page_bytes = pool->page_bytes();
+    }
+    return config;
+  }
+
+  /// Rows that a sequence may have in the full list.
+  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) { return Tokens::full_rows(policies.token_policy, 0, config.max_tokens); }
+
+  /// The tiles of all lists, and the size of pages that hold them.
+  static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    LayerTiles tiles;
+    tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
+    tiles.page_bytes = config.page_bytes;
+    if constexpr (Tokens::compresses) {
+      tiles.form = Codec::form;
+      int most_units = 0;
+      for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), plain_units(head.value_rank)});
+      for (const HeadBasis& head : basis.heads) {
+        if constexpr (Codec::form == CodedForm::codes) {
+          tiles.parts.push_back(Codec::tiles(policies.quantizer, head.key_rank, head.key_bits));
+          tiles.parts.push_back(Codec::tiles(policies.quantizer, head.value_rank, head.value_bits));
+          tiles.steps.push_back(Codec::steps(policies.quantizer, head.key_bits, head.key_rms));
+          tiles.steps.push_back(Codec::steps(policies.quantizer, head.value_bits, head.value_rms));
+          tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back()));
+        } else {
+          tiles.coded_type = Codec::type(policies.quantizer);
+          tiles.parts.resize(tiles.parts.size() + 2);
+          tiles.steps.resize(tiles.steps.size() + 2);
+          tiles.compressed.push_back(plain_tiles(head.key_rank, head.value_rank, most_units));
+        }
+      }
+    }
+    const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
+    if (tiles.page_bytes == 0) tiles.page_bytes = (std::max)(std::size_t{32768}, (largest + 1023) / 1024 * 1024);
+    const auto fit = [&](HeadTiles& layout) {
+      if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
+      layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>((std::max)(layout.bytes, 128)));
+    };
+    fit(tiles.full);
+    for (HeadTiles& layout : tiles.compressed) fit(layout);
+    return tiles;
+  }
+
+  /// Largest magnitude that may be stored; 0: no check.
+  float limit() const { return config_.check_finite ? max_finite(config_.full_type) : 0.0F; }
+
+  void check_views(const KeyView& key, const ValueView& value, std::int64_t tokens) const {
+    ::lowrankkv::detail::check_rows("key", key, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+    ::lowrankkv::detail::check_rows("value", value, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+  }
+
+  /// Rows of a sequence's next `count` leaving rows that stay full.
+  std::int64_t full_of(int slot, std::int64_t count) const {
+    const HostSequence& now = layer_.sequence(slot);
+    return Tokens::full_rows(policies_.token_policy, now.num_tokens - now.tail_length, count);
+  }
+  std::int64_t pages_to_store(int slot, std::int64_t count) const {
+    const std::int64_t full = full_of(slot, count);
+    return layer_.pages_to_add(slot, full, count - full);
+  }
+
+  /// Raises unless m more tokens fit each sequence.
+  void check_advance(std::span<const SequenceId> seqs, int m) const {
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const HostSequence& now = layer_.sequence(sequences_.find(seqs[i]));
+      if (std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i)) {
+        ::lowrankkv::detail::fail<SequenceError>("append: sequence ", seqs[i], " stands at place ", i, " and before");
+      }
+      if (m > config_.tail_capacity - now.tail_length) {
+        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", config_.tail_capacity, ", sequence ", seqs[i], " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
+      }
+      if (m > config_.max_tokens - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
+    }
+  }
+  void advance_host(std::span<const SequenceId> seqs, int m) {
+    for (const SequenceId seq : seqs) {
+      HostSequence& now = layer_.sequence(sequences_.find(seq));
+      now.tail_length += m;
+      now.num_tokens += m;
+    }
+  }
+
+  /// Whether what is enqueued will run later, perhaps often.
+  static bool capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  /// Calls f(batch, index of its first sequence) for as many sequences at a time as a launch takes.
+  template <class Function>
+  void for_each_batch(std::span<const SequenceId> seqs, Function&& function) const {
+    for (std::size_t first = 0; first < seqs.size(); first += kMaxBatch) {
+      Batch batch;
+      batch.count = static_cast<std::int32_t>((std::min)(seqs.size() - first, std::size_t{kMaxBatch}));
+      for (int i = 0; i < batch.count; ++i) batch.slots[i] = sequences_.find(seqs[first + static_cast<std::size_t>(i)]);
+      function(batch, static_cast<std::int64_t>(first));
+    }
+  }
+
+  void enqueue_append(const Batch& batch, const KeyView& key, const ValueView& value, std::int64_t first, int m, cudaStream_t stream) const {
+    append_kernel<><<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, device_rows(key), device_rows(value), first, m, limit());
+    check(cudaGetLastError(), "append_kernel");
+  }
+
+  /// Moves the `count` oldest rows that are not stored of each slot into the lists: from its tail, or from a view (one slot).
+  /// Pages were checked.
+  void store(std::span<const int> slots, std::int64_t count, const RowSource& source, cudaStream_t stream) {
+    for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
+      Leaving leaving;
+      leaving.count = static_cast<std::int32_t>((std::min)(slots.size() - first, std::size_t{kMaxBatch}));
+      std::int64_t most_full = 0, most_compressed = 0;
+      for (int i = 0; i < leaving.count; ++i) {
+        const int slot = slots[first + static_cast<std::size_t>(i)];
+        // Rows of a view follow the tail, which is empty by then or goes on after them.
+        const std::int64_t full = full_of(slot, count);
+        leaving.slots[i] = slot;
+        leaving.full[i] = static_cast<std::int32_t>(full);
+        leaving.compressed[i] = static_cast<std::int32_t>(count - full);
+        most_full = (std::max)(most_full, full);
+        most_compressed = (std::max)(most_compressed, count - full);
+        layer_.add_pages(slot, full, count - full, stream);
+      }
+      launch_store(leaving, source, most_full, most_compressed, stream);
+      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.from_tail);
+      check(cudaGetLastError(), "note_stored_kernel");
+      for (int i = 0; i < leaving.count; ++i) {
+        HostSequence& now = layer_.sequence(leaving.slots[i]);
+        now.rows.num_full += leaving.full[i];
+        now.rows.num_compressed += leaving.compressed[i];
+        if (source.from_tail) {
+          now.tail_length -= static_cast<std::int32_t>(count);
+        } else {
+          now.num_tokens += count;
+        }
+      }
+    }
+  }
+
+  PolicySet policies_;
+  CacheConfig config_;
+  LayerState layer_;
+  ::lowrankkv::detail::SequenceTable sequences_;
+
+ private:
+  void launch_store(const Leaving& leaving, const RowSource& source, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
+    const int dim = config_.shape.head_dim;
+    const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
+      return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
+    };
+    const auto launch = [&](auto* kernel, std::int64_t rows, std::size_t bytes, DType type) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
+      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), layer_.maps().heads(), source, leaving, type);
+      check(cudaGetLastError(), "store_rows_kernel");
+    };
+    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, detail::store_bytes(dim, 0, 0), config_.full_type);
+    if (most_compressed == 0) return;
+    if constexpr (Codec::form == CodedForm::codes) {
+      launch(store_rows_kernel<StoreForm::codes>, most_compressed, detail::store_bytes(dim, dim, layer_.tiles().max_tile_bytes()), layer_.tiles().coded_type);
+    } else {
+      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, detail::store_bytes(dim, dim, 0), layer_.tiles().coded_type);
+    }
+  }
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/compressed_kv_cache.cuh  CompressedKVCache on NVIDIA GPUs.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cuda/attend.cuh"
+#include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/reconstruct.cuh"
+#include "lowrankkv/fwd.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
+struct Cuda {
+  using Pool = cuda::PagePool;
+};
+
+/// @brief The KV cache of one attention layer in device memory. Views point to device memory; every call enqueues on the stream it is given and
+/// returns. append() and attend() allocate nothing, wait for nothing and can be captured in a CUDA graph.
+///
+/// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay.
+/// Works with policies that decide by counts alone (cuda/policies.cuh). One thread calls a cache at a time.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer> {
+  using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer>;
+  using typename Base::Tokens;
+  using Base::config_;
+  using Base::layer_;
+  using Base::policies_;
+  using Base::sequences_;
+
+ public:
+  using typename Base::PolicySet;
+  using Pool = cuda::PagePool;
+
+  /// @brief Makes an empty cache. Allocates on the device.
+  /// @param basis  the calibrated maps; may be empty if the token policy compresses nothing
+  /// @param pool   pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
+  /// @throws ShapeError, ValueError, CapacityError naming both values; DeviceError
+  explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr)
+      : Base(config, basis, policies, std::move(pool)) {}
+
+  /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
+  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    const CacheConfig full = Base::checked(config, basis, policies, nullptr);
+    return cuda::LayerState::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_full(full, policies));
+  }
+  /// @brief The page size that config.page_bytes = 0 stands for.
+  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return Base::tiles_of(Base::checked(config, basis, policies, nullptr), basis, policies).page_bytes; }
+
+  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
+  void create(SequenceId seq, cudaStream_t stream = nullptr) {
+    const int slot = sequences_.add(seq);
+    layer_.sequence(slot).num_tokens = 0;
+    layer_.sequence(slot).tail_length = 0;
+    layer_.sequence(slot).rows = {};
+    layer_.settle(slot, stream);
+  }
+  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  std::int64_t num_tokens(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).num_tokens; }
+  /// @brief Tokens that are at full rank at the end of the sequence.
+  int tail_length(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).tail_length; }
+  /// @brief Ends a sequence and frees its pages: work enqueued later may use them.
+  void erase(SequenceId seq, cudaStream_t stream = nullptr) {
+    const int slot = sequences_.find(seq);
+    layer_.sequence(slot).num_tokens = 0;
+    layer_.sequence(slot).tail_length = 0;
+    layer_.sequence(slot).rows = {};
+    layer_.settle(slot, stream);
+    sequences_.remove(seq);
+  }
+
+  /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says.
+  /// @param key, value [n, num_kv_heads, head_dim]
+  /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+    const int slot = sequences_.find(seq);
+    const std::int64_t n = key.num_tokens;
+    this->check_views(key, value, n);
+    const cuda::HostSequence& now = layer_.sequence(slot);
+    if (n > config_.max_tokens - now.num_tokens) detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", n);
+    const std::int64_t leaving = (std::max)(std::int64_t{0}, now.tail_length + n - Tokens::recent(policies_.token_policy));
+    layer_.pool().allocator().require(this->pages_to_store(slot, leaving));
+    const std::int64_t from_tail = (std::min)(leaving, std::int64_t{now.tail_length});
+    if (from_tail > 0) this->store(std::span(&slot, 1), from_tail, {}, stream);
+    const std::int64_t direct = leaving - from_tail;
+    if (direct > 0) this->store(std::span(&slot, 1), direct, {cuda::device_rows(key), cuda::device_rows(value), 0, false, this->limit()}, stream);
+    cuda::Batch batch;
+    batch.count = 1;
+    batch.slots[0] = slot;
+    if (n > direct) this->enqueue_append(batch, key, value, direct, static_cast<int>(n - direct), stream);
+    layer_.sequence(slot).tail_length += static_cast<std::int32_t>(n - direct);
+    layer_.sequence(slot).num_tokens += n - direct;
+  }
+
+  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
+  /// Values that full_type cannot hold are stored as rows of zeros and counted: faults().
+  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
+  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || key.num_tokens % count != 0) detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
+    this->check_views(key, value, key.num_tokens);
+    const int m = static_cast<int>(key.num_tokens / count);
+    const bool replayed = Base::capturing(stream);
+    if (!replayed) this->check_advance(seqs, m);
+    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { this->enqueue_append(batch, key, value, first * m, m, stream); });
+    if (!replayed) this->advance_host(seqs, m);
+  }
+  void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }
+  /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
+  void advance(std::span<const SequenceId> seqs, int m) {
+    this->check_advance(seqs, m);
+    this->advance_host(seqs, m);
+  }
+
+  /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch; waits for nothing.
+  void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
+    std::int64_t pages = 0;
+    const int interval = config_.flush_interval, kept = Tokens::recent(policies_.token_policy) + interval;
+    for (const SequenceId seq : seqs) {
+      const int slot = sequences_.find(seq);
+      const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
+      if (rounds > 0) pages += this->pages_to_store(slot, rounds * interval);
+    }
+    layer_.pool().allocator().require(pages);
+    for (;;) {
+      std::vector<int> due;
+      for (const SequenceId seq : seqs) {
+        const int slot = sequences_.find(seq);
+        if (layer_.sequence(slot).tail_length > kept) due.push_back(slot);
+      }
+      if (due.empty()) return;
+      this->store(due, interval, {}, stream);
+    }
+  }
+  void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
+
+  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Capturable; changes nothing.
+  ///
+  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 sums; the same bits in any batch and every time.
+  /// @param query [seqs.size() * m, num_qo_heads, head_dim]  @param out the same, f32  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
+  /// @throws ShapeError if m exceeds a tail or config.max_query_tokens
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
+    if (count > config_.max_sequences) detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config_.max_sequences);
+    const int m = static_cast<int>(query.num_tokens / count);
+    detail::check_rows("query", query, query.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    detail::check_rows("out", out, query.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (lse.data != nullptr) {
+      detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
+      detail::check_equal("num_tokens", "expected", query.num_tokens, "lse", lse.num_tokens);
+    }
+    if (m > config_.max_query_tokens) detail::fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
+    const bool replayed = Base::capturing(stream);
+    std::int64_t compressed = replayed ? layer_.max_rows(RowList::compressed) : 0, full = replayed ? layer_.max_rows(RowList::full) : 0;
+    for (const SequenceId seq : seqs) {
+      const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
+      if (!replayed && m > now.tail_length) detail::fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", now.tail_length, " tokens in its tail");
+      compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
+      full = (std::max)(full, std::int64_t{now.rows.num_full});
+    }
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
+      cuda::attend_batch(layer_, m, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), cuda::splits_of(compressed), cuda::splits_of(full), stream);
+    });
+  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
+
+  /// @brief The shortest length that truncate() reaches exactly.
+  std::int64_t rollback_limit(SequenceId seq) const { return num_tokens(seq) - tail_length(seq); }
+  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
+  TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
+    const int slot = sequences_.find(seq);
+    cuda::HostSequence& now = layer_.sequence(slot);
+    if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
+    const std::int64_t first_tail = rollback_limit(seq);
+    const bool exact = length >= first_tail;
+    now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
+    now.num_tokens = length;
+    if (!exact) {
+      now.rows.num_full = static_cast<std::int32_t>((std::min)(length, std::int64_t{now.rows.num_full}));
+      now.rows.num_compressed = static_cast<std::int32_t>(length) - now.rows.num_full;
+    }
+    layer_.settle(slot, stream);
+    return exact ? TruncateResult::exact : TruncateResult::inexact;
+  }
+
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded.
+  /// @param key, value [count, num_kv_heads, head_dim], f32
+  void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value, cudaStream_t stream = nullptr) const {
+    const int slot = sequences_.find(seq);
+    detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+    detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+    const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
+    if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
+    if (count == 0) return;
+    int channels = 0;
+    for (const cuda::HeadTiles& tiles : layer_.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
+    const dim3 grid(static_cast<unsigned>((count + cuda::kReconstructRows - 1) / cuda::kReconstructRows), static_cast<unsigned>(config_.shape.num_kv_heads));
+    cuda::detail::launch_early(cuda::reconstruct_kernel<>, grid, cuda::kStoreThreads, sizeof(float) * static_cast<std::size_t>(cuda::kReconstructRows * channels), false, "reconstruct_kernel", stream,
+                                     layer_.tables(), layer_.maps().heads(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
+                                     cuda::DeviceTarget{value.data, value.token_stride, value.head_stride});
+  }
+
+  /// @brief How often a row of a KV head was refused because it was not finite, or beyond full_type. Waits for the device.
+  std::uint32_t faults() const {
+    std::uint32_t count = 0;
+    cuda::check(cudaMemcpy(&count, layer_.tables().faults, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return count;
+  }
+
+  /// @brief Bytes of one sequence; padding of codes to whole units is counted with them.
+  MemoryUsage memory(SequenceId seq) const {
+    const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
+    const std::int64_t row = 2 * std::int64_t{config_.shape.head_dim} * static_cast<std::int64_t>(size_of(config_.full_type)), heads = config_.shape.num_kv_heads;
+    MemoryUsage usage;
+    usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
+    std::size_t pages = 0;
+    for (int head = 0; head < config_.shape.num_kv_heads; ++head) {
+      usage.full_row_bytes += static_cast<std::size_t>(now.rows.num_full * row);
+      if (!layer_.tiles().compressed.empty()) {
+        const cuda::HeadTiles& tiles = layer_.layout(RowList::compressed, head);
+        usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
+      }
+      for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
+    }
+    usage.slack_bytes = pages * layer_.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+    return usage;
+  }
+  /// @brief Bytes of all sequences, of what they share, and of what is reserved.
+  MemoryUsage memory() const {
+    MemoryUsage usage;
+    sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
+    usage.shared_bytes = layer_.maps().bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
+    return usage;
+  }
+  /// @brief Device memory that attend() works in; owned, made for max_sequences and max_query_tokens.
+  std::size_t workspace_bytes() const { return layer_.workspace_bytes(); }
+  const CacheConfig& config() const { return config_; }
+  const Pool& pool() const { return layer_.pool(); }
+};
+
+LOWRANKKV_NAMESPACE_END

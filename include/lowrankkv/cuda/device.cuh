@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/device.cuh  Errors of the CUDA runtime, device memory that frees itself, elements of the three types.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/scalar.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief The CUDA runtime reported an error.
+class DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
+namespace cuda {
+
+/// @brief Raises DeviceError with `what` and the runtime's words unless `status` is success.
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) ::lowrankkv::detail::fail<DeviceError>(what, ": ", cudaGetErrorName(status), ", ", cudaGetErrorString(status));
+}
+
+/// @brief An array in device memory, zero at first; freed with its owner. Making and freeing it synchronises: never on the decode path.
+template <class T>
+class DeviceArray {
+ public:
+  DeviceArray() = default;
+  explicit DeviceArray(std::size_t size) : size_(size) {
+    if (size == 0) return;
+    check(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), "cudaMalloc");
+    const cudaError_t status = cudaMemset(data_, 0, size * sizeof(T));
+    if (status != cudaSuccess) cudaFree(std::exchange(data_, nullptr));  // the destructor will not run
+    check(status, "cudaMemset");
+  }
+  explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+    if (!values.empty()) check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  DeviceArray& operator=(DeviceArray&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~DeviceArray() {
+    if (data_ != nullptr) cudaFree(data_);
+  }
+  T* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  std::size_t bytes() const { return size_ * sizeof(T); }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+/// @brief Rows [token, head, channel] in device memory as kernels see them.
+struct DeviceRows {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t token_stride = 0, head_stride = 0, element_stride = 1;
+
+  /// @brief One element as f32.
+  __device__ float at(std::int64_t token, int head, int channel) const {
+    const std::int64_t index = token * token_stride + head * head_stride + channel * element_stride;
+    if (dtype == DType::f32) return static_cast<const float*>(data)[index];
+    if (dtype == DType::f16) return __half2float(static_cast<const __half*>(data)[index]);
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+  }
+};
+
+/// @brief A view (whose pointer is to device memory) as kernels see it.
+template <class View>
+DeviceRows device_rows(const View& view) {
+  return {view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride};
+}
+
+/// @brief The bits of a value rounded to f16 or bf16, to nearest even; finite values saturate.
+__device__ inline std::uint16_t to_bits(DType type, float value) {
+  if (type == DType::f16) return __half_as_ushort(__float2half_rn(fabsf(value) <= 3e38F ? fminf(fmaxf(value, -65504.0F), 65504.0F) : value));
+  const __nv_bfloat16 rounded = __float2bfloat16_rn(value);
+  const std::uint16_t bits = __bfloat16_as_ushort(rounded);
+  const bool overflowed = (bits & 0x7fffU) == 0x7f80U && fabsf(value) <= 3.40282347e38F;
+  return overflowed ? static_cast<std::uint16_t>(bits - 1U) : bits;
+}
+/// @brief What f16 or bf16 bits stand for.
+__device__ inline float from_bits(DType type, std::uint16_t bits) {
+  return type == DType::f16 ? __half2float(__ushort_as_half(bits)) : __bfloat162float(__ushort_as_bfloat16(bits));
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

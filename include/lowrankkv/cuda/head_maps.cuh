@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels that tiles hold.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/tile_layout.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief What a channel of a tile of codes holds: bits [shift, shift + width) of the code, of `bits` bits, of coefficient `source`.
+/// A code wider than one unit's width stands in several channels. source < 0: padding.
+struct TileChannel {
+  std::int16_t source = -1;
+  std::uint8_t bits = 0;
+  std::uint8_t shift = 0;
+  std::uint8_t width = 0;
+};
+
+/// @brief How keys, or values, of one head become channels of tiles, and back.
+struct PartTiles {
+  std::vector<TileChannel> channels;   ///< tiles of codes: one entry a channel; plain tiles: empty
+  std::vector<std::uint8_t> widths;    ///< of the units of codes
+  float reference_norm = 1.0F;         ///< of a row's coefficients, in steps: what a gain of 1 stands for
+  int padding_bits = 0;                ///< of a row: what rounding to whole units costs
+  int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is their norm
+};
+
+/// @brief Maps of keys, or of values, of one head; f32 in device memory.
+struct PartMaps {
+  const float* encoder = nullptr;        ///< [head_dim, rank]: rows to coefficients, in steps
+  const float* reader = nullptr;         ///< channels of tiles to rows: keys [head_dim, channels], values [channels, head_dim]
+  const float* mean = nullptr;           ///< [head_dim] or null
+  const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
+  std::int32_t rank = 0;
+  std::int32_t coded = 0;                ///< of them, those with bits
+  float reference_norm = 1.0F;
+};
+
+/// @brief Maps of one KV head.
+struct HeadMaps {
+  PartMaps key, value;
+  __host__ __device__ const PartMaps& of(Part part) const { return part == Part::key ? key : value; }
+};
+
+/// @brief The maps of a layer, owned: one block of device memory.
+class LayerMaps {
+ public:
+  LayerMaps() = default;
+  /// @param tiles  per head: keys, values
+  /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
+  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type) {
+    std::vector<float> values;
+    std::vector<TileChannel> channels;
+    struct Offsets {
+      std::size_t encoder, reader, mean, channels;
+      bool has_mean;
+    };
+    std::vector<Offsets> offsets;
+    for (std::size_t part = 0; part < tiles.size(); ++part) {
+      const HeadBasis& head = basis.heads[part / 2];
+      const bool key = part % 2 == 0;
+      const int rank = key ? head.key_rank : head.value_rank;
+      const std::vector<float>& down = key ? head.key_down : head.value_down;
+      const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
+      const std::vector<float>& steps = scales[part];
+      const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
+      Offsets at{values.size(), 0, 0, channels.size(), !mean.empty()};
+      for (int row = 0; row < head_dim; ++row) {
+        for (int channel = 0; channel < rank; ++channel) values.push_back(round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel));
+      }
+      at.reader = values.size();
+      const int width = layouts[part / 2].channels(key ? Part::key : Part::value);
+      values.resize(at.reader + static_cast<std::size_t>(width) * static_cast<std::size_t>(head_dim));
+      for (int channel = 0; channel < width; ++channel) {
+        const bool coded = !tiles[part].channels.empty();
+        const TileChannel place = coded ? tiles[part].channels[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
+        for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
+          values[at.reader + static_cast<std::size_t>(key ? row * width + channel : channel * head_dim + row)] =
+              round_to(type, decoder(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift);
+        }
+      }
+      at.mean = values.size();
+      for (const float value : mean) values.push_back(round_to(type, value));
+      channels.insert(channels.end(), tiles[part].channels.begin(), tiles[part].channels.end());
+      offsets.push_back(at);
+    }
+    values_ = DeviceArray<float>(values);
+    channels_ = DeviceArray<TileChannel>(channels);
+    std::vector<HeadMaps> heads(tiles.size() / 2);
+    for (std::size_t part = 0; part < tiles.size(); ++part) {
+      PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
+      maps.encoder = values_.data() + offsets[part].encoder;
+      maps.reader = values_.data() + offsets[part].reader;
+      maps.mean = offsets[part].has_mean ? values_.data() + offsets[part].mean : nullptr;
+      maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
+      maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
+      maps.coded = tiles[part].coded;
+      maps.reference_norm = tiles[part].reference_norm;
+    }
+    heads_ = DeviceArray<HeadMaps>(heads);
+  }
+
+  const HeadMaps* heads() const { return heads_.data(); }
+  /// @brief Device memory of the maps.
+  std::size_t bytes() const { return values_.bytes() + channels_.bytes() + heads_.bytes(); }
+
+ private:
+  /// Element (coefficient, row channel) of what turns coefficients into rows.
+  static float decoder(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
+    const int rank = key ? head.key_rank : head.value_rank;
+    const auto column = [&](const std::vector<float>& map) { return map[static_cast<std::size_t>(row * rank + coefficient)]; };
+    if (key) return column(head.query_down.empty() ? head.key_down : head.query_down);
+    if (head.output_up.empty()) return column(head.value_down);
+    return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
+  }
+  DeviceArray<float> values_;
+  DeviceArray<TileChannel> channels_;
+  DeviceArray<HeadMaps> heads_;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/layer.cuh  Everything the Cuda backend stores for one attention layer: tables, pages, tails, maps, workspace.
+///
+/// The host knows every length (they follow from token counts) and decides which pages are used; kernels read their own
+/// copies, which the same launches that move rows also update, in the order of the stream.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/page_pool.cuh"
+#include "lowrankkv/cuda/project_query.cuh"
+#include "lowrankkv/cuda/store_rows.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief The host's knowledge of one sequence; its rows are the same in all heads.
+struct HostSequence {
+  std::int64_t num_tokens = 0;
+  std::int32_t tail_length = 0;
+  HeadRows rows;
+  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per head
+};
+
+/// @brief What the tiles of a layer are, found from maps and policies on the host.
+struct LayerTiles {
+  CodedForm form = CodedForm::none;
+  DType coded_type = DType::f16;           ///< of plain tiles of coefficients
+  HeadTiles full;
+  std::vector<HeadTiles> compressed;       ///< per head; empty: nothing is compressed
+  std::vector<PartTiles> parts;            ///< per head: keys, values
+  std::vector<std::vector<float>> steps;   ///< the same
+  std::size_t page_bytes = 0;
+
+  int max_units(Part part) const {
+    int most = 0;
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, part == Part::key ? tiles.key_units : tiles.value_units);
+    return most;
+  }
+  int max_tile_bytes() const {
+    int most = 0;
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.bytes);
+    return most;
+  }
+};
+
+/// @brief Units that so many channels fill in a plain tile.
+constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit; }
+
+/// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill `most_units` units: of about 8 KiB, so that
+/// what is done once a tile weighs little.
+inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units) {
+  HeadTiles tiles;
+  tiles.key_units = plain_units(key_channels);
+  tiles.value_units = plain_units(value_channels);
+  tiles.rows = kPlainRows * plain_steps(most_units);
+  tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
+  tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief Tiles of codes. @throws CapacityError beyond kMaxUnits
+inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
+  HeadTiles tiles;
+  tiles.codes = true;
+  tiles.rows = kCodeRows;
+  for (const PartTiles* part : {&key, &value}) {
+    if (part->widths.size() > kMaxUnits) ::lowrankkv::detail::fail<CapacityError>("tiles: codes fill ", part->widths.size(), " units of ", kCodeUnit, " channels, at most ", kMaxUnits);
+  }
+  tiles.key_units = static_cast<std::int32_t>(key.widths.size());
+  tiles.value_units = static_cast<std::int32_t>(value.widths.size());
+  std::copy(key.widths.begin(), key.widths.end(), tiles.key_widths);
+  std::copy(value.widths.begin(), value.widths.end(), tiles.value_widths);
+  tiles.key_offset = kGainBytes;
+  tiles.value_offset = tiles.key_offset;
+  for (const std::uint8_t width : key.widths) tiles.value_offset += code_unit_bytes(width);
+  tiles.bytes = tiles.value_offset;
+  for (const std::uint8_t width : value.widths) tiles.bytes += code_unit_bytes(width);
+  return tiles;
+}
+
+/// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
+class LayerState {
+ public:
+  /// @param max_full  rows that a sequence of config.max_tokens may have in the full list
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, std::shared_ptr<PagePool> shared_pool)
+      : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
+    const int heads = config.shape.num_kv_heads;
+    const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
+    max_rows_[0] = max_full;
+    max_rows_[1] = tiles_.compressed.empty() ? 0 : config.max_tokens;
+    if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, max_full));
+    for (int list = 0; list < 2; ++list) {
+      std::int64_t most = 0;
+      for (int head = 0; head < heads; ++head) most = (std::max)(most, pages_for(static_cast<RowList>(list), head, max_rows_[list]));
+      tables_.max_pages[list] = static_cast<std::int32_t>(most);
+      pages_[list] = DeviceArray<std::int32_t>(rows * static_cast<std::size_t>(most));
+      tables_.pages[list] = pages_[list].data();
+    }
+    lengths_ = DeviceArray<DeviceLengths>(slots);
+    rows_ = DeviceArray<HeadRows>(rows);
+    faults_ = DeviceArray<std::uint32_t>(1);
+    compressed_ = DeviceArray<HeadTiles>(tiles_.compressed);
+    tables_.lengths = lengths_.data();
+    tables_.rows = rows_.data();
+    tables_.faults = faults_.data();
+    tables_.pool = pool_->memory();
+    tables_.page_bytes = pool_->page_bytes();
+    tables_.tail_tiles = (config.tail_capacity + tiles_.full.rows - 1) / tiles_.full.rows;
+    tables_.num_heads = heads;
+    tables_.head_dim = config.shape.head_dim;
+    tables_.full_type = config.full_type;
+    tables_.full = tiles_.full;
+    tables_.compressed = compressed_.data();
+    tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
+    tables_.tails = tails_.data();
+    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type);
+    sequences_.resize(slots);
+    for (HostSequence& sequence : sequences_) {
+      for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
+    }
+    make_workspace();
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    overlaps_ = major >= 9;
+  }
+
+  /// @brief Pages that max_sequences of max_tokens can ever need.
+  static std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
+    std::int64_t pages = 0;
+    for (int head = 0; head < config.shape.num_kv_heads; ++head) {
+      const auto count = [&](const HeadTiles& layout, std::int64_t rows) {
+        const std::int64_t per_page = std::int64_t{layout.rows} * layout.tiles_per_page;
+        return (rows + per_page - 1) / per_page;
+      };
+      pages += count(tiles.full, max_full);
+      if (!tiles.compressed.empty()) pages += count(tiles.compressed[static_cast<std::size_t>(head)], config.max_tokens);
+    }
+    return pages * config.max_sequences;
+  }
+
+  const CacheConfig& config() const { return config_; }
+  const LayerTiles& tiles() const { return tiles_; }
+  const Tables& tables() const { return tables_; }
+  const LayerMaps& maps() const { return maps_; }
+  PagePool& pool() const { return *pool_; }
+  HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
+  const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
+  const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.full : tiles_.compressed[static_cast<std::size_t>(head)]; }
+  std::int64_t rows_per_page(RowList list, int head) const { return std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page; }
+  std::int64_t pages_for(RowList list, int head, std::int64_t rows) const {
+    if (rows == 0) return 0;
+    return (rows + rows_per_page(list, head) - 1) / rows_per_page(list, head);
+  }
+  std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
+
+  /// @brief Pages that `full` and `compressed` more rows of a sequence take.
+  std::int64_t pages_to_add(int slot, std::int64_t full, std::int64_t compressed) const {
+    const HostSequence& now = sequence(slot);
+    std::int64_t pages = 0;
+    for (int head = 0; head < tables_.num_heads; ++head) {
+      pages += pages_for(RowList::full, head, now.rows.num_full + full) - static_cast<std::int64_t>(now.pages[0][static_cast<std::size_t>(head)].size());
+      if (!tiles_.compressed.empty()) {
+        pages += pages_for(RowList::compressed, head, now.rows.num_compressed + compressed) - static_cast<std::int64_t>(now.pages[1][static_cast<std::size_t>(head)].size());
+      }
+    }
+    return pages;
+  }
+
+  /// @brief Gives a sequence the pages for its rows and so many more, and enqueues the new entries of the page tables.
+  void add_pages(int slot, std::int64_t full, std::int64_t compressed, cudaStream_t stream) {
+    HostSequence& now = sequence(slot);
+    for (int list = 0; list < (tiles_.compressed.empty() ? 1 : 2); ++list) {
+      const std::int64_t rows = list == 0 ? now.rows.num_full + full : now.rows.num_compressed + compressed;
+      for (int head = 0; head < tables_.num_heads; ++head) {
+        std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
+        while (static_cast<std::int64_t>(pages.size()) < pages_for(static_cast<RowList>(list), head, rows)) {
+          const std::int32_t page = pool_->allocator().take();
+          edit(list, (slot * tables_.num_heads + head) * tables_.max_pages[list] + static_cast<std::int32_t>(pages.size()), page, stream);
+          pages.push_back(page);
+        }
+      }
+    }
+    flush_edits(stream);
+  }
+
+  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths.
+  void settle(int slot, cudaStream_t stream) {
+    HostSequence& now = sequence(slot);
+    for (int list = 0; list < 2; ++list) {
+      const std::int64_t rows = list == 0 ? now.rows.num_full : now.rows.num_compressed;
+      for (int head = 0; head < tables_.num_heads; ++head) {
+        std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
+        const std::size_t needed = pages.empty() ? 0 : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));
+        for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
+      }
+    }
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.num_tokens, now.tail_length, now.rows);
+    check(cudaGetLastError(), "write_lengths_kernel");
+  }
+
+  /// @brief Whether kernels of a step may begin while the one before them ends.
+  bool overlaps() const { return overlaps_; }
+  /// @brief Buffers of a step over so many query tokens.
+  AttentionStep step(int m) const {
+    AttentionStep step = workspace_;
+    step.m = m;
+    step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
+    return step;
+  }
+  /// @brief Device memory of the workspace.
+  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes(); }
+  /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + workspace_bytes(); }
+
+ private:
+  void make_workspace() {
+    const int group = config_.shape.group_size(), dim = config_.shape.head_dim;
+    workspace_.group = group;
+    workspace_.m = config_.max_query_tokens;
+    workspace_.blocks = (workspace_.columns() + kBlockColumns - 1) / kBlockColumns;
+    workspace_.compressed_splits = splits_of(max_rows_[1]);
+    workspace_.full_splits = splits_of(max_rows_[0]);
+    workspace_.width = dim;
+    for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.channels(Part::value));
+    workspace_.coded_units = tiles_.max_units(Part::key);
+    const std::size_t rows = static_cast<std::size_t>(config_.max_sequences) * static_cast<std::size_t>(config_.shape.num_kv_heads) * static_cast<std::size_t>(workspace_.blocks);
+    const std::size_t full_units = static_cast<std::size_t>(tiles_.full.key_units), coded_units = static_cast<std::size_t>(workspace_.coded_units);
+    queries_ = DeviceArray<uint2>(rows * (full_units + coded_units) * 32);
+    scales_ = DeviceArray<ColumnScale>(2 * rows * kBlockColumns);
+    partial_ = DeviceArray<float>(rows * static_cast<std::size_t>(workspace_.entries()) * workspace_.state_floats());
+    workspace_.full_queries = queries_.data();
+    workspace_.coded_queries = queries_.data() + rows * full_units * 32;
+    workspace_.full_scales = scales_.data();
+    workspace_.coded_scales = scales_.data() + rows * kBlockColumns;
+    workspace_.partial = partial_.data();
+  }
+  void edit(int list, std::int32_t index, std::int32_t page, cudaStream_t stream) {
+    if (edits_.count == kMaxEdits || (edits_.count > 0 && edits_.list != list)) flush_edits(stream);
+    edits_.list = list;
+    edits_.index[edits_.count] = index;
+    edits_.page[edits_.count++] = page;
+  }
+  void flush_edits(cudaStream_t stream) {
+    if (edits_.count == 0) return;
+    write_pages_kernel<><<<1, 128, 0, stream>>>(tables_, edits_);
+    edits_.count = 0;
+    check(cudaGetLastError(), "write_pages_kernel");
+  }
+
+  CacheConfig config_;
+  LayerTiles tiles_;
+  std::shared_ptr<PagePool> pool_;
+  std::int64_t max_rows_[2] = {0, 0};
+  Tables tables_;
+  DeviceArray<DeviceLengths> lengths_;
+  DeviceArray<HeadRows> rows_;
+  DeviceArray<std::int32_t> pages_[2];
+  DeviceArray<std::uint32_t> faults_;
+  DeviceArray<HeadTiles> compressed_;
+  DeviceArray<std::uint8_t> tails_;
+  LayerMaps maps_;
+  std::vector<HostSequence> sequences_;
+  AttentionStep workspace_;
+  DeviceArray<uint2> queries_;
+  DeviceArray<ColumnScale> scales_;
+  DeviceArray<float> partial_;
+  PageEdits edits_;
+  bool overlaps_ = false;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

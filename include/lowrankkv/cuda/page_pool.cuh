@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/page_pool.cuh  Pages of one size in device memory, owned or lent by the caller, shared by the layers of a model.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/page_allocator.hpp"
+#include "lowrankkv/cuda/device.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief A pool of pages. Which are free is known on the host. Not thread-safe: layers use it one after the other, and enqueue their
+/// work on one stream or on streams that wait for each other.
+class PagePool {
+ public:
+  /// @brief Owns its memory. Allocates. @param page_bytes a multiple of 128
+  PagePool(std::size_t page_bytes, std::int64_t num_pages)
+      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), owned_(page_bytes * static_cast<std::size_t>(num_pages)), memory_(owned_.data()) {}
+  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, 128-byte aligned, which must outlive the pool.
+  PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages) : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), memory_(memory) {
+    if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
+    const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory) % 128;
+    if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset, " bytes off a multiple of 128");
+  }
+
+  std::size_t page_bytes() const { return page_bytes_; }
+  PageAllocator& allocator() { return allocator_; }
+  const PageAllocator& allocator() const { return allocator_; }
+  std::uint8_t* memory() const { return memory_; }
+
+ private:
+  static std::int64_t checked(std::size_t page_bytes, std::int64_t num_pages) {
+    constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
+    const bool fits = num_pages >= 0 && num_pages <= limit && page_bytes > 0 && page_bytes <= static_cast<std::size_t>(limit);
+    if (!fits) ::lowrankkv::detail::fail<CapacityError>("page pool: ", num_pages, " pages of ", page_bytes, " bytes, each at most ", limit);
+    if (page_bytes % 128 != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: page_bytes ", page_bytes, ", a multiple of 128 expected");
+    return num_pages;
+  }
+  PageAllocator allocator_;
+  std::size_t page_bytes_;
+  DeviceArray<std::uint8_t> owned_;
+  std::uint8_t* memory_;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

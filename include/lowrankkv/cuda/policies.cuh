@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/policies.cuh  What a policy must offer on the Cuda backend, and the policies that do.
+///
+/// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`.
+/// An updater: `static constexpr bool adapts`, false: none moves bases on the device yet.
+/// A token policy that decides by counts alone: `static constexpr bool compresses`, `static int recent(const P&)`, and
+/// `static std::int64_t full_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many stay full.
+/// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
+/// `static std::vector<float> steps(const Q&, bits, rms)`; without, `static DType type(const Q&)`.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/basis/per_head.hpp"
+#include "lowrankkv/basis/projector.hpp"
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/project_query.cuh"
+#include "lowrankkv/quantizer/no_quantizer.hpp"
+#include "lowrankkv/quantizer/transform_layout.hpp"
+#include "lowrankkv/token_policy/compress_all.hpp"
+#include "lowrankkv/token_policy/keep_full.hpp"
+#include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/updater/static.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
+struct Cuda;
+
+template <>
+struct Impl<PerHead, Cuda> {
+  static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+};
+template <>
+struct Impl<Projector, Cuda> {
+  static void validate(const Projector& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+};
+
+template <>
+struct Impl<Static, Cuda> {
+  static constexpr bool adapts = false;
+};
+
+template <>
+struct Impl<KeepFull, Cuda> {
+  static constexpr bool compresses = false;
+  static void validate(const KeepFull&) {}
+  static int recent(const KeepFull& policy) { return policy.recent; }
+  static std::int64_t full_rows(const KeepFull&, std::int64_t, std::int64_t count) { return count; }
+};
+template <>
+struct Impl<CompressAll, Cuda> {
+  static constexpr bool compresses = true;
+  static void validate(const CompressAll&) {}
+  static int recent(const CompressAll&) { return CompressAll::recent; }
+  static std::int64_t full_rows(const CompressAll&, std::int64_t, std::int64_t) { return 0; }
+};
+template <>
+struct Impl<SinkRecent, Cuda> {
+  static constexpr bool compresses = true;
+  static void validate(const SinkRecent& policy) {
+    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
+  }
+  static int recent(const SinkRecent& policy) { return policy.recent; }
+  static std::int64_t full_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) {
+    return (std::clamp)(std::int64_t{policy.sinks} - first_position, std::int64_t{0}, count);
+  }
+};
+
+template <>
+struct Impl<NoQuantizer, Cuda> {
+  static constexpr cuda::CodedForm form = cuda::CodedForm::plain;
+  static DType type(const NoQuantizer& policy) { return policy.type; }
+  static void validate(const NoQuantizer& policy) {
+    if (policy.type == DType::f32) ::lowrankkv::detail::fail<ValueError>("NoQuantizer: type ", name_of(policy.type), ", f16 or bf16 expected on this backend");
+  }
+};
+
+template <>
+struct Impl<TransformCode, Cuda> {
+  static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+
+  static void validate(const TransformCode& policy) {
+    if (!(policy.step_scale > 0.0F) || !std::isfinite(policy.step_scale)) {
+      ::lowrankkv::detail::fail<ValueError>("TransformCode: step_scale is finite and positive, given ", policy.step_scale);
+    }
+  }
+  /// Codes become planes of 8, 4, 2 and 1 bits, most significant first; channels of one width fill units of 32. Codes of 8
+  /// bits are one plane, or two of 4 bits, whichever leaves less padding.
+  static cuda::PartTiles tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) {
+    const CodeLayout layout = transform_layout(policy, rank, bits);
+    cuda::PartTiles whole = planes_of(layout, true), split = planes_of(layout, false);
+    return whole.padding_bits <= split.padding_bits ? whole : split;
+  }
+  static std::vector<float> steps(const TransformCode& policy, std::span<const std::uint8_t> bits, std::span<const float> rms) { return transform_steps(policy, bits, rms); }
+
+ private:
+  static cuda::PartTiles planes_of(const CodeLayout& layout, bool whole_bytes) {
+    cuda::PartTiles result;
+    result.reference_norm = layout.reference_norm;
+    result.coded = layout.groups.empty() ? 0 : layout.groups.front().count;
+    std::vector<int> left(layout.bits.begin(), layout.bits.end());  // bits of every code that are not in a plane yet
+    for (const int width : {8, 4, 2, 1}) {
+      if (width == 8 && !whole_bytes) continue;
+      // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
+      std::vector<cuda::TileChannel> channels;
+      for (int round = 0; round < 2; ++round) {
+        for (std::size_t channel = 0; channel < left.size(); ++channel) {
+          if (left[channel] < width) continue;
+          left[channel] -= width;
+          channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel], static_cast<std::uint8_t>(left[channel]), static_cast<std::uint8_t>(width)});
+        }
+      }
+      while (channels.size() % cuda::kCodeUnit != 0) {
+        channels.push_back({});
+        result.padding_bits += width;
+      }
+      result.widths.insert(result.widths.end(), channels.size() / cuda::kCodeUnit, static_cast<std::uint8_t>(width));
+      result.channels.insert(result.channels.end(), channels.begin(), channels.end());
+    }
+    return result;
+  }
+};
+
+LOWRANKKV_NAMESPACE_END

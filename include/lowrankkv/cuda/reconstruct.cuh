@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/reconstruct.cuh  Stored rows back as K and V.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/cuda/project_query.cuh"
+#include "lowrankkv/cuda/store_rows.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Tokens of a block.
+inline constexpr int kReconstructRows = 16;
+
+/// @brief Writable rows as kernels see them.
+struct DeviceTarget {
+  float* data = nullptr;
+  std::int64_t token_stride = 0, head_stride = 0;
+};
+
+namespace detail {
+
+/// Element (row, channel) of a plain tile.
+__device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, DType type, int row, int channel) {
+  return from_bits(type, *reinterpret_cast<const std::uint16_t*>(tile + layout.plain_byte(part, row, channel)));
+}
+
+/// Channel (row, channel) of a tile of codes, without the map: gain times the plane about its centre.
+__device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int channel) {
+  int offset = layout.offset(part);
+  const std::uint8_t* widths = part == Part::key ? layout.key_widths : layout.value_widths;
+  for (int unit = 0; unit < channel / kCodeUnit; ++unit) offset += code_unit_bytes(widths[unit]);
+  const int bits = widths[channel / kCodeUnit];
+  const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
+  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + offset + place.word);
+  const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
+  return level * gain_of(tile[(part == Part::key ? 0 : kCodeRows) + row]);
+}
+
+}  // namespace detail
+
+/// @brief Writes K and V of tokens [first, first + count): full rows as stored, others decoded. Grid: pieces of 16 tokens x KV heads.
+/// Positions are in the order full, compressed, tail: what policies that decide by counts alone give.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, const HeadMaps* all_maps, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count,
+                                                                           DeviceTarget key, DeviceTarget value) {
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  float* coefficients = reinterpret_cast<float*>(shared_memory);  // [kReconstructRows, channels]
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim;
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kReconstructRows;
+  const int rows = static_cast<int>(min(static_cast<std::int64_t>(kReconstructRows), count - begin));
+  const HeadRows lists = tables.rows[tables.index(slot, head)];
+  const DeviceLengths lengths = tables.lengths[slot];
+  const std::int32_t* full_pages = tables.page_table(RowList::full, slot, head);
+  const std::int32_t* coded_pages = tables.page_table(RowList::compressed, slot, head);
+  for (const Part part : {Part::key, Part::value}) {
+    const DeviceTarget& target = part == Part::key ? key : value;
+    const HeadTiles* layout = form == CodedForm::none ? nullptr : tables.compressed + head;
+    const int channels = layout == nullptr ? 0 : layout->channels(part);
+    for (int item = static_cast<int>(threadIdx.x); item < rows * channels; item += kStoreThreads) {
+      const std::int64_t place = first + begin + item / channels - lists.num_full;
+      if (place < 0 || place >= lists.num_compressed) continue;
+      const int row = static_cast<int>(place), channel = item % channels;
+      const std::uint8_t* tile = tables.tile(coded_pages, *layout, row / layout->rows);
+      coefficients[item] = form == CodedForm::codes ? detail::code_element(tile, *layout, part, row % layout->rows, channel)
+                                                    : detail::plain_element(tile, *layout, part, coded_type, row % layout->rows, channel);
+    }
+    __syncthreads();
+    for (int item = static_cast<int>(threadIdx.x); item < rows * dim; item += kStoreThreads) {
+      const int local = item / dim, channel = item % dim;
+      const std::int64_t position = first + begin + local, coded = position - lists.num_full, recent = coded - lists.num_compressed;
+      float result = 0.0F;
+      if (coded < 0) {
+        const int row = static_cast<int>(position);
+        result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
+      } else if (recent < 0) {
+        const PartMaps& maps = all_maps[head].of(part);
+        const int of_channel = part == Part::key ? 1 : dim, of_row = part == Part::key ? channels : 1;  // steps in the reader
+        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], __ldg(maps.reader + k * of_channel + channel * of_row), result);
+        if (maps.mean != nullptr) result += maps.mean[channel];
+      } else {
+        const int place = (lengths.tail_first + static_cast<int>(recent)) % tables.ring_rows();
+        result = detail::plain_element(tables.tail_tile(slot, head, place), tables.full, part, tables.full_type, place % tables.full.rows, channel);
+      }
+      target.data[(begin + local) * target.token_stride + head * target.head_stride + channel] = result;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

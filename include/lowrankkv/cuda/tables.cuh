@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/tables.cuh  What kernels read besides pages: lengths, page tables, tails. Fixed capacity, never moves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/descriptors.hpp"
+#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/tile_layout.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kMaxBatch = 256;   ///< sequences of one launch; larger batches take several
+inline constexpr int kMaxEdits = 400;   ///< page-table entries written by one launch
+
+/// @brief Lengths of one sequence on the device. The tail is a ring of rows.
+struct DeviceLengths {
+  std::int64_t num_tokens = 0;
+  std::int32_t tail_first = 0;  ///< place of the oldest row in the ring
+  std::int32_t tail_length = 0;
+};
+
+/// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels by value.
+struct Tables {
+  DeviceLengths* lengths = nullptr;            ///< [slots]
+  HeadRows* rows = nullptr;                    ///< [slots, heads]
+  std::int32_t* pages[2] = {};                 ///< by RowList: [slots, heads, max_pages]
+  std::int32_t max_pages[2] = {};
+  std::uint32_t* faults = nullptr;             ///< rows that were not finite
+  std::uint8_t* pool = nullptr;
+  std::uint64_t page_bytes = 0;
+  std::uint8_t* tails = nullptr;               ///< [slots, heads, tail_tiles] plain tiles
+  std::int32_t tail_tiles = 0;
+  std::int32_t num_heads = 0, head_dim = 0;
+  DType full_type = DType::f16;
+  HeadTiles full;                              ///< tiles of rows at full rank; the tail's are the same
+  const HeadTiles* compressed = nullptr;       ///< [heads]
+
+  __device__ int index(int slot, int head) const { return slot * num_heads + head; }
+  __device__ int ring_rows() const { return tail_tiles * full.rows; }
+  /// @brief The tile of a tail that holds place `place` of its ring.
+  __device__ std::uint8_t* tail_tile(int slot, int head, int place) const { return tail(slot, head) + static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes); }
+  __device__ std::uint8_t* tail(int slot, int head) const {
+    return tails + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
+  }
+  __device__ const std::int32_t* page_table(RowList list, int slot, int head) const {
+    const int which = static_cast<int>(list);
+    return pages[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_pages[which]);
+  }
+  __device__ int num_rows(RowList list, int slot, int head) const {
+    const HeadRows& counts = rows[index(slot, head)];
+    return list == RowList::full ? counts.num_full : counts.num_compressed;
+  }
+  /// @brief Tile `tile` of a list whose page table and layout are given.
+  __device__ std::uint8_t* tile(const std::int32_t* table, const HeadTiles& layout, int tile) const {
+    const std::size_t page = static_cast<std::size_t>(table[tile / layout.tiles_per_page]);
+    return pool + page * page_bytes + static_cast<std::size_t>(tile % layout.tiles_per_page) * static_cast<std::size_t>(layout.bytes);
+  }
+};
+
+/// @brief Every step-th tile of a list in turn, without a division for each.
+class PageWalk {
+ public:
+  __device__ PageWalk(const Tables& tables, const std::int32_t* table, const HeadTiles& layout, int tile)
+      : pool_(tables.pool), page_bytes_(tables.page_bytes), table_(table), tiles_per_page_(layout.tiles_per_page), bytes_(layout.bytes), page_(tile / layout.tiles_per_page),
+        tile_(tile % layout.tiles_per_page) {}
+  /// @brief The tile it stands at, which must exist; then `step` tiles on.
+  __device__ __forceinline__ const std::uint8_t* next(int step) {
+    const std::uint8_t* here = pool_ + static_cast<std::size_t>(table_[page_]) * page_bytes_ + static_cast<std::size_t>(tile_) * static_cast<std::size_t>(bytes_);
+    for (tile_ += step; tile_ >= tiles_per_page_; tile_ -= tiles_per_page_) ++page_;
+    return here;
+  }
+
+ private:
+  const std::uint8_t* pool_;
+  std::uint64_t page_bytes_;
+  const std::int32_t* table_;
+  int tiles_per_page_, bytes_, page_, tile_;
+};
+
+/// @brief The sequences of a launch.
+struct Batch {
+  std::int32_t count = 0;
+  std::int32_t slots[kMaxBatch];
+};
+
+/// @brief Rows that leave the tails of some sequences, oldest first: so many to the list of full rows, then so many to the compressed one.
+struct Leaving {
+  std::int32_t count = 0;
+  std::int32_t slots[kMaxBatch];
+  std::int32_t full[kMaxBatch];
+  std::int32_t compressed[kMaxBatch];
+};
+
+/// @brief Entries of a page table.
+struct PageEdits {
+  std::int32_t count = 0;
+  std::int32_t list = 0;
+  std::int32_t index[kMaxEdits];
+  std::int32_t page[kMaxEdits];
+};
+
+/// @brief Writes entries of a page table.
+template <class = void>
+__global__ void write_pages_kernel(Tables tables, PageEdits edits) {
+  for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
+}
+
+/// @brief Sets the lengths of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
+template <class = void>
+__global__ void write_lengths_kernel(Tables tables, int slot, std::int64_t num_tokens, std::int32_t tail_length, HeadRows rows) {
+  if (threadIdx.x == 0) {
+    tables.lengths[slot].num_tokens = num_tokens;
+    tables.lengths[slot].tail_length = tail_length;
+  }
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;
+}
+
+/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter. Rows that came from
+/// elsewhere are new tokens.
+template <class = void>
+__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail) {
+  const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.full[i] + leaving.compressed[i];
+  if (threadIdx.x == 0) {
+    DeviceLengths& lengths = tables.lengths[slot];
+    if (from_tail) {
+      lengths.tail_first = (lengths.tail_first + moved) % tables.ring_rows();
+      lengths.tail_length -= moved;
+    } else {
+      lengths.num_tokens += moved;
+    }
+  }
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    HeadRows& rows = tables.rows[tables.index(slot, head)];
+    rows.num_full += leaving.full[i];
+    rows.num_compressed += leaving.compressed[i];
+  }
+}
+
+/// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of the views belong to batch.slots[i].
+/// A row that is not finite, or beyond `limit`, is stored as zeros and counted in tables.faults.
+template <class = void>
+__global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, DeviceRows value, std::int64_t first, int m, float limit) {
+  const int slot = batch.slots[blockIdx.x];
+  const DeviceLengths lengths = tables.lengths[slot];
+  const int dim = tables.head_dim;
+  for (int j = 0; j < m; ++j) {
+    const std::int64_t token = first + static_cast<std::int64_t>(blockIdx.x) * m + j;
+    const int place = (lengths.tail_first + lengths.tail_length + j) % tables.ring_rows();
+    bool bad = false;
+    if (limit > 0.0F) {
+      for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
+        bad = bad || !(fabsf(key.at(token, i / dim, i % dim)) <= limit) || !(fabsf(value.at(token, i / dim, i % dim)) <= limit);
+      }
+    }
+    bad = __syncthreads_or(bad) != 0;
+    if (bad && threadIdx.x == 0) atomicAdd(tables.faults, 1U);
+    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
+      const int head = i / dim, channel = i % dim;
+      std::uint8_t* tile = tables.tail_tile(slot, head, place);
+      const std::uint16_t k = bad ? std::uint16_t{0} : to_bits(tables.full_type, key.at(token, head, channel));
+      const std::uint16_t v = bad ? std::uint16_t{0} : to_bits(tables.full_type, value.at(token, head, channel));
+      *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
+      *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    tables.lengths[slot].tail_length = lengths.tail_length + m;
+    tables.lengths[slot].num_tokens = lengths.num_tokens + m;
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/tile_layout.cuh  How rows lie in tiles: operands of the tensor cores, ready to be loaded by the lanes of a warp.
+///
+/// A plain tile holds 16, 32 or 64 rows of one KV head in f16 or bf16: its keys, then its values, 16 rows after 16 rows, in units of
+/// 16 channels. A unit is one A operand of mma.m16n8k16 (keys: rows x channels; values: channels x rows), lane after lane, 16 bytes a lane.
+///
+/// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values, the codes of the keys, those of the values, in units of
+/// 32 channels of one width: 8, 4, 2 or 1 bits; 256 bytes a bit. A unit is operands of mma.m16n8k32 (u8 x s8): four codes
+/// become operands by one AND, no shift and no conversion. A code that stands at bit p of its byte counts 2^p times, and which
+/// codes share p is chosen so that this is taken back for nothing: keys, p belongs to rows (the factor goes into their logits);
+/// values, to channels (it goes into the output) and, for 1 bit, to halves of the rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kPlainRows = 16;     ///< rows of a unit of a plain tile
+inline constexpr int kPlainUnit = 16;     ///< its channels
+inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
+inline constexpr int kCodeRows = 64;      ///< rows of a tile of codes
+inline constexpr int kCodeUnit = 32;      ///< channels of its units
+inline constexpr int kMaxUnits = 16;      ///< units of codes that keys, or values, of one head may have
+inline constexpr int kGainBytes = 2 * kCodeRows;
+
+/// @brief Byte of element (row, channel) of a unit of a plain tile.
+__host__ __device__ constexpr int plain_place(Part part, int row, int channel) {
+  const int m = part == Part::key ? row : channel, k = part == Part::key ? channel : row;  // A is [m, k]
+  return 16 * (m % 8 * 4 + k % 8 / 2) + 4 * (m / 8 + 2 * (k / 8)) + 2 * (k % 2);
+}
+
+/// @brief The tiles of one list of one KV head.
+struct HeadTiles {
+  bool codes = false;               ///< tiles of codes; else plain ones
+  std::int32_t rows = 0;            ///< of a tile
+  std::int32_t bytes = 0;           ///< of a tile, a multiple of 128
+  std::int32_t tiles_per_page = 0;
+  std::int32_t key_units = 0, value_units = 0;
+  std::int32_t key_offset = 0, value_offset = 0;  ///< where they begin in a tile
+  std::uint8_t key_widths[kMaxUnits] = {};        ///< bits of the codes of every unit; tiles of codes only
+  std::uint8_t value_widths[kMaxUnits] = {};
+
+  __host__ __device__ std::int32_t unit_channels() const { return codes ? kCodeUnit : kPlainUnit; }
+  __host__ __device__ std::int32_t channels(Part part) const { return unit_channels() * (part == Part::key ? key_units : value_units); }
+  __host__ __device__ std::int32_t offset(Part part) const { return part == Part::key ? key_offset : value_offset; }
+  /// @brief Byte of element (row, channel) of a plain tile.
+  __host__ __device__ std::int32_t plain_byte(Part part, int row, int channel) const {
+    const int unit = row / kPlainRows * (part == Part::key ? key_units : value_units) + channel / kPlainUnit;
+    return offset(part) + unit * kPlainUnitBytes + plain_place(part, row % kPlainRows, channel % kPlainUnit);
+  }
+};
+
+/// @brief Times 16 rows in a plain tile whose keys or values fill so many units.
+__host__ __device__ constexpr int plain_steps(int units) { return units <= 2 ? 4 : units <= 4 ? 2 : 1; }
+
+/// @brief Bytes of a unit of codes of so many bits.
+__host__ __device__ constexpr int code_unit_bytes(int bits) { return kCodeRows * kCodeUnit / 8 * bits; }
+
+/// @brief Counts of units of 8, 4, 2 and 1 bits as one number.
+__host__ __device__ constexpr int code_pattern(int n8, int n4, int n2, int n1) { return n8 | n4 << 8 | n2 << 16 | n1 << 24; }
+/// @brief The same of a list of widths.
+__host__ __device__ constexpr int code_pattern(const std::uint8_t* widths, int units) {
+  int pattern = 0;
+  for (int unit = 0; unit < units; ++unit) pattern += widths[unit] == 8 ? code_pattern(1, 0, 0, 0) : widths[unit] == 4 ? code_pattern(0, 1, 0, 0) : widths[unit] == 2 ? code_pattern(0, 0, 1, 0) : code_pattern(0, 0, 0, 1);
+  return pattern;
+}
+
+/// @brief Where a code lies in its unit: the byte of a 32-bit word, and the code's lowest bit in it.
+struct CodePlace {
+  int word = 0;
+  int shift = 0;
+};
+
+/// @brief Place of the code of (row, channel) in a unit of keys. Channel k stands in register k / 16, lane k % 16 / 4, byte k % 4.
+__host__ __device__ constexpr CodePlace key_place(int bits, int row, int channel) {
+  const int block = row / 16, half = row % 16 / 8, lane = row % 8 * 4 + channel % 16 / 4, deep = channel / 16, byte = 8 * (channel % 4);
+  if (bits == 8) return {512 * block + 16 * lane + 4 * (half + 2 * deep), byte};
+  if (bits == 4) return {512 * (block / 2) + 16 * lane + 4 * (half + 2 * deep), byte + 4 * (block % 2)};
+  if (bits == 2) return {16 * lane + 4 * (half + 2 * deep), byte + 2 * block};
+  return {8 * lane + 4 * deep, byte + 2 * block + half};
+}
+
+/// @brief Place of the code of (row, channel) in a unit of values. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16: the
+/// order in which weights come out of the logits' registers.
+__host__ __device__ constexpr CodePlace value_place(int bits, int row, int channel) {
+  const int step = row / 32, half = row / 16 % 2, byte = 8 * (2 * (row % 2) + row % 16 / 8), lane = channel % 8 * 4 + row % 8 / 2;
+  if (bits == 8) return {1024 * (channel / 16) + 512 * step + 16 * lane + 4 * (2 * half + channel % 16 / 8), byte};
+  if (bits == 4) return {512 * (channel / 16) + 16 * lane + 4 * (2 * step + half), byte + 4 * (channel % 16 / 8)};
+  if (bits == 2) return {16 * lane + 4 * (2 * step + half), byte + 2 * (channel / 8)};
+  return {8 * lane + 4 * half, byte + 4 * step + channel / 8};
+}
+
+/// @brief A split of a list is so many rows, or one in kMaxSplits parts of a longer list: points that depend on the list alone, so
+/// that results do not depend on the batch.
+inline constexpr int kSplitRows = 2048;
+inline constexpr int kMaxSplits = 32;
+/// @brief Splits of a list of so many rows.
+__host__ __device__ constexpr int splits_of(std::int64_t rows) {
+  const std::int64_t wanted = (rows + kSplitRows - 1) / kSplitRows;
+  return static_cast<int>(wanted < kMaxSplits ? wanted : kMaxSplits);
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

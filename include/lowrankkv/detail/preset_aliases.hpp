@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file detail/preset_aliases.hpp  The papers' systems, and the library's own, as one-line aliases; presets.hpp and cuda/presets.cuh add the caches.
+#pragma once
+
+#include "lowrankkv/fwd.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Every token at full rank: the baseline.
+template <class Backend = Cpu>
+using FullKV = CompressedKVCache<Backend, PerHead, Static, KeepFull, NoQuantizer>;
+
+/// @brief Everything projected onto the calibrated bases (Eigen Attention; the StaticPCA of OjaKV's tables).
+template <class Backend = Cpu>
+using StaticPCA = CompressedKVCache<Backend, PerHead, Static, CompressAll, NoQuantizer>;
+
+/// @brief StaticPCA with sinks and a recent window at full rank (the StaticPCA-H of OjaKV's tables).
+template <class Backend = Cpu>
+using StaticPCAHybrid = CompressedKVCache<Backend, PerHead, Static, SinkRecent, NoQuantizer>;
+
+/// @brief OjaKV: the hybrid, its bases updated on the prompt's salient tokens and every T decoded tokens.
+template <class Backend = Cpu>
+using OjaKV = CompressedKVCache<Backend, PerHead, Oja, SinkRecent, NoQuantizer>;
+
+/// @brief OjaKV version 2: besides, the tokens that the adapted basis reconstructs worst stay at full rank.
+template <class Backend = Cpu>
+using OjaKVv2 = CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+
+/// @brief OjaKV on the tokens that SnapKV keeps of the prompt (OjaKV section 6, compounded savings).
+template <class Backend = Cpu>
+using OjaKVSnapKV = CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>;
+
+/// @brief SubSpace-G: global per-head bases, every token projected, coefficients in 8 bits.
+template <class Backend = Cpu>
+using SubSpaceG = CompressedKVCache<Backend, PerHead, Static, CompressAll, Int8>;
+
+/// @brief SubSpace-A: chunks whose bases come from a Frequent Directions sketch; the first tokens (warm-up) at full rank.
+template <class Backend = Cpu>
+using SubSpaceA = CompressedKVCache<Backend, PerHead, FrequentDirections, SinkRecent, Int8>;
+
+/// @brief STAR-KV: per-head keys, joint values, rotated blocks of high and low precision.
+template <class Backend = Cpu>
+using StarKV = CompressedKVCache<Backend, JointValues, Static, SinkRecent, BlockHadamard>;
+
+/// @brief STAR-KV on the tokens that H2O keeps.
+template <class Backend = Cpu>
+using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRecent, HeavyHitters>, BlockHadamard>;
+
+/// @brief DLRP: the four maps of a Deep Low-Rank Projector, as trained.
+template <class Backend = Cpu>
+using Dlrp = CompressedKVCache<Backend, Projector, Static, CompressAll, NoQuantizer>;
+
+/// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
+template <class Backend = Cpu>
+using SnapKVOnly = CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>;
+
+/// @brief StreamingLLM: sinks and a sliding window.
+template <class Backend = Cpu>
+using StreamingLLM = CompressedKVCache<Backend, PerHead, Static, SlidingWindow, NoQuantizer>;
+
+/// @brief H2O: heavy hitters and a recent window at full rank.
+template <class Backend = Cpu>
+using H2O = CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>;
+
+/// @brief The library's own method: transform coding under one byte budget, query-aware keys, residual outliers. Bases, bits
+/// and policies for a budget: budgeted.hpp.
+template <class Backend = Cpu>
+using Budgeted = CompressedKVCache<Backend, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>;
+
+LOWRANKKV_NAMESPACE_END

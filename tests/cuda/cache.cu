@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0
+// CompressedKVCache<Cuda, ...> against the CPU backend and float64 attention over what it stores.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/cuda/presets.cuh"
+#include "random_layer.hpp"
+
+using namespace lowrankkv;
+using support::Method;
+using support::Random;
+using support::Settings;
+
+namespace {
+
+template <class T>
+std::vector<T> host(const cuda::DeviceArray<T>& array) {
+  std::vector<T> values(array.size());
+  cuda::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return values;
+}
+/// Device memory that no result may be taken from: every bit set.
+cuda::DeviceArray<float> poisoned(std::size_t size) {
+  cuda::DeviceArray<float> array(size);
+  if (size > 0) cuda::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
+  return array;
+}
+
+/// One composition on the device, the sequences it is asked about.
+class DeviceSide {
+ public:
+  virtual ~DeviceSide() = default;
+  virtual void create(SequenceId seq) = 0;
+  virtual void erase(SequenceId seq) = 0;
+  virtual void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value) = 0;
+  virtual void append_maintained(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) = 0;
+  virtual void truncate(SequenceId seq, std::int64_t length) = 0;
+  virtual int tail_length(SequenceId seq) const = 0;
+  virtual std::int64_t num_tokens(SequenceId seq) const = 0;
+  virtual void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const = 0;
+  virtual void attend(std::span<const SequenceId> seqs, const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) = 0;
+  virtual std::uint32_t faults() const = 0;
+  virtual MemoryUsage memory() const = 0;
+};
+
+template <class Cache>
+class Device : public DeviceSide {
+ public:
+  Device(const CacheConfig& config, const LayerBasis& basis, const typename Cache::PolicySet& policies) : cache_(config, basis, policies) {}
+  void create(SequenceId seq) override { cache_.create(seq); }
+  void erase(SequenceId seq) override { cache_.erase(seq); }
+  void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value) override {
+    const cuda::DeviceArray<float> k(key), v(value);
+    cache_.ingest(seq, keys(k, key), values(v, value));
+    cuda::check(cudaDeviceSynchronize(), "ingest");
+  }
+  void append_maintained(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) override {
+    const cuda::DeviceArray<float> k(key), v(value);
+    cache_.append(seqs, keys(k, key), values(v, value));
+    cache_.maintain(seqs);
+    cuda::check(cudaDeviceSynchronize(), "append");
+  }
+  void truncate(SequenceId seq, std::int64_t length) override { cache_.truncate(seq, length); }
+  int tail_length(SequenceId seq) const override { return cache_.tail_length(seq); }
+  std::int64_t num_tokens(SequenceId seq) const override { return cache_.num_tokens(seq); }
+  void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const override {
+    const std::int64_t tokens = cache_.num_tokens(seq);
+    const CacheShape& shape = cache_.config().shape;
+    const auto k = poisoned(static_cast<std::size_t>(tokens * shape.num_kv_heads * shape.head_dim)), v = poisoned(k.size());
+    cache_.reconstruct(seq, 0, {k.data(), tokens, shape.num_kv_heads, shape.head_dim}, {v.data(), tokens, shape.num_kv_heads, shape.head_dim});
+    key = host(k);
+    value = host(v);
+  }
+  void attend(std::span<const SequenceId> seqs, const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t tokens = static_cast<std::int64_t>(query.size()) / (shape.num_qo_heads * shape.head_dim);
+    const cuda::DeviceArray<float> q(query);
+    const auto o = poisoned(query.size()), l = poisoned(static_cast<std::size_t>(tokens * shape.num_qo_heads));
+    cache_.attend(seqs, {q.data(), tokens, shape.num_qo_heads, shape.head_dim}, {o.data(), tokens, shape.num_qo_heads, shape.head_dim}, {l.data(), tokens, shape.num_qo_heads});
+    out = host(o);
+    lse = host(l);
+  }
+  std::uint32_t faults() const override { return cache_.faults(); }
+  MemoryUsage memory() const override { return cache_.memory(); }
+  Cache& cache() { return cache_; }
+
+ private:
+  std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (cache_.config().shape.num_kv_heads * cache_.config().shape.head_dim); }
+  KeyView keys(const cuda::DeviceArray<float>& rows, const std::vector<float>& from) const { return {rows.data(), tokens_of(from), cache_.config().shape.num_kv_heads, cache_.config().shape.head_dim}; }
+  ValueView values(const cuda::DeviceArray<float>& rows, const std::vector<float>& from) const { return {rows.data(), tokens_of(from), cache_.config().shape.num_kv_heads, cache_.config().shape.head_dim}; }
+  Cache cache_;
+};
+
+using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
+
+std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<DeviceSide> {
+    if constexpr (requires { policies.basis.centred; }) policies.basis = settings.basis;
+    if constexpr (requires { policies.token_policy.sinks; }) policies.token_policy = {settings.sinks, settings.recent};
+    if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
+    return std::make_unique<Device<Cache>>(config, basis, policies);
+  };
+  switch (settings.method) {
+    case Method::full: return make.operator()<FullKV<Cuda>>({});
+    case Method::static_pca: return make.operator()<StaticPCA<Cuda>>({});
+    case Method::hybrid: return make.operator()<StaticPCAHybrid<Cuda>>({});
+    case Method::projector: return make.operator()<Dlrp<Cuda>>({});
+    case Method::codes: return make.operator()<Codes>({});
+  }
+  return nullptr;
+}
+
+/// || a - b || / || b ||
+template <class A, class B>
+double distance(const std::vector<A>& a, const std::vector<B>& b) {
+  REQUIRE(a.size() == b.size());
+  double error = 0.0, norm = 1e-30;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+    error += d * d;
+    norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
+  }
+  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
+}
+template <class A, class B>
+double furthest(const std::vector<A>& a, const std::vector<B>& b) {
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
+    if (!(d <= worst)) worst = d;
+  }
+  return worst;
+}
+
+struct Worst {
+  double out = 0.0, lse = 0.0, rows = 0.0, cpu = 0.0;
+};
+
+/// One sequence's answer against float64 attention over its own stored rows, and its stored rows against the CPU's.
+void compare(const Settings& settings, const CacheConfig& config, DeviceSide& device, SequenceId seq, support::CpuSide& cpu, const std::vector<float>& query, const std::vector<float>& out,
+             const std::vector<float>& lse, Worst& worst) {
+  std::vector<float> key, value, cpu_key, cpu_value;
+  device.reconstruct(seq, key, value);
+  cpu.reconstruct(cpu_key, cpu_value);
+  CHECK(device.tail_length(seq) == cpu.tail_length());
+  // The same rows, summed in another order: coefficients may round to a neighbour, and a code, or a gain, that lies on a boundary to
+  // the next. Such rows are few, and as good as the CPU's.
+  const double tolerance = settings.coefficients == DType::f16 ? 1e-3 : 8e-3;  // two units of the last place
+  const int dim = config.shape.head_dim;
+  std::size_t different = 0;
+  for (const auto& [own, other] : {std::pair{&key, &cpu_key}, std::pair{&value, &cpu_value}}) {
+    double energy = 0.0;
+    for (const float x : *other) energy += static_cast<double>(x) * x;
+    const double typical = energy * dim / static_cast<double>(other->size());
+    for (std::size_t row = 0; row < own->size(); row += static_cast<std::size_t>(dim)) {
+      double error = 0.0, norm = 0.0;
+      for (std::size_t i = row; i < row + static_cast<std::size_t>(dim); ++i) {
+        const double d = static_cast<double>((*own)[i]) - (*other)[i];
+        error += d * d;
+        norm += static_cast<double>((*other)[i]) * (*other)[i];
+      }
+      if (!(error < tolerance * tolerance * std::max(norm, 0.1 * typical))) ++different;
+    }
+  }
+  worst.rows = std::max(worst.rows, std::max(distance(key, cpu_key), distance(value, cpu_value)));
+  CHECK(different <= (settings.method == Method::codes ? static_cast<std::size_t>(1 + key.size() / static_cast<std::size_t>(dim) / 500) : 0));
+  if (settings.method == Method::full) CHECK(key == cpu_key);
+  std::vector<double> expected, expected_lse;
+  support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse);
+  // Codes: queries and weights are 16-bit integers, gains powers of 2^(1/16) by an approximate instruction. Plain rows: f32 sums;
+  // queries and weights are two numbers of the rows' type, 22 bits together in f16, 16 in bf16.
+  const double limit = settings.method == Method::codes ? 1e-3 : config.full_type == DType::f16 ? 2e-5 : 2e-4;
+  const double error = distance(out, expected), shift = furthest(lse, expected_lse);
+  worst.out = std::max(worst.out, error);
+  worst.lse = std::max(worst.lse, shift);
+  CHECK(error < limit);
+  CHECK(shift < limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));  // relative to the logits
+}
+
+Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int trials) {
+  Random random(seed);
+  Worst worst;
+  for (int trial = 0; trial < trials; ++trial) {
+    const int dims[] = {64, 80, 96, 128, 192, 256}, groups[] = {1, 2, 3, 4, 5, 8, 16};
+    CacheConfig config;
+    config.shape.num_kv_heads = 1 + static_cast<int>(random() % 3);
+    config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 7];
+    config.shape.head_dim = dims[random() % 6];
+    config.max_sequences = 3;
+    config.max_tokens = 9500;
+    config.max_query_tokens = 1 + static_cast<int>(random() % 4);
+    config.full_type = type;
+    config.epoch_type = DType::f32;
+    config.flush_interval = 16 + static_cast<int>(random() % 3) * 24;
+    settings.sinks = static_cast<int>(random() % 2) * static_cast<int>(random() % 40);
+    settings.recent = 4 + static_cast<int>(random() % 60);
+    settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
+    if (settings.method == Method::static_pca || settings.method == Method::projector) settings.recent = 0;
+    const int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
+    const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank);
+    const auto device = make_device(settings, config, layer.basis);
+    std::vector<SequenceId> seqs{1, 2, 3};
+    std::vector<std::unique_ptr<support::CpuSide>> cpu;
+    CAPTURE(trial);
+    CAPTURE(config.shape.head_dim);
+    CAPTURE(config.shape.group_size());
+    CAPTURE(rank);
+    for (const SequenceId seq : seqs) {
+      device->create(seq);
+      cpu.push_back(support::make_cpu_side(settings, config, layer.basis));
+      const int lengths[] = {1, 3, 17, 63, 64, 65, 300, 1000, 2100, 4500};
+      for (int part = 0; part < 1 + static_cast<int>(random() % 2); ++part) {
+        const int n = lengths[random() % 10];
+        const auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+        device->ingest(seq, key, value);
+        cpu.back()->ingest(key, value);
+      }
+    }
+    for (int step = 0; step < 4; ++step) {
+      const int m = 1 + static_cast<int>(random() % static_cast<unsigned>(config.max_query_tokens));
+      const int repeats = step == 1 ? 30 : 1;  // enough to flush
+      for (int repeat = 0; repeat < repeats; ++repeat) {
+        const auto key = layer.rows(random, 3 * m, true), value = layer.rows(random, 3 * m, false);
+        device->append_maintained(seqs, key, value);
+        for (std::size_t i = 0; i < 3; ++i) {
+          const std::size_t size = key.size() / 3;
+          const auto part = [&](const std::vector<float>& all) { return std::vector<float>(all.begin() + static_cast<std::ptrdiff_t>(i * size), all.begin() + static_cast<std::ptrdiff_t>((i + 1) * size)); };
+          cpu[i]->append_maintained(part(key), part(value));
+        }
+      }
+      const int least = std::min({m, device->tail_length(1), device->tail_length(2), device->tail_length(3)});
+      if (least == 0) continue;
+      const auto query = layer.queries(random, 3 * least);
+      std::vector<float> out, lse, again, again_lse;
+      device->attend(seqs, query, out, lse);
+      device->attend(seqs, query, again, again_lse);
+      CHECK(out == again);  // bit for bit
+      CHECK(lse == again_lse);
+      for (std::size_t i = 0; i < 3; ++i) {
+        const auto part = [&](const std::vector<float>& all) {
+          const std::size_t size = all.size() / 3;
+          return std::vector<float>(all.begin() + static_cast<std::ptrdiff_t>(i * size), all.begin() + static_cast<std::ptrdiff_t>((i + 1) * size));
+        };
+        compare(settings, config, *device, seqs[i], *cpu[i], part(query), part(out), part(lse), worst);
+        std::vector<float> alone, alone_lse;
+        device->attend(std::span(&seqs[i], 1), part(query), alone, alone_lse);
+        CHECK(alone == part(out));  // whatever the batch
+        CHECK(alone_lse == part(lse));
+      }
+      if (step == 2) {
+        const std::size_t victim = random() % 3;
+        const std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device->num_tokens(seqs[victim])));
+        device->truncate(seqs[victim], length);
+        cpu[victim]->truncate(length);
+      }
+    }
+    CHECK(device->faults() == 0);
+    for (const SequenceId seq : seqs) device->erase(seq);
+    CHECK(device->memory().total() == 0);
+  }
+  return worst;
+}
+
+}  // namespace
+
+TEST_CASE("random sequences of every composition: rows as on the CPU, answers as in float64, the same in any batch") {
+  struct Case {
+    Settings settings;
+    DType type;
+    const char* name;
+  };
+  std::vector<Case> cases;
+  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::codes}) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      const char* names[] = {"full", "static_pca", "hybrid", "projector", "codes"};
+      Settings settings;
+      settings.method = method;
+      settings.coefficients = type;
+      cases.push_back({settings, type, names[static_cast<int>(method)]});
+    }
+  }
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    CAPTURE(std::string(cases[i].name));
+    CAPTURE(std::string(name_of(cases[i].type)));
+    const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, 6);
+    MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
+  }
+}
+
+TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
+  Random random(7);
+  Settings settings;
+  settings.method = Method::codes;
+  CacheConfig config;
+  config.shape = {8, 2, 128};
+  config.max_tokens = 3000;
+  config.max_sequences = 2;
+  config.epoch_type = DType::f32;
+  const auto layer = support::random_layer(random, config.shape, settings, 128);
+  Codes::PolicySet policies;
+  policies.token_policy = {4, 32};
+  Codes cache(config, layer.basis, policies), plain(config, layer.basis, policies);
+  const std::vector<SequenceId> seqs{5, 6};
+  const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false);
+  const cuda::DeviceArray<float> pk(prompt_key), pv(prompt_value);
+  for (const SequenceId seq : seqs) {
+    for (Codes* each : {&cache, &plain}) {
+      each->create(seq);
+      each->ingest(seq, {pk.data(), 700, 2, 128}, {pv.data(), 700, 2, 128});
+    }
+  }
+  const std::size_t row = 2 * 2 * 128, heads = 2 * 8 * 128;
+  cuda::DeviceArray<float> key(row), value(row), query(heads), out(heads), expected(heads);
+  cudaStream_t stream;
+  cuda::check(cudaDeviceSynchronize(), "prompt");
+  cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  cache.append(seqs, {key.data(), 2, 2, 128}, {value.data(), 2, 2, 128}, stream);
+  cache.attend(seqs, {query.data(), 2, 8, 128}, {out.data(), 2, 8, 128}, {}, stream);
+  cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
+  cuda::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
+  for (int step = 0; step < 200; ++step) {
+    const auto k = layer.rows(random, 2, true), v = layer.rows(random, 2, false), q = layer.queries(random, 2);
+    cuda::check(cudaMemcpy(key.data(), k.data(), key.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    cuda::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    cuda::check(cudaMemcpy(query.data(), q.data(), query.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    cache.advance(seqs, 1);
+    cuda::check(cudaGraphLaunch(replay, stream), "cudaGraphLaunch");
+    cache.maintain(seqs, stream);
+    plain.append(seqs, {key.data(), 2, 2, 128}, {value.data(), 2, 2, 128}, stream);
+    plain.attend(seqs, {query.data(), 2, 8, 128}, {expected.data(), 2, 8, 128}, {}, stream);
+    plain.maintain(seqs, stream);
+    cuda::check(cudaStreamSynchronize(stream), "step");
+    CHECK(host(out) == host(expected));
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST_CASE("bad input is refused with both values, and values that are not finite never reach the store") {
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 100;
+  FullKV<Cuda> cache(config);
+  cache.create(1);
+  cuda::DeviceArray<float> rows(200 * 2 * 64), out(200 * 4 * 64);
+  const auto message = [](auto&& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was raised");
+  };
+  CHECK(message([&] { cache.ingest(1, {rows.data(), 10, 2, 32}, {rows.data(), 10, 2, 32}); }) == "head_dim: cache 64, key 32");
+  CHECK(message([&] { cache.ingest(1, {rows.data(), 101, 2, 64}, {rows.data(), 101, 2, 64}); }) == "max_tokens: 100, sequence has 0, given 101");
+  CHECK(message([&] { cache.ingest(2, {rows.data(), 1, 2, 64}, {rows.data(), 1, 2, 64}); }) == "unknown sequence 2; 1 sequences exist");
+  CHECK(message([&] { cache.attend(1, {rows.data(), 1, 4, 64}, {out.data(), 1, 4, 64}); }) == "attend: 1 query tokens, sequence 1 has 0 tokens in its tail");
+  CHECK(message([&] { cache.append(1, {rows.data(), 97, 2, 64}, {rows.data(), 97, 2, 64}); }) == "tail_capacity: 96, sequence 1 has 0 rows in its tail, given 97; call maintain");
+  CHECK(message([&] { FullKV<Cuda> other({.shape = {4, 2, 40}}); }) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
+  CHECK(cache.num_tokens(1) == 0);
+  std::vector<float> bad(3 * 2 * 64, 1.0F);
+  bad[2 * 64 + 5] = std::nanf("");
+  bad[2 * 2 * 64 + 7] = 70000.0F;
+  const cuda::DeviceArray<float> device(bad);
+  cache.append(1, {device.data(), 3, 2, 64}, {device.data(), 3, 2, 64});
+  CHECK(cache.faults() == 2);
+  cuda::DeviceArray<float> k(bad.size()), v(bad.size());
+  cache.reconstruct(1, 0, {k.data(), 3, 2, 64}, {v.data(), 3, 2, 64});
+  const auto stored = host(k);
+  CHECK(stored[0] == 1.0F);
+  for (std::size_t i = 2 * 64; i < stored.size(); ++i) CHECK(stored[i] == 0.0F);
+}

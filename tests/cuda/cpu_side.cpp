@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu_side.hpp"
+
+#include "lowrankkv/presets.hpp"
+
+namespace support {
+namespace {
+
+using namespace lowrankkv;
+
+template <class Cache>
+class Side : public CpuSide {
+ public:
+  Side(const CacheConfig& config, const LayerBasis& basis, const typename Cache::PolicySet& policies) : cache_(config, basis, policies) { cache_.create(1); }
+  void ingest(const std::vector<float>& key, const std::vector<float>& value) override { cache_.ingest(1, keys(key), values(value)); }
+  void append_maintained(const std::vector<float>& key, const std::vector<float>& value) override { cache_.append_maintained(1, keys(key), values(value)); }
+  void truncate(std::int64_t length) override { cache_.truncate(1, length); }
+  int tail_length() const override { return cache_.tail_length(1); }
+  void reconstruct(std::vector<float>& key, std::vector<float>& value) const override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t tokens = cache_.num_tokens(1);
+    key.resize(static_cast<std::size_t>(tokens * shape.num_kv_heads * shape.head_dim));
+    value.resize(key.size());
+    cache_.reconstruct(1, 0, {key.data(), tokens, shape.num_kv_heads, shape.head_dim}, {value.data(), tokens, shape.num_kv_heads, shape.head_dim});
+  }
+  void attend(const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t m = static_cast<std::int64_t>(query.size()) / (shape.num_qo_heads * shape.head_dim);
+    out.resize(query.size());
+    lse.resize(static_cast<std::size_t>(m * shape.num_qo_heads));
+    cache_.attend(1, {query.data(), m, shape.num_qo_heads, shape.head_dim}, {out.data(), m, shape.num_qo_heads, shape.head_dim}, {lse.data(), m, shape.num_qo_heads});
+  }
+
+ private:
+  std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (cache_.config().shape.num_kv_heads * cache_.config().shape.head_dim); }
+  KeyView keys(const std::vector<float>& rows) const { return {rows.data(), tokens_of(rows), cache_.config().shape.num_kv_heads, cache_.config().shape.head_dim}; }
+  ValueView values(const std::vector<float>& rows) const { return {rows.data(), tokens_of(rows), cache_.config().shape.num_kv_heads, cache_.config().shape.head_dim}; }
+  Cache cache_;
+};
+
+}  // namespace
+
+std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
+    if constexpr (requires { policies.basis.centred; }) policies.basis = settings.basis;
+    if constexpr (requires { policies.token_policy.sinks; }) policies.token_policy = {settings.sinks, settings.recent};
+    if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
+    return std::make_unique<Side<Cache>>(config, basis, policies);
+  };
+  switch (settings.method) {
+    case Method::full: return make.template operator()<FullKV<>>({});
+    case Method::static_pca: return make.template operator()<StaticPCA<>>({});
+    case Method::hybrid: return make.template operator()<StaticPCAHybrid<>>({});
+    case Method::projector: return make.template operator()<Dlrp<>>({});
+    case Method::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>>({});
+  }
+  return nullptr;
+}
+
+}  // namespace support

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random layers for the CUDA tests, without Eigen: bases, rows that suit them, and float64 attention written plainly.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "cpu_side.hpp"
+
+namespace support {
+
+using Random = std::mt19937_64;
+
+/// [dim, rank] with orthonormal columns: Gram-Schmidt, twice.
+inline std::vector<float> orthonormal(Random& random, int dim, int rank) {
+  std::normal_distribution<double> normal;
+  std::vector<std::vector<double>> columns;
+  while (static_cast<int>(columns.size()) < rank) {
+    std::vector<double> next(static_cast<std::size_t>(dim));
+    for (double& x : next) x = normal(random);
+    for (int round = 0; round < 2; ++round) {
+      for (const auto& column : columns) {
+        double dot = 0.0;
+        for (std::size_t i = 0; i < next.size(); ++i) dot += next[i] * column[i];
+        for (std::size_t i = 0; i < next.size(); ++i) next[i] -= dot * column[i];
+      }
+    }
+    double norm = 0.0;
+    for (const double x : next) norm += x * x;
+    for (double& x : next) x /= std::sqrt(norm);
+    columns.push_back(std::move(next));
+  }
+  std::vector<float> result;
+  for (int row = 0; row < dim; ++row) {
+    for (int column = 0; column < rank; ++column) result.push_back(static_cast<float>(columns[static_cast<std::size_t>(column)][static_cast<std::size_t>(row)]));
+  }
+  return result;
+}
+
+struct RandomLayer {
+  lowrankkv::LayerBasis basis;
+  lowrankkv::CacheShape shape;
+  float scale = 1.0F;
+
+  /// Rows [tokens, heads, dim] of a decaying spectrum along the basis, and a little of everything else.
+  std::vector<float> rows(Random& random, std::int64_t tokens, bool key) const {
+    std::normal_distribution<float> normal;
+    std::vector<float> result(static_cast<std::size_t>(tokens * shape.num_kv_heads * shape.head_dim));
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      const float gain = std::exp(0.5F * normal(random));
+      for (int h = 0; h < shape.num_kv_heads; ++h) {
+        const lowrankkv::HeadBasis& head = basis.heads[static_cast<std::size_t>(h)];
+        const std::vector<float>& map = key ? head.key_down : head.value_down;
+        const std::vector<float>& rms = key ? head.key_rms : head.value_rms;
+        const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
+        const int rank = key ? head.key_rank : head.value_rank;
+        float* row = result.data() + (token * shape.num_kv_heads + h) * shape.head_dim;
+        for (int i = 0; i < shape.head_dim; ++i) row[i] = 0.05F * normal(random) + (mean.empty() ? 0.0F : mean[static_cast<std::size_t>(i)]);
+        for (int c = 0; c < rank; ++c) {
+          const float z = gain * normal(random) * rms[static_cast<std::size_t>(c)];
+          for (int i = 0; i < shape.head_dim; ++i) row[i] += z * map[static_cast<std::size_t>(i * rank + c)];
+        }
+      }
+    }
+    return result;
+  }
+  std::vector<float> queries(Random& random, std::int64_t tokens) const {
+    std::normal_distribution<float> normal;
+    std::vector<float> result(static_cast<std::size_t>(tokens * shape.num_qo_heads * shape.head_dim));
+    for (float& x : result) x = scale * normal(random);
+    return result;
+  }
+};
+
+/// Ranks and bits differ from head to head.
+inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& shape, const Settings& settings, int rank) {
+  RandomLayer layer{{}, shape};
+  std::normal_distribution<float> normal;
+  for (int h = 0; h < shape.num_kv_heads; ++h) {
+    lowrankkv::HeadBasis head;
+    head.key_rank = std::max(1, rank - h % 3);
+    head.value_rank = std::max(1, rank - (h + 1) % 2 * 5);
+    head.key_down = orthonormal(random, shape.head_dim, head.key_rank);
+    head.value_down = orthonormal(random, shape.head_dim, head.value_rank);
+    for (const bool key : {true, false}) {
+      const int own = key ? head.key_rank : head.value_rank;
+      const int widths[] = {8, 6, 5, 4, 3, 2, 1, 0};
+      std::vector<int> bits;
+      for (int c = 0; c < own; ++c) bits.push_back(widths[std::min<std::size_t>(7, random() % 8)]);
+      std::sort(bits.rbegin(), bits.rend());
+      for (int c = 0; c < own; ++c) {
+        (key ? head.key_bits : head.value_bits).push_back(static_cast<std::uint8_t>(bits[static_cast<std::size_t>(c)]));
+        (key ? head.key_rms : head.value_rms).push_back(2.0F * std::exp(-3.0F * static_cast<float>(c) / static_cast<float>(shape.head_dim)));
+      }
+      if (settings.basis.centred) {
+        for (int i = 0; i < shape.head_dim; ++i) (key ? head.key_mean : head.value_mean).push_back(0.5F * normal(random));
+      }
+    }
+    if (settings.method == Method::projector) {
+      head.query_down = head.key_down;
+      for (float& x : head.query_down) x += 0.02F * normal(random);
+      head.output_up.resize(head.value_down.size());
+      for (int i = 0; i < shape.head_dim; ++i) {
+        for (int c = 0; c < head.value_rank; ++c) head.output_up[static_cast<std::size_t>(c * shape.head_dim + i)] = head.value_down[static_cast<std::size_t>(i * head.value_rank + c)] + 0.02F * normal(random);
+      }
+    }
+    layer.basis.heads.push_back(std::move(head));
+  }
+  return layer;
+}
+
+/// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse and the largest value it met.
+inline void attend_f64(const lowrankkv::CacheShape& shape, double scale, const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& query, std::vector<double>& out,
+                       std::vector<double>& lse) {
+  const int dim = shape.head_dim, heads = shape.num_kv_heads, queries = shape.num_qo_heads;
+  const std::int64_t tokens = static_cast<std::int64_t>(key.size()) / (heads * dim), m = static_cast<std::int64_t>(query.size()) / (queries * dim);
+  out.assign(query.size(), 0.0);
+  lse.assign(static_cast<std::size_t>(m * queries), 0.0);
+  std::vector<double> logits(static_cast<std::size_t>(tokens));
+  for (std::int64_t j = 0; j < m; ++j) {
+    for (int h = 0; h < queries; ++h) {
+      const std::int64_t seen = tokens - m + j + 1;
+      const float* q = query.data() + (j * queries + h) * dim;
+      double top = -1e300;
+      for (std::int64_t t = 0; t < seen; ++t) {
+        const float* k = key.data() + (t * heads + h / shape.group_size()) * dim;
+        double dot = 0.0;
+        for (int i = 0; i < dim; ++i) dot += static_cast<double>(q[i]) * k[i];
+        logits[static_cast<std::size_t>(t)] = scale * dot;
+        top = std::max(top, scale * dot);
+      }
+      double sum = 0.0;
+      double* o = out.data() + (j * queries + h) * dim;
+      for (std::int64_t t = 0; t < seen; ++t) {
+        const double e = std::exp(logits[static_cast<std::size_t>(t)] - top);
+        const float* v = value.data() + (t * heads + h / shape.group_size()) * dim;
+        sum += e;
+        for (int i = 0; i < dim; ++i) o[i] += e * v[i];
+      }
+      for (int i = 0; i < dim; ++i) o[i] /= sum;
+      lse[static_cast<std::size_t>(j * queries + h)] = top + std::log(sum);
+    }
+  }
+}
+
+}  // namespace support
