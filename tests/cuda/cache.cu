@@ -37,6 +37,7 @@ class DeviceSide {
   virtual void create(SequenceId seq) = 0;
   virtual void erase(SequenceId seq) = 0;
   virtual void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value) = 0;
+  virtual void prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value, std::vector<float>& out, std::vector<float>& lse) = 0;
   virtual void append_maintained(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void truncate(SequenceId seq, std::int64_t length) = 0;
   virtual int tail_length(SequenceId seq) const = 0;
@@ -57,6 +58,16 @@ class Device : public DeviceSide {
     const cuda::DeviceArray<float> k(key), v(value);
     cache_.ingest(seq, keys(k, key), values(v, value));
     cuda::check(cudaDeviceSynchronize(), "ingest");
+  }
+  void prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value, std::vector<float>& out, std::vector<float>& lse) override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t tokens = tokens_of(key);
+    const cuda::DeviceArray<float> q(query), k(key), v(value);
+    const auto o = poisoned(query.size()), l = poisoned(static_cast<std::size_t>(tokens * shape.num_qo_heads));
+    cache_.prefill(seq, {q.data(), tokens, shape.num_qo_heads, shape.head_dim}, keys(k, key), values(v, value), {o.data(), tokens, shape.num_qo_heads, shape.head_dim},
+                   {l.data(), tokens, shape.num_qo_heads});
+    out = host(o);
+    lse = host(l);
   }
   void append_maintained(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) override {
     const cuda::DeviceArray<float> k(key), v(value);
@@ -289,6 +300,77 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
     const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, 6);
     MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
   }
+}
+
+TEST_CASE("prefill is exact attention over the prompt's own rows and what is stored, and stores as ingest") {
+  Random random(11);
+  for (int trial = 0; trial < 12; ++trial) {
+    Settings settings;
+    const Method methods[] = {Method::full, Method::hybrid, Method::codes};
+    settings.method = methods[trial % 3];
+    CacheConfig config;
+    const int groups[] = {1, 2, 4, 7}, dims[] = {64, 128, 256};
+    config.shape.num_kv_heads = 2;
+    config.shape.num_qo_heads = 2 * groups[random() % 4];
+    config.shape.head_dim = dims[random() % 3];
+    config.max_tokens = 2000;
+    config.max_sequences = 2;
+    config.epoch_type = DType::f32;
+    settings.recent = 20;
+    const auto layer = support::random_layer(random, config.shape, settings, 40);
+    const auto device = make_device(settings, config, layer.basis);
+    device->create(1);
+    device->create(2);
+    const int lengths[] = {1, 15, 16, 100, 257, 600};
+    for (int part = 0; part < 2; ++part) {
+      std::vector<float> before_key, before_value, out, lse;
+      device->reconstruct(1, before_key, before_value);
+      const int n = lengths[random() % 6];
+      auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+      for (auto* rows : {&key, &value}) {
+        for (float& x : *rows) x = round_to(DType::f16, x);
+      }
+      const auto query = layer.queries(random, n);
+      device->prefill(1, query, key, value, out, lse);
+      device->ingest(2, key, value);
+      before_key.insert(before_key.end(), key.begin(), key.end());
+      before_value.insert(before_value.end(), value.begin(), value.end());
+      std::vector<double> expected, expected_lse;
+      support::attend_f64(config.shape, config.scale(), before_key, before_value, query, expected, expected_lse);
+      CAPTURE(trial);
+      CAPTURE(n);
+      const double limit = settings.method == Method::codes && part == 1 ? 1e-3 : 2e-5;
+      CHECK(distance(out, expected) < limit);
+      CHECK(furthest(lse, expected_lse) < limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
+      std::vector<float> keys[2], values[2];
+      for (const SequenceId seq : {1, 2}) device->reconstruct(seq, keys[seq - 1], values[seq - 1]);
+      CHECK(keys[0] == keys[1]);
+      CHECK(values[0] == values[1]);
+    }
+  }
+}
+
+TEST_CASE("heads whose keys, or values, have no bits at all") {
+  Random random(13);
+  Settings settings;
+  settings.method = Method::codes;
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.epoch_type = DType::f32;
+  auto layer = support::random_layer(random, config.shape, settings, 20);
+  std::fill(layer.basis.heads[0].key_bits.begin(), layer.basis.heads[0].key_bits.end(), std::uint8_t{0});
+  std::fill(layer.basis.heads[1].value_bits.begin(), layer.basis.heads[1].value_bits.end(), std::uint8_t{0});
+  const auto device = make_device(settings, config, layer.basis);
+  const auto cpu = support::make_cpu_side(settings, config, layer.basis);
+  device->create(1);
+  const auto key = layer.rows(random, 300, true), value = layer.rows(random, 300, false), query = layer.queries(random, 1);
+  device->ingest(1, key, value);
+  cpu->ingest(key, value);
+  const SequenceId seq = 1;
+  std::vector<float> out, lse;
+  device->attend(std::span(&seq, 1), query, out, lse);
+  Worst worst;
+  compare(settings, config, *device, 1, *cpu, query, out, lse, worst);
 }
 
 TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {

@@ -80,9 +80,10 @@ void with_type(DType type, Function&& function) {
   }
 }
 
-/// Attention over the plain lists of one kind.
-template <bool coded>
+/// Attention over plain rows of one kind.
+template <PlainRows which>
 void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, bool first_of_step, cudaStream_t stream) {
+  constexpr bool coded = which == PlainRows::compressed;
   int units = 0, bytes = 0, channels = 0;
   for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
     const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
@@ -95,7 +96,7 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        launch_attention(attend_plain_kernel<type(), coded, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
+        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
       });
     });
   });
@@ -116,34 +117,33 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
 
 }  // namespace detail
 
-/// @brief Enqueues attention of the last m tokens of some sequences. Three launches, four with codes; allocates nothing, waits for nothing.
+/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Three launches, four
+/// with codes; allocates nothing, waits for nothing.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
-inline void attend_batch(const LayerState& layer, int m, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence, int compressed_splits,
-                         int full_splits, cudaStream_t stream) {
-  AttentionStep step = layer.step(m);
+inline void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
+                        int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const CodedForm form = layer.tiles().form;
   constexpr float log2e = 1.44269504F;
   const float factor = layer.config().scale() * log2e;
-  const int key_channels = [&] {
-    int most = 0;
-    for (const HeadTiles& tiles : layer.tiles().compressed) most = (std::max)(most, tiles.channels(Part::key));
-    return most;
-  }();
+  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(batch.count);
+  const dim3 projection(heads, sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
   detail::with_type(layer.config().full_type, [&](auto full_type) {
     detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
-      detail::launch_early(project_query_kernel<full_type(), coded_type()>, dim3(heads, sequences), kStepThreads, project_query_bytes(step.columns(), tables.head_dim, key_channels), false,
-                           "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), query, static_cast<int>(tables.head_dim), key_channels, factor, form, first_row,
-                                 first_sequence);
+      detail::launch_early(project_query_kernel<full_type(), coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels),
+                           false, "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), query, static_cast<int>(tables.head_dim), key_channels, factor, form, first_row,
+                           first_sequence);
     });
   });
   if (compressed_splits > 0 && form == CodedForm::codes) detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
-  if (compressed_splits > 0 && form == CodedForm::plain) detail::attend_plain<true>(layer, step, batch, first_sequence, compressed_splits, true, stream);
-  detail::attend_plain<false>(layer, step, batch, first_sequence, 1 + full_splits, compressed_splits == 0, stream);
-  detail::launch_early(combine_kernel<>, dim3(static_cast<unsigned>(step.blocks), heads, sequences), kStepThreads, combine_bytes(step.width, tables.head_dim), layer.overlaps(), "combine_kernel", stream, tables, step,
-                             layer.maps().heads(), form, batch, out, first_row, first_sequence);
+  if (compressed_splits > 0 && form == CodedForm::plain) detail::attend_plain<PlainRows::compressed>(layer, step, batch, first_sequence, compressed_splits, true, stream);
+  detail::attend_plain<PlainRows::recent>(layer, step, batch, first_sequence, 1 + full_splits, compressed_splits == 0, stream);
+  if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, first_sequence, 1, false, stream);
+  const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
+  detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width, tables.head_dim), layer.overlaps(), "combine_kernel", stream, tables, step, layer.maps().heads(), form, batch,
+                       out, first_row, first_sequence);
 }
 
 }  // namespace cuda

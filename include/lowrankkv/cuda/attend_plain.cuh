@@ -17,13 +17,16 @@ namespace cuda {
 /// @brief Tiles of a warp's ring.
 inline constexpr int kPlainStages = 3;
 
-/// @brief Partial states of plain lists: of the compressed rows, if their tiles are plain, of the full rows, of the tails.
-/// Grid: (compressed splits, or 1 for the tail and full splits) x column groups, heads, sequences.
+/// @brief The rows that one launch attends to: compressed ones, if their tiles are plain; the tails and the full rows; a prompt's own.
+enum class PlainRows : std::uint8_t { compressed, recent, prompt };
+
+/// @brief Partial states of plain rows. Grid: splits (recent: 1 for the tail, then those of the full rows; prompt: 1) x column
+/// groups, heads, sequences.
 /// @param first_of_step   the kernel before this one wrote the queries; otherwise it attends to another list, at the same time
-/// @tparam type           of the tiles  @tparam coded  serve the compressed lists (the others otherwise)
+/// @tparam type           of the tiles  @tparam which  rows
 /// @tparam max_units      units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-template <DType type, bool coded, int max_units, int column_blocks>
+template <DType type, PlainRows which, int max_units, int column_blocks>
 __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, bool first_of_step) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
@@ -33,12 +36,15 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int groups = (step.blocks + column_blocks - 1) / column_blocks;
   const int entry = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const bool tail = !coded && entry == 0;  // then the splits of the full rows
+  constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt;
+  const bool tail = which == PlainRows::recent && entry == 0;  // then the splits of the full rows
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
-  const int rows = tail ? tables.ring_rows() : tables.num_rows(list, slot, head);
-  const int splits = tail ? 1 : splits_of(rows), split = coded ? entry : tail ? 0 : entry - 1;
+  // A prompt's queries see the rows up to their own token: those of the last of these columns.
+  const int last_token = min((first_block + column_blocks) * kBlockColumns - 1, step.columns() - 1) / step.group;
+  const int rows = tail ? tables.ring_rows() : prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head);
+  const int splits = tail || prompt ? 1 : splits_of(rows), split = which == PlainRows::recent && !tail ? entry - 1 : entry;
   if (split >= splits) {
     wait_for_last_kernel();
     return;
@@ -59,6 +65,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   PageWalk walk(tables, table, layout, first + warp);
   const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
     if (tile >= last) return nullptr;
+    if (prompt) return step.prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes);
     return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes) : walk.next(warps);
   };
   for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps));
@@ -70,15 +77,17 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   ColumnScale scale[column_blocks];
   float out[column_blocks][max_units][4] = {};
   float top[column_blocks], sum[column_blocks] = {};
-  int limit[column_blocks];  // rows of the tail that a column sees: those up to its own token
+  int limit[column_blocks];  // rows of the tail, or of the prompt, that a column sees: those up to its own token
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
     scale[block] = block < used_blocks ? scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)] : ColumnScale{};
     top[block] = -INFINITY;
     const int token = min(((first_block + block) * kBlockColumns + t) / step.group, step.m - 1);
-    limit[block] = lengths.tail_length - step.m + token + 1;
+    limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   }
+  const int all_see = step.prompt_first + first_block * kBlockColumns / step.group + 1;  // of a prompt's rows
   const auto visible = [&](int place, int block) {
+    if (prompt) return place < limit[block];
     if (!tail) return place < rows;
     const int index = (place - lengths.tail_first + rows) % rows;
     return index < limit[block];
@@ -101,7 +110,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
       }
     }
     std::uint32_t p[column_blocks][steps][2];
-    const bool whole = !tail && (tile + 1) * tile_rows <= rows;
+    const bool whole = !tail && (tile + 1) * tile_rows <= (prompt ? all_see : rows);
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
       float logits[steps][2], best = top[block];
@@ -173,7 +182,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     }
     __syncthreads();
     if (block < used_blocks) {
-      const int place = coded ? step.first_entry(Source::compressed) + split : tail ? step.first_entry(Source::tail) : step.first_entry(Source::full) + split;
+      const int place = coded ? step.first_entry(Source::compressed) + split : prompt ? step.first_entry(Source::prompt) : tail ? step.first_entry(Source::tail) : step.first_entry(Source::full) + split;
       merge_warps(states, channels, scale[block].shift, factors, step.state(row, place, first_block + block));  // lane t has column t
     }
   }

@@ -20,8 +20,8 @@ inline constexpr int kAttendThreads = 256;  ///< of a block of the attention ker
 inline constexpr int kStepThreads = 512;  ///< of the kernels before and after attention, whose blocks are few
 inline constexpr int kAttendWarps = kAttendThreads / 32;  ///< at most; fewer where tiles are large
 
-/// @brief Which lists a partial state is of.
-enum class Source : std::uint8_t { compressed, full, tail };
+/// @brief Which rows a partial state is of. Prompt: rows of the chunk that is being prefilled, which are stored nowhere yet.
+enum class Source : std::uint8_t { compressed, full, tail, prompt };
 
 /// @brief Form of the compressed rows that queries are to meet.
 enum class CodedForm : std::uint8_t { none, plain, codes };
@@ -47,10 +47,13 @@ struct AttentionStep {
   std::int32_t blocks = 0;            ///< of columns
   std::int32_t group = 1;             ///< query heads of a KV head
   std::int32_t m = 1;                 ///< query tokens of a sequence
+  const std::uint8_t* prompt = nullptr; ///< plain tiles of the rows of a prompt [head, prompt tiles]; null: queries are of the tail
+  std::int32_t prompt_tiles = 0;      ///< of a head
+  std::int32_t prompt_first = 0;      ///< row of the prompt that the first query is of
 
   __host__ __device__ std::int32_t columns() const { return group * m; }
-  __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + 1; }
-  __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits; }
+  __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + (prompt == nullptr ? 1 : 2); }
+  __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits + (source == Source::tail ? 0 : 1); }
   __host__ __device__ std::size_t state_floats() const { return static_cast<std::size_t>(3 + width) * kBlockColumns; }
   /// @brief The state of an entry for a block of columns; `row` is sequence x heads + head.
   __device__ float* state(std::size_t row, int entry, int block) const {

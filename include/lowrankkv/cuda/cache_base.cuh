@@ -110,6 +110,27 @@ class CacheBase {
     ::lowrankkv::detail::check_rows("value", value, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
   }
 
+  /// Raises unless a prompt fits its sequence and the pool has the pages. Returns the slot.
+  int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
+    const int slot = sequences_.find(seq);
+    check_views(key, value, key.num_tokens);
+    const HostSequence& now = layer_.sequence(slot);
+    if (key.num_tokens > config_.max_tokens - now.num_tokens) {
+      ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", key.num_tokens);
+    }
+    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens)));
+    return slot;
+  }
+  void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
+    ::lowrankkv::detail::check_rows("query", query, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    ::lowrankkv::detail::check_rows("out", out, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (lse.data == nullptr) return;
+    ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
+    ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
+  }
+  /// Rows that leave full rank when a prompt of n tokens has come.
+  std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - Tokens::recent(policies_.token_policy)); }
+
   /// Rows of a sequence's next `count` leaving rows that stay full.
   std::int64_t full_of(int slot, std::int64_t count) const {
     const HostSequence& now = layer_.sequence(slot);

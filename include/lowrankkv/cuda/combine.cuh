@@ -12,8 +12,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Entries a block can merge: the splits of two lists and the tail.
-inline constexpr int kMaxEntries = 2 * kMaxSplits + 1;
+/// @brief Entries a block can merge: the splits of two lists, the tail, a prompt.
+inline constexpr int kMaxEntries = 2 * kMaxSplits + 2;
 
 /// @brief Loads that a thread starts before it uses the first.
 inline constexpr int kInFlight = 8;
@@ -43,14 +43,14 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
   const int thread = static_cast<int>(threadIdx.x), column = thread % kBlockColumns;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int coded = form == CodedForm::none ? 0 : splits_of(tables.num_rows(RowList::compressed, slot, head)), full = splits_of(tables.num_rows(RowList::full, slot, head));
-  const int entries = coded + full + 1;
-  // Entries in the order compressed, full, tail; between two of a list there are the other blocks of columns.
+  const int entries = coded + full + (step.prompt == nullptr ? 1 : 2);
+  // Entries in the order compressed, full, tail, prompt; between two of a list there are the other blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
   const float* coded_states = step.state(row, step.first_entry(Source::compressed), block);
   const float* full_states = step.state(row, step.first_entry(Source::full), block);
   const float* tail_state = step.state(row, step.first_entry(Source::tail), block);
   const auto state_of = [&](int entry) {
-    return entry < coded ? coded_states + static_cast<std::size_t>(entry) * apart : entry < coded + full ? full_states + static_cast<std::size_t>(entry - coded) * apart : tail_state;
+    return entry < coded ? coded_states + static_cast<std::size_t>(entry) * apart : entry < coded + full ? full_states + static_cast<std::size_t>(entry - coded) * apart : tail_state + static_cast<std::size_t>(entry - coded - full) * apart;
   };
   wait_for_last_kernel();
   for (int item = thread; item < entries * kBlockColumns; item += kStepThreads) {

@@ -80,17 +80,40 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     sequences_.remove(seq);
   }
 
+  /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored and the prompt's own rows,
+  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far.
+  /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
+  /// @throws as ingest()
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    const int slot = this->check_prompt(seq, key, value);
+    const std::int64_t n = key.num_tokens;
+    this->check_queries(query, out, lse, n);
+    if (n == 0) return;
+    const cuda::HostSequence& now = layer_.sequence(slot);
+    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
+    const cuda::AttentionStep whole = layer_.prompt_step(at_once, n);
+    cuda::pack_prompt_kernel<><<<dim3(static_cast<unsigned>(whole.prompt_tiles), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(
+        layer_.tables(), cuda::device_rows(key), cuda::device_rows(value), n, layer_.prompt(), whole.prompt_tiles, this->limit());
+    cuda::check(cudaGetLastError(), "pack_prompt_kernel");
+    cuda::Batch batch;
+    batch.count = 1;
+    batch.slots[0] = slot;
+    for (std::int64_t first = 0; first < n; first += at_once) {
+      cuda::AttentionStep step = layer_.prompt_step(static_cast<int>((std::min)(n - first, std::int64_t{at_once})), n);
+      step.prompt_first = static_cast<std::int32_t>(first);
+      cuda::attend_step(layer_, step, batch, cuda::device_rows(query), {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, first, 0,
+                        cuda::splits_of(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+    }
+    ingest(seq, key, value, stream);
+  }
+
   /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says.
   /// @param key, value [n, num_kv_heads, head_dim]
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
-    const int slot = sequences_.find(seq);
-    const std::int64_t n = key.num_tokens;
-    this->check_views(key, value, n);
+    const int slot = this->check_prompt(seq, key, value);
     const cuda::HostSequence& now = layer_.sequence(slot);
-    if (n > config_.max_tokens - now.num_tokens) detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", n);
-    const std::int64_t leaving = (std::max)(std::int64_t{0}, now.tail_length + n - Tokens::recent(policies_.token_policy));
-    layer_.pool().allocator().require(this->pages_to_store(slot, leaving));
+    const std::int64_t n = key.num_tokens, leaving = this->leaving_of(slot, n);
     const std::int64_t from_tail = (std::min)(leaving, std::int64_t{now.tail_length});
     if (from_tail > 0) this->store(std::span(&slot, 1), from_tail, {}, stream);
     const std::int64_t direct = leaving - from_tail;
@@ -155,12 +178,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
     if (count > config_.max_sequences) detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config_.max_sequences);
     const int m = static_cast<int>(query.num_tokens / count);
-    detail::check_rows("query", query, query.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    detail::check_rows("out", out, query.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    if (lse.data != nullptr) {
-      detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
-      detail::check_equal("num_tokens", "expected", query.num_tokens, "lse", lse.num_tokens);
-    }
+    this->check_queries(query, out, lse, query.num_tokens);
     if (m > config_.max_query_tokens) detail::fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
     const bool replayed = Base::capturing(stream);
     std::int64_t compressed = replayed ? layer_.max_rows(RowList::compressed) : 0, full = replayed ? layer_.max_rows(RowList::full) : 0;
@@ -172,7 +190,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     }
     const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_batch(layer_, m, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), cuda::splits_of(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step(layer_, layer_.step(m), batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), cuda::splits_of(compressed), cuda::splits_of(full), stream);
     });
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }

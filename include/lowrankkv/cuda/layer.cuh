@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -217,8 +218,34 @@ class LayerState {
     step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
     return step;
   }
-  /// @brief Device memory of the workspace.
-  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes(); }
+  /// @brief Buffers of a step over `m` query tokens of a prompt of `tokens`; grown if they are too small, which allocates and waits.
+  AttentionStep prompt_step(int m, std::int64_t tokens) {
+    AttentionStep step = workspace_;
+    step.m = m;
+    step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
+    step.prompt_tiles = static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
+    const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
+    const std::size_t full_units = static_cast<std::size_t>(tiles_.full.key_units), coded_units = static_cast<std::size_t>(step.coded_units);
+    const auto grow = [](auto& array, std::size_t size) {
+      using Array = std::remove_reference_t<decltype(array)>;
+      if (array.size() < size) array = Array(size);
+    };
+    grow(prompt_, heads * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
+    step.prompt = prompt_.data();
+    grow(prompt_queries_, rows * (full_units + coded_units) * 32);
+    grow(prompt_scales_, 2 * rows * kBlockColumns);
+    grow(prompt_partial_, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
+    step.full_queries = prompt_queries_.data();
+    step.coded_queries = prompt_queries_.data() + rows * full_units * 32;
+    step.full_scales = prompt_scales_.data();
+    step.coded_scales = prompt_scales_.data() + rows * kBlockColumns;
+    step.partial = prompt_partial_.data();
+    return step;
+  }
+  std::uint8_t* prompt() const { return prompt_.data(); }
+
+  /// @brief Device memory of the workspace, prompt buffers included.
+  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
   std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + workspace_bytes(); }
 
@@ -274,6 +301,10 @@ class LayerState {
   DeviceArray<uint2> queries_;
   DeviceArray<ColumnScale> scales_;
   DeviceArray<float> partial_;
+  DeviceArray<std::uint8_t> prompt_;  // of a prefill; as large as the longest so far
+  DeviceArray<uint2> prompt_queries_;
+  DeviceArray<ColumnScale> prompt_scales_;
+  DeviceArray<float> prompt_partial_;
   PageEdits edits_;
   bool overlaps_ = false;
 };

@@ -66,10 +66,14 @@ __device__ inline void largest_of(const float* values, int stride, int columns, 
 
 }  // namespace detail
 
-/// @brief Shared memory of project_query_kernel in bytes.
+/// @brief Columns of a block of project_query_kernel, at most.
+inline constexpr int kProjectColumns = 16;
+
+/// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
 inline std::size_t project_query_bytes(int columns, int head_dim, int channels) { return sizeof(float) * static_cast<std::size_t>(columns) * static_cast<std::size_t>(head_dim + channels + 2); }
 
-/// @brief Writes the operands and scales of a step. Rows [i m, (i + 1) m) of `query` belong to sequence i. Grid: KV heads x sequences.
+/// @brief Writes the operands and scales of a step. Rows [i m, (i + 1) m) of `query` belong to sequence i. Grid: KV heads x sequences x
+/// groups of kProjectColumns columns.
 /// @param factor  softmax scale times log2(e)
 /// @param channels  largest number of key channels of a head's tiles
 template <DType full_type, DType coded_type>
@@ -77,14 +81,16 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
                                                                        float factor, CodedForm form, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* memory = reinterpret_cast<float*>(shared_memory);
-  const int head = static_cast<int>(blockIdx.x), heads = static_cast<int>(gridDim.x), sequence = first_sequence + static_cast<int>(blockIdx.y), columns = step.columns();
+  const int head = static_cast<int>(blockIdx.x), heads = static_cast<int>(gridDim.x), sequence = first_sequence + static_cast<int>(blockIdx.y);
+  const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, columns = min(kProjectColumns, step.columns() - first_column);
+  const int blocks = (columns + kBlockColumns - 1) / kBlockColumns;
   float* plain = memory;                          // [columns, head_dim]
   float* coded = plain + columns * head_dim;      // [columns, channels]
   float* largest = coded + columns * channels;    // [columns]
   float* shifts = largest + columns;              // [columns]
   __shared__ float4 scratch[kStepThreads];
   for (int item = static_cast<int>(threadIdx.x); item < columns * head_dim; item += static_cast<int>(blockDim.x)) {
-    const int column = item / head_dim;
+    const int column = first_column + item / head_dim;
     plain[item] = factor * query.at(first_row + static_cast<std::int64_t>(blockIdx.y) * step.m + column / step.group, head * step.group + column % step.group, item % head_dim);
   }
   __syncthreads();
@@ -92,9 +98,9 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
   __syncthreads();
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head);
   const int full_units = (head_dim + kPlainUnit - 1) / kPlainUnit;
-  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks);
-  detail::write_plain_query<full_type>(plain, head_dim, columns, head_dim, full_units, largest, step.full_queries + block_row * static_cast<std::size_t>(full_units) * 32, step.blocks, full_units);
-  for (int column = static_cast<int>(threadIdx.x); column < step.blocks * kBlockColumns; column += static_cast<int>(blockDim.x)) {
+  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_column / kBlockColumns);
+  detail::write_plain_query<full_type>(plain, head_dim, columns, head_dim, full_units, largest, step.full_queries + block_row * static_cast<std::size_t>(full_units) * 32, blocks, full_units);
+  for (int column = static_cast<int>(threadIdx.x); column < blocks * kBlockColumns; column += static_cast<int>(blockDim.x)) {
     step.full_scales[block_row * kBlockColumns + static_cast<std::size_t>(column)] = {column < columns ? largest[column] : 0.0F, 0.0F, 0.0F};
   }
   if (form == CodedForm::none) return;
@@ -104,7 +110,7 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
   const PartMaps maps = all_maps[head].key;
   const int width = layout.channels(Part::key), lane = static_cast<int>(threadIdx.x) % 32;
   // A thread a channel, and a part of the dot product where there are more threads than channels.
-  const int together = min(width, static_cast<int>(blockDim.x)), parts = static_cast<int>(blockDim.x) / together, part = static_cast<int>(threadIdx.x) / together;
+  const int together = max(1, min(width, static_cast<int>(blockDim.x))), parts = static_cast<int>(blockDim.x) / together, part = static_cast<int>(threadIdx.x) / together;
   const int per_part = (head_dim + parts - 1) / parts, begin = part * per_part, end = part < parts ? min(head_dim, begin + per_part) : begin;
   for (int first = 0; first < columns; first += kBlockColumns) {
     const int used = min(kBlockColumns, columns - first);
@@ -150,11 +156,11 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
   __syncthreads();
   uint2* target = step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32;
   if (form == CodedForm::plain) {
-    detail::write_plain_query<coded_type>(coded, channels, columns, width, layout.key_units, largest, target, step.blocks, step.coded_units);
+    detail::write_plain_query<coded_type>(coded, channels, columns, width, layout.key_units, largest, target, blocks, step.coded_units);
   } else {
-    detail::write_code_query(coded, channels, columns, layout, largest, target, step.blocks, step.coded_units);
+    detail::write_code_query(coded, channels, columns, layout, largest, target, blocks, step.coded_units);
   }
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < step.blocks * kBlockColumns; column += warps) {
+  for (int column = static_cast<int>(threadIdx.x) / 32; column < blocks * kBlockColumns; column += warps) {
     ColumnScale scale;
     if (column < columns) {
       scale.unit = largest[column];
