@@ -43,6 +43,9 @@ struct Options {
     app->add_option("--context", method.context, "tokens at which methods that think in bytes or windows meet their ratio; default: the prompt's")->check(CLI::PositiveNumber);
     app->add_option("--outliers", method.outlier_share, "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")->check(CLI::Range(0.0, 1.0));
     app->add_flag("--unrotated", method.unrotated, "store keys before their rotary embedding (bases: calibrate --unrotated)");
+    const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
+    app->add_option("--device", method.on_gpu, "where cache and attention are; the rest of the model is on the CPU")->transform(CLI::CheckedTransformer(devices))->option_text("cpu|cuda [cpu]");
+    app->add_option("--channels-together", method.channels_together, "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")->check(CLI::Range(0, 256));
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);

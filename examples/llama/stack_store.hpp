@@ -3,9 +3,11 @@
 #pragma once
 
 #include <memory>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "device_caches.hpp"
 #include "kv_store.hpp"
 #include "lowrankkv/layer_stack.hpp"
 #include "lowrankkv/presets.hpp"
@@ -59,6 +61,24 @@ class StackStore final : public KvStore {
   std::vector<float> mass_;
 };
 
+/// Caches in device memory behind the same interface: cache and attention are on the GPU, everything else of the model is on the CPU.
+class DeviceStore final : public KvStore {
+ public:
+  explicit DeviceStore(std::unique_ptr<DeviceCaches> caches) : caches_(std::move(caches)) {}
+  void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
+  void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->prefill(layer, seq, n, rows.query, rows.key, rows.value, out); }
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.key, rows.value); }
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->decode(layer, seq, n, rows.query, rows.key, rows.value, out); }
+  void maintain(lowrankkv::SequenceId seq) override { caches_->maintain(seq); }
+  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return caches_->memory(seq); }
+  lowrankkv::MemoryUsage memory() const override { return caches_->memory(); }
+  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return caches_->num_tokens(seq); }
+
+ private:
+  std::unique_ptr<DeviceCaches> caches_;
+};
+
 /// What the command line asks for, and the model that it is for.
 struct Recipe {
   const MethodOptions& options;
@@ -77,7 +97,27 @@ struct Recipe {
   template <class Cache>
   std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies) const {
     if (bases.empty()) bases.resize(static_cast<std::size_t>(num_layers));
+    if (options.on_gpu) return device_store(bases, policies);
     return std::make_unique<StackStore<Cache>>(config, std::move(bases), policies, threads);
+  }
+
+ private:
+  template <class PolicySet>
+  std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::LayerBasis>& bases, const PolicySet& policies) const {
+#ifdef LOWRANKKV_LLAMA_CUDA
+    if constexpr (requires { make_device_caches(config, bases, policies); }) {
+      lowrankkv::CacheConfig on_device = config;
+      on_device.full_row_bits = 0;   // full rows are of full_type there
+      on_device.page_bytes = 0;      // pages of the tiles' size
+      on_device.max_query_tokens = 64;
+      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies));
+    }
+    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, Dlrp, Budgeted");
+#else
+    static_cast<void>(bases);
+    static_cast<void>(policies);
+    throw std::runtime_error("--device cuda: this program was built without LOWRANKKV_CUDA");
+#endif
   }
 };
 

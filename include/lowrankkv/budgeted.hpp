@@ -29,6 +29,7 @@ struct BudgetOptions {
   int recent = 32;                  ///< last tokens, at full rank; fewer cost quality
   double outlier_share = 0.0;       ///< tokens with the largest error in the metric, at full rank
   std::vector<int> widths{2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
+  int channels_together = 1;        ///< so many consecutive channels get the same bits; 32 for the Cuda backend, whose tiles pad to that
   float step_scale = 1.15F;         ///< TransformCode::step_scale
   double metric_floor = 1e-3;       ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;     ///< of rows at full rank: CacheConfig::full_type
@@ -151,13 +152,13 @@ inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const Budget
   // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits whose bytes fit.
   const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);
-  std::vector<std::vector<std::uint8_t>> bits = allocate_bits(energies, 0.0, options.widths);
+  std::vector<std::vector<std::uint8_t>> bits = allocate_bits(energies, 0.0, options.widths, options.channels_together);
   const double least = static_cast<double>(budgeted_bytes(shape, bits, options));
   if (least > limit) ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context, " tokens, rows at full rank and pages alone need ", least / plain / static_cast<double>(options.context));
   double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());
   for (int step = 0; step < 24; ++step) {
     const double middle = 0.5 * (low + high);
-    std::vector<std::vector<std::uint8_t>> trial = allocate_bits(energies, middle, options.widths);
+    std::vector<std::vector<std::uint8_t>> trial = allocate_bits(energies, middle, options.widths, options.channels_together);
     if (static_cast<double>(budgeted_bytes(shape, trial, options)) <= limit) {
       low = middle;
       bits = std::move(trial);

@@ -147,6 +147,18 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
   const auto bits = calibrate::allocate_bits(many, 200.0, widths);
   for (const auto& spectrum : bits) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
   CHECK(bits[1][0] > bits[0][0]);
+  // Channels that share a width: the same over every group, as good as any other choice for the groups' mean energies.
+  const auto grouped = calibrate::allocate_bits(many, 200.0, widths, 5);
+  int spent = 0;
+  for (std::size_t spectrum = 0; spectrum < many.size(); ++spectrum) {
+    for (std::size_t channel = 0; channel < grouped[spectrum].size(); ++channel) {
+      CHECK(grouped[spectrum][channel] == grouped[spectrum][channel / 5 * 5]);
+      spent += grouped[spectrum][channel];
+    }
+  }
+  CHECK(spent <= 200);
+  CHECK(spent > 200 - 5 * 8);
+  CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, widths, 0), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, std::vector<int>{3, 2}), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths), ValueError);
 }

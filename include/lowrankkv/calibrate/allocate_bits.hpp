@@ -30,19 +30,21 @@ constexpr double gaussian_distortion(int bits) {
 /// @param energies  per spectrum what a channel costs when it is lost: its variance times a weight; any order, >= 0
 /// @param budget    bits of one row over all spectra
 /// @param widths    widths that may be used besides 0, ascending, 1 to 8
+/// @param together  so many consecutive channels get the same width: what tiles of tensor cores want (the energies then are sorted)
 /// @return bits of the same shape as `energies`
 /// @throws ValueError for widths out of order or range, energies that are negative or not finite
 /// Cost: O(steps log steps), steps = channels x widths.
-inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eigen::VectorXd> energies, double budget, std::span<const int> widths) {
+inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eigen::VectorXd> energies, double budget, std::span<const int> widths, int together = 1) {
   using ::lowrankkv::detail::fail;
   int previous = 0;
   for (const int width : widths) {
     if (width <= previous || width > 8) fail<ValueError>("allocate_bits: widths ascend from 1 to 8, given ", width, " after ", previous);
     previous = width;
   }
+  if (together < 1) fail<ValueError>("allocate_bits: at least 1 channel together, given ", together);
   struct Step {
     double gain_per_bit;
-    std::size_t spectrum, channel;
+    std::size_t spectrum, channel, count;  // channels [channel, channel + count)
     int from, to;
   };
   std::vector<Step> steps;
@@ -52,11 +54,13 @@ inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eige
       fail<ValueError>("allocate_bits: energies of spectrum ", spectrum, " from ", energies[spectrum].minCoeff(), " to ", energies[spectrum].maxCoeff(), ", finite and at least 0 expected");
     }
     bits[spectrum].resize(static_cast<std::size_t>(energies[spectrum].size()));
-    for (std::size_t channel = 0; channel < bits[spectrum].size(); ++channel) {
+    for (std::size_t channel = 0; channel < bits[spectrum].size(); channel += static_cast<std::size_t>(together)) {
+      const std::size_t count = (std::min)(static_cast<std::size_t>(together), bits[spectrum].size() - channel);
+      const double energy = energies[spectrum].segment(static_cast<Eigen::Index>(channel), static_cast<Eigen::Index>(count)).mean();
       int from = 0;
       for (const int to : widths) {
-        const double gain = energies[spectrum][static_cast<Eigen::Index>(channel)] * (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
-        if (gain > 0.0) steps.push_back({gain, spectrum, channel, from, to});
+        const double gain = energy * (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
+        if (gain > 0.0) steps.push_back({gain, spectrum, channel, count, from, to});
         from = to;
       }
     }
@@ -64,10 +68,10 @@ inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eige
   std::stable_sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) { return a.gain_per_bit > b.gain_per_bit; });
   double left = budget;
   for (const Step& step : steps) {
-    std::uint8_t& now = bits[step.spectrum][step.channel];
-    const int cost = step.to - step.from;
-    if (now != step.from || cost > left) continue;  // an earlier step of this channel did not fit, or this one does not
-    now = static_cast<std::uint8_t>(step.to);
+    const auto now = bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel);
+    const double cost = static_cast<double>(step.to - step.from) * static_cast<double>(step.count);
+    if (*now != step.from || cost > left) continue;  // an earlier step of this channel did not fit, or this one does not
+    std::fill_n(now, step.count, static_cast<std::uint8_t>(step.to));
     left -= cost;
   }
   return bits;

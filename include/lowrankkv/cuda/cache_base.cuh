@@ -91,15 +91,40 @@ class CacheBase {
         }
       }
     }
-    const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
-    if (tiles.page_bytes == 0) tiles.page_bytes = (std::max)(std::size_t{32768}, (largest + 1023) / 1024 * 1024);
+    if (tiles.page_bytes == 0) tiles.page_bytes = least_waste(config, tiles, most_full(config, policies));
+    fit_pages(tiles);
+    return tiles;
+  }
+
+  /// Sets how many tiles fit a page. @throws CapacityError if one does not
+  static void fit_pages(LayerTiles& tiles) {
     const auto fit = [&](HeadTiles& layout) {
       if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
-      layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>((std::max)(layout.bytes, 128)));
+      layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
     };
     fit(tiles.full);
     for (HeadTiles& layout : tiles.compressed) fit(layout);
-    return tiles;
+  }
+
+  /// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes.
+  static std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std::int64_t most_full) {
+    const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
+    std::size_t best = 0, least = 0;
+    const auto consider = [&](int tile_bytes) {
+      for (std::size_t count = 1; count <= 16; ++count) {
+        tiles.page_bytes = count * static_cast<std::size_t>(tile_bytes);
+        if (tiles.page_bytes < largest || tiles.page_bytes > 4 * largest) continue;
+        fit_pages(tiles);
+        const std::size_t bytes = static_cast<std::size_t>(LayerState::pages_needed(config, tiles, most_full)) * tiles.page_bytes;
+        if (best == 0 || bytes < least || (bytes == least && tiles.page_bytes > best)) {
+          best = tiles.page_bytes;
+          least = bytes;
+        }
+      }
+    };
+    consider(tiles.full.bytes);
+    for (const HeadTiles& layout : tiles.compressed) consider(layout.bytes);
+    return best;
   }
 
   /// Largest magnitude that may be stored; 0: no check.

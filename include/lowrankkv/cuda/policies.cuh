@@ -22,8 +22,10 @@
 #include "lowrankkv/cuda/project_query.cuh"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_layout.hpp"
+#include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/compress_all.hpp"
 #include "lowrankkv/token_policy/keep_full.hpp"
+#include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/updater/static.hpp"
 
@@ -69,6 +71,21 @@ struct Impl<SinkRecent, Cuda> {
   static int recent(const SinkRecent& policy) { return policy.recent; }
   static std::int64_t full_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) {
     return (std::clamp)(std::int64_t{policy.sinks} - first_position, std::int64_t{0}, count);
+  }
+};
+
+/// Outliers are found by their errors, on the device: not there yet, so their share must be 0.
+template <>
+struct Impl<Compose<SinkRecent, ResidualOutliers>, Cuda> : Impl<SinkRecent, Cuda> {
+  using Policy = Compose<SinkRecent, ResidualOutliers>;
+  static void validate(const Policy& policy) {
+    Impl<SinkRecent, Cuda>::validate(policy.get<SinkRecent>());
+    const float share = policy.get<ResidualOutliers>().share;
+    if (share != 0.0F) ::lowrankkv::detail::fail<ValueError>("ResidualOutliers: share ", share, ", 0 expected on this backend");
+  }
+  static int recent(const Policy& policy) { return Impl<SinkRecent, Cuda>::recent(policy.get<SinkRecent>()); }
+  static std::int64_t full_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) {
+    return Impl<SinkRecent, Cuda>::full_rows(policy.get<SinkRecent>(), first_position, count);
   }
 };
 

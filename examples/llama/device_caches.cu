@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device_caches.hpp"
+
+#include <cstddef>
+
+#include "lowrankkv/cuda/presets.cuh"
+
+namespace llama {
+namespace {
+
+using namespace lowrankkv;
+
+template <class Cache>
+class Caches final : public DeviceCaches {
+ public:
+  Caches(CacheConfig config, const std::vector<LayerBasis>& bases, const typename Cache::PolicySet& policies) : shape_(config.shape) {
+    for (const LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, basis, policies));
+  }
+  void create(SequenceId seq) override {
+    for (auto& layer : layers_) layer->create(seq);
+  }
+  void erase(SequenceId seq) override {
+    for (auto& layer : layers_) layer->erase(seq);
+  }
+  void prefill(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
+    send(n, query, key, value);
+    cache(layer).prefill(seq, queries(n), keys(n), values(n), outputs(n));
+    receive(n, out);
+  }
+  void ingest(int layer, SequenceId seq, std::int64_t n, const float* key, const float* value) override {
+    send(n, nullptr, key, value);
+    cache(layer).ingest(seq, keys(n), values(n));
+  }
+  void decode(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
+    send(n, query, key, value);
+    cache(layer).append(seq, keys(n), values(n));
+    cache(layer).attend(seq, queries(n), outputs(n));
+    receive(n, out);
+  }
+  void maintain(SequenceId seq) override {
+    for (auto& layer : layers_) layer->maintain(seq);
+  }
+  MemoryUsage memory(SequenceId seq) const override {
+    MemoryUsage usage;
+    for (const auto& layer : layers_) usage += layer->memory(seq);
+    return usage;
+  }
+  MemoryUsage memory() const override {
+    MemoryUsage usage;
+    for (const auto& layer : layers_) usage += layer->memory();
+    return usage;
+  }
+  std::int64_t num_tokens(SequenceId seq) const override { return layers_.front()->num_tokens(seq); }
+
+ private:
+  Cache& cache(int layer) { return *layers_[static_cast<std::size_t>(layer)]; }
+  std::size_t size(std::int64_t n, int heads) const { return static_cast<std::size_t>(n * heads * shape_.head_dim); }
+  static void copy_in(cuda::DeviceArray<float>& target, const float* source, std::size_t size) {
+    if (target.size() < size) target = cuda::DeviceArray<float>(size);
+    if (source != nullptr) cuda::check(cudaMemcpy(target.data(), source, size * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  void send(std::int64_t n, const float* query, const float* key, const float* value) {
+    copy_in(query_, query, size(n, shape_.num_qo_heads));
+    copy_in(out_, nullptr, size(n, shape_.num_qo_heads));
+    copy_in(key_, key, size(n, shape_.num_kv_heads));
+    copy_in(value_, value, size(n, shape_.num_kv_heads));
+  }
+  void receive(std::int64_t n, float* out) { cuda::check(cudaMemcpy(out, out_.data(), size(n, shape_.num_qo_heads) * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy"); }
+  QueryView queries(std::int64_t n) const { return {query_.data(), n, shape_.num_qo_heads, shape_.head_dim}; }
+  KeyView keys(std::int64_t n) const { return {key_.data(), n, shape_.num_kv_heads, shape_.head_dim}; }
+  ValueView values(std::int64_t n) const { return {value_.data(), n, shape_.num_kv_heads, shape_.head_dim}; }
+  OutputView outputs(std::int64_t n) const { return {out_.data(), n, shape_.num_qo_heads, shape_.head_dim}; }
+
+  CacheShape shape_;
+  std::vector<std::unique_ptr<Cache>> layers_;
+  cuda::DeviceArray<float> query_, key_, value_, out_;
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const FullKV<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<FullKV<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const StaticPCA<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<StaticPCA<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const StaticPCAHybrid<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<StaticPCAHybrid<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const Dlrp<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<Dlrp<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const Budgeted<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<Budgeted<Cuda>>>(config, bases, policies);
+}
+
+}  // namespace llama

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// One model's caches in device memory, rows of host memory in and out: no Eigen here, no CUDA.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/basis/per_head.hpp"
+#include "lowrankkv/basis/projector.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/quantizer/no_quantizer.hpp"
+#include "lowrankkv/quantizer/transform_code.hpp"
+#include "lowrankkv/token_policy/compose.hpp"
+#include "lowrankkv/token_policy/compress_all.hpp"
+#include "lowrankkv/token_policy/keep_full.hpp"
+#include "lowrankkv/token_policy/residual_outliers.hpp"
+#include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/updater/static.hpp"
+
+namespace llama {
+
+/// What KvStore asks of its caches, by pointers.
+class DeviceCaches {
+ public:
+  virtual ~DeviceCaches() = default;
+  virtual void create(lowrankkv::SequenceId seq) = 0;
+  virtual void erase(lowrankkv::SequenceId seq) = 0;
+  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* key, const float* value) = 0;
+  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  virtual void maintain(lowrankkv::SequenceId seq) = 0;
+  virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
+  virtual lowrankkv::MemoryUsage memory() const = 0;
+  virtual std::int64_t num_tokens(lowrankkv::SequenceId seq) const = 0;
+};
+
+#ifdef LOWRANKKV_LLAMA_CUDA
+/// Caches on the current GPU, one per layer: the compositions that the Cuda backend has.
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::KeepFull, lowrankkv::NoQuantizer>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::CompressAll, lowrankkv::NoQuantizer>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::SinkRecent, lowrankkv::NoQuantizer>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const lowrankkv::Policies<lowrankkv::Projector, lowrankkv::Static, lowrankkv::CompressAll, lowrankkv::NoQuantizer>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(
+    const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+    const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>, lowrankkv::TransformCode>& policies);
+#endif
+
+}  // namespace llama
