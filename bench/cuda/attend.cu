@@ -72,7 +72,7 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   config.page_bytes = 65536;
   Cache cache(config, maps, policies);
   std::mt19937_64 random(1);
-  const std::size_t piece = 4096, row = static_cast<std::size_t>(shape.kv_heads * kDim);
+  const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
   std::vector<__half> rows(piece * row);
   std::normal_distribution<float> normal;
   std::vector<__half> samples(65536);

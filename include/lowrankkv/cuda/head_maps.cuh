@@ -2,6 +2,7 @@
 /// @file cuda/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels that tiles hold.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -32,7 +33,8 @@ struct PartTiles {
 
 /// @brief Maps of keys, or of values, of one head; f32 in device memory.
 struct PartMaps {
-  const float* encoder = nullptr;        ///< [head_dim, rank]: rows to coefficients, in steps
+  const float4* encoder = nullptr;       ///< rows to coefficients, in steps: operands of mma.m16n8k8, [head_dim / 8, blocks of 8 coefficients, 32 lanes], as a sum of two tf32
+  const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean
   const float* reader = nullptr;         ///< channels of tiles to rows: keys [head_dim, channels], values [channels, head_dim]
   const float* mean = nullptr;           ///< [head_dim] or null
   const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
@@ -57,7 +59,7 @@ class LayerMaps {
     std::vector<float> values;
     std::vector<TileChannel> channels;
     struct Offsets {
-      std::size_t encoder, reader, mean, channels;
+      std::size_t encoder, offset, reader, mean, channels;
       bool has_mean;
     };
     std::vector<Offsets> offsets;
@@ -69,9 +71,22 @@ class LayerMaps {
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
       const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
-      Offsets at{values.size(), 0, 0, channels.size(), !mean.empty()};
-      for (int row = 0; row < head_dim; ++row) {
-        for (int channel = 0; channel < rank; ++channel) values.push_back(round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel));
+      while (values.size() % 4 != 0) values.push_back(0.0F);
+      Offsets at{values.size(), 0, 0, 0, channels.size(), !mean.empty()};
+      const auto encode = [&](int row, int channel) { return channel < rank ? round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel) : 0.0F; };
+      for (int rows = 0; rows < head_dim; rows += 8) {
+        for (int block = 0; block < (rank + 7) / 8; ++block) {
+          for (int lane = 0; lane < 32; ++lane) {  // rows t and t + 4 of column g
+            const float low = encode(rows + lane % 4, 8 * block + lane / 4), high = encode(rows + lane % 4 + 4, 8 * block + lane / 4);
+            values.insert(values.end(), {to_tf32(low), to_tf32(high), to_tf32(low - to_tf32(low)), to_tf32(high - to_tf32(high))});
+          }
+        }
+      }
+      at.offset = values.size();
+      for (int channel = 0; channel < rank; ++channel) {
+        double sum = 0.0;
+        for (int row = 0; row < head_dim && !mean.empty(); ++row) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
+        values.push_back(static_cast<float>(sum));
       }
       at.reader = values.size();
       const int width = layouts[part / 2].channels(key ? Part::key : Part::value);
@@ -94,7 +109,8 @@ class LayerMaps {
     std::vector<HeadMaps> heads(tiles.size() / 2);
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
-      maps.encoder = values_.data() + offsets[part].encoder;
+      maps.encoder = reinterpret_cast<const float4*>(values_.data() + offsets[part].encoder);
+      maps.offset = values_.data() + offsets[part].offset;
       maps.reader = values_.data() + offsets[part].reader;
       maps.mean = offsets[part].has_mean ? values_.data() + offsets[part].mean : nullptr;
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
@@ -110,6 +126,8 @@ class LayerMaps {
   std::size_t bytes() const { return values_.bytes() + channels_.bytes() + heads_.bytes(); }
 
  private:
+  /// The nearest number of ten bits: what tensor cores read of an f32.
+  static float to_tf32(float value) { return std::bit_cast<float>((std::bit_cast<std::uint32_t>(value) + 0x1000U) & ~0x1fffU); }
   /// Element (coefficient, row channel) of what turns coefficients into rows.
   static float decoder(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
     const int rank = key ? head.key_rank : head.value_rank;

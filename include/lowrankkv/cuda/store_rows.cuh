@@ -2,7 +2,7 @@
 /// @file cuda/store_rows.cuh  Rows leave full rank, or are stored as they are: project, quantise, pack into tiles.
 ///
 /// A block stores what falls into 64 consecutive rows of a list of one KV head. Rows are rounded to full_type first: everything sees
-/// the rounded row. Projections are f32 sums; codes and gains are those of quantizer/transform_code.hpp.
+/// the rounded row. Projections are f32 sums on tensor cores: rows of 16-bit numbers are tf32 as they are, maps are the sum of two tf32; codes and gains are those of quantizer/transform_code.hpp.
 #pragma once
 
 #include <cstdint>
@@ -31,14 +31,17 @@ namespace detail {
 
 /// Shared memory of a block, in order: rows, coefficients, gains, a tile of codes.
 struct StoreMemory {
-  float* rows;           // [kStoreRows, head_dim]
+  float* rows;           // [kStoreRows, row_stride(head_dim)]
   float* coefficients;   // [kStoreRows, rank + 1]
   float* inverse_gains;  // [kStoreRows]
   std::uint32_t* tile;
 };
 
+/// Elements from a row to the next: no two lanes of a fragment meet in a bank.
+__host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4; }
+
 __host__ __device__ inline std::size_t store_bytes(int head_dim, int max_rank, int tile_bytes) {
-  return sizeof(float) * static_cast<std::size_t>(kStoreRows * (head_dim + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
+  return sizeof(float) * static_cast<std::size_t>(kStoreRows * (row_stride(head_dim) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
 }
 
 /// One element of a leaving row, rounded to full_type.
@@ -48,36 +51,111 @@ __device__ inline float source_value(const Tables& tables, const RowSource& sour
   return from_bits(tables.full_type, *reinterpret_cast<const std::uint16_t*>(tables.tail_tile(slot, head, place) + tables.full.plain_byte(part, place % tables.full.rows, channel)));
 }
 
-/// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank].
-__device__ inline void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients) {
-  constexpr int kHalf = kStoreRows / 2;
-  for (int item = static_cast<int>(threadIdx.x); item < 2 * maps.rank; item += kStoreThreads) {
-    const int channel = item % maps.rank, first = item / maps.rank * kHalf;
-    float sums[kHalf] = {};
-    for (int d = 0; d < head_dim; d += 4) {
-      float w[4];
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = __ldg(maps.encoder + (d + i) * maps.rank + channel);
-      #pragma unroll
-      for (int row = 0; row < kHalf; ++row) {
-        const float4 x = *reinterpret_cast<const float4*>(rows + (first + row) * head_dim + d);
-        sums[row] = fmaf(x.w, w[3], fmaf(x.z, w[2], fmaf(x.y, w[1], fmaf(x.x, w[0], sums[row]))));
+/// Rows [begin, end) of a part to shared memory, rounded to full_type, the others zeros.
+__device__ inline void load_rows(const Tables& tables, const RowSource& source, int slot, int head, std::int64_t first, Part part, const int* refused, int begin, int end, float* rows) {
+  const int dim = tables.head_dim, stride = row_stride(dim);
+  const DeviceRows& view = part == Part::key ? source.key : source.value;
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
+  const bool packed = !source.from_tail && view.dtype == tables.full_type && view.element_stride == 1 && address % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0;
+  if (packed) {  // eight elements a load
+    const int per_row = dim / 8;
+    #pragma unroll 4
+    for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
+      const int row = item / per_row, channel = item % per_row * 8;
+      uint4 words = {0, 0, 0, 0};
+      if (row >= begin && row < end && refused[row] == 0) {
+        words = __ldg(reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(view.data) + (source.first + first + row) * view.token_stride + head * view.head_stride + channel));
       }
+      const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+      float values[8];
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
+      *reinterpret_cast<float4*>(rows + row * stride + channel) = {values[0], values[1], values[2], values[3]};
+      *reinterpret_cast<float4*>(rows + row * stride + channel + 4) = {values[4], values[5], values[6], values[7]};
     }
-    for (int row = 0; row < kHalf; ++row) coefficients[(first + row) * (maps.rank + 1) + channel] = sums[row];
+    return;
+  }
+  #pragma unroll 4
+  for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * dim; item += kStoreThreads) {
+    const int row = item / dim, channel = item % dim;
+    rows[row * stride + channel] = row >= begin && row < end && refused[row] == 0 ? source_value(tables, source, slot, head, first + row, channel, part) : 0.0F;
   }
 }
 
-/// Writes rows of a part into plain tiles; rows past the list's end become zeros, which weigh nothing.
-__device__ inline void store_plain(const Tables& tables, const std::int32_t* table, const HeadTiles& layout, Part part, DType type, const float* values, int stride, int width, int tile_row,
-                                   int begin, int end) {
-  const int channels = layout.channels(part);
+/// c += a b, 16 x 8 by 8 x 8 elements of tf32, f32 sums.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+/// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of all
+/// rows at a time.
+__device__ inline void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients) {
+  constexpr int kRowBlocks = kStoreRows / 16, kTogether = 2;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int blocks = (maps.rank + 7) / 8, stride = row_stride(head_dim);
+  for (int first = warp * kTogether; first < blocks; first += kStoreThreads / 32 * kTogether) {
+    float sums[kRowBlocks][kTogether][4] = {};
+    #pragma unroll 2
+    for (int k = 0; k < head_dim / 8; ++k) {
+      float4 map[kTogether];
+      #pragma unroll
+      for (int n = 0; n < kTogether; ++n) map[n] = __ldg(maps.encoder + (k * blocks + min(first + n, blocks - 1)) * 32 + lane);
+      #pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m) {
+        const float* own = rows + (16 * m + g) * stride + 8 * k + t;
+        const float a[4] = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
+        #pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          mma_tf32(sums[m][n], a, map[n].z, map[n].w);
+          mma_tf32(sums[m][n], a, map[n].x, map[n].y);
+        }
+      }
+    }
+    #pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int channel = 8 * (first + n) + 2 * t + i;
+        if (channel >= maps.rank) continue;
+        const float offset = maps.offset[channel];
+        #pragma unroll
+        for (int m = 0; m < kRowBlocks; ++m) {
+          coefficients[(16 * m + g) * (maps.rank + 1) + channel] = sums[m][n][i] - offset;
+          coefficients[(16 * m + g + 8) * (maps.rank + 1) + channel] = sums[m][n][2 + i] - offset;
+        }
+      }
+    }
+  }
+}
+
+/// Writes rows of a part into plain tiles; rows past the list's end become zeros, which weigh nothing. tiles: those of the piece's rows.
+__device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, DType type, const float* values, int stride, int width, int begin, int end) {
+  const int channels = layout.channels(part), units = channels / kPlainUnit;
   const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
-  for (int item = static_cast<int>(threadIdx.x); item < (padded_end - begin) * channels; item += kStoreThreads) {
+  const auto value_at = [&](int row, int channel) { return row < end && channel < width ? values[row * stride + channel] : 0.0F; };
+  // Sixteen rows that are all new: lanes write their 16 bytes of every unit.
+  const int whole = (begin + kPlainRows - 1) / kPlainRows;  // steps of 16 rows from here on
+  for (int item = static_cast<int>(threadIdx.x); item < (padded_end / kPlainRows - whole) * units * 32; item += kStoreThreads) {
+    const int lane = item % 32, unit = item / 32 % units, step = whole + item / 32 / units;
+    std::uint32_t words[4];
+    #pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      // A is [m, k]: m = lane / 4 (+ 8), k = 2 (lane % 4) (+ 8), two at a time.
+      const int m = lane / 4 + 8 * (word % 2), k = 2 * (lane % 4) + 8 * (word / 2);
+      const int row = step * kPlainRows + (part == Part::key ? m : k), channel = unit * kPlainUnit + (part == Part::key ? k : m);
+      const float first = value_at(row, channel), second = part == Part::key ? value_at(row, channel + 1) : value_at(row + 1, channel);
+      words[word] = static_cast<std::uint32_t>(to_bits(type, first)) | static_cast<std::uint32_t>(to_bits(type, second)) << 16;
+    }
+    const int row = step * kPlainRows;
+    std::uint8_t* tile = tiles[row / layout.rows];
+    *reinterpret_cast<uint4*>(tile + layout.offset(part) + (row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) = {words[0], words[1], words[2], words[3]};
+  }
+  const int partial_end = min(whole * kPlainRows, padded_end);
+  for (int item = static_cast<int>(threadIdx.x); item < (partial_end - begin) * channels; item += kStoreThreads) {
     const int row = begin + item / channels, channel = item % channels;
-    const float value = row < end && channel < width ? values[row * stride + channel] : 0.0F;
-    std::uint8_t* tile = tables.tile(table, layout, (tile_row + row) / layout.rows);
-    *reinterpret_cast<std::uint16_t*>(tile + layout.plain_byte(part, row % layout.rows, channel)) = to_bits(type, value);
+    *reinterpret_cast<std::uint16_t*>(tiles[row / layout.rows] + layout.plain_byte(part, row % layout.rows, channel)) = to_bits(type, value_at(row, channel));
   }
 }
 
@@ -156,10 +234,14 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   if constexpr (form != StoreForm::full) max_rank = max(all_maps[head].key.rank, all_maps[head].value.rank);
   detail::StoreMemory memory;
   memory.rows = reinterpret_cast<float*>(shared_memory);
-  memory.coefficients = memory.rows + kStoreRows * dim;
+  memory.coefficients = memory.rows + kStoreRows * detail::row_stride(dim);
   memory.inverse_gains = memory.coefficients + kStoreRows * (max_rank + 1);
   memory.tile = reinterpret_cast<std::uint32_t*>(memory.inverse_gains + kStoreRows);
   __shared__ int refused[kStoreRows];
+  __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];  // plain ones
+  if (form != StoreForm::codes && threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
+    tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
+  }
   for (int row = static_cast<int>(threadIdx.x); row < kStoreRows; row += kStoreThreads) refused[row] = 0;
   std::uint32_t* target = nullptr;
   if constexpr (form == StoreForm::codes) {
@@ -186,26 +268,16 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   }
   __syncthreads();
   for (const Part part : {Part::key, Part::value}) {
-    const float* mean = nullptr;
-    if constexpr (form != StoreForm::full) mean = all_maps[head].of(part).mean;
-    for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * dim; item += kStoreThreads) {
-      const int row = item / dim, channel = item % dim;
-      float value = 0.0F;
-      if (row >= begin && row < end) {
-        if (refused[row] == 0) value = detail::source_value(tables, source, slot, head, skipped + tile_row + row - first, channel, part);
-        if (mean != nullptr) value -= mean[channel];
-      }
-      memory.rows[item] = value;
-    }
+    detail::load_rows(tables, source, slot, head, skipped + tile_row - first, part, refused, begin, end, memory.rows);
     __syncthreads();
     if constexpr (form == StoreForm::full) {
-      detail::store_plain(tables, table, layout, part, type, memory.rows, dim, dim, tile_row, begin, end);
+      detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end);
     } else {
       const PartMaps& maps = all_maps[head].of(part);
       detail::project_rows(memory.rows, dim, maps, memory.coefficients);
       __syncthreads();
       if constexpr (form == StoreForm::coefficients) {
-        detail::store_plain(tables, table, layout, part, type, memory.coefficients, maps.rank + 1, maps.rank, tile_row, begin, end);
+        detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end);
       } else {
         detail::store_gains(maps, part, memory, begin, end);
         __syncthreads();
