@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
     wait_for_last_kernel();  // kernels after this one rely on it
     return;
   }
-  if (threadIdx.x == 0) layout = tables.compressed[head];
+  copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
   const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits;

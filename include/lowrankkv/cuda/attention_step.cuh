@@ -87,6 +87,13 @@ __device__ inline void merge_warps(const float* states, int channels, float shif
   }
 }
 
+/// @brief Copies a layout to shared memory, a word a thread. The caller synchronises.
+__device__ inline void copy_tiles(const HeadTiles* source, HeadTiles* shared) {
+  static_assert(sizeof(HeadTiles) % 4 == 0 && alignof(HeadTiles) == 4);
+  const int word = static_cast<int>(threadIdx.x);
+  if (word < static_cast<int>(sizeof(HeadTiles) / 4)) reinterpret_cast<std::uint32_t*>(shared)[word] = reinterpret_cast<const std::uint32_t*>(source)[word];
+}
+
 /// @brief Copies the operands of `count` blocks of columns, `units` units each, to shared memory [units, column_blocks, 32]; blocks beyond
 /// are zeros. All threads call it.
 template <int column_blocks>

@@ -89,6 +89,12 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
   float* largest = coded + columns * channels;    // [columns]
   float* shifts = largest + columns;              // [columns]
   __shared__ float4 scratch[kStepThreads];
+  __shared__ HeadTiles layout;
+  PartMaps maps;
+  if (form != CodedForm::none) {  // on their way while the queries come
+    copy_tiles(tiles + head, &layout);
+    maps = all_maps[head].key;
+  }
   for (int item = static_cast<int>(threadIdx.x); item < columns * head_dim; item += static_cast<int>(blockDim.x)) {
     const int column = first_column + item / head_dim;
     plain[item] = factor * query.at(first_row + static_cast<std::int64_t>(blockIdx.y) * step.m + column / step.group, head * step.group + column % step.group, item % head_dim);
@@ -104,10 +110,6 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
     step.full_scales[block_row * kBlockColumns + static_cast<std::size_t>(column)] = {column < columns ? largest[column] : 0.0F, 0.0F, 0.0F};
   }
   if (form == CodedForm::none) return;
-  __shared__ HeadTiles layout;
-  if (threadIdx.x == 0) layout = tiles[head];
-  __syncthreads();
-  const PartMaps maps = all_maps[head].key;
   const int width = layout.channels(Part::key), lane = static_cast<int>(threadIdx.x) % 32;
   // A thread a channel, and a part of the dot product where there are more threads than channels.
   const int together = max(1, min(width, static_cast<int>(blockDim.x))), parts = static_cast<int>(blockDim.x) / together, part = static_cast<int>(threadIdx.x) / together;
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
       if (channel < width) {
         const float* map = maps.reader + channel;
         const float* own = plain + first * head_dim;
-        #pragma unroll 8
+        #pragma unroll 16
         for (int d = begin; d < end; ++d) {
           const float value = __ldg(map + d * width);
           total.x = fmaf(own[d], value, total.x);
