@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's and FlashAttention's decode attention over f16 K and V, through PyTorch, for the shapes of decode_codes.cu and attend.cu: medians of 20."""
+"""cuDNN's and FlashAttention's decode attention over f16 K and V, through PyTorch, for the shapes of attend.cu: medians of 20."""
 import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
