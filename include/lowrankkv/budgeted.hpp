@@ -43,7 +43,8 @@ struct BudgetedModel {
   Budgeted<Cpu>::PolicySet policies;
   BudgetOptions options;          ///< what it was made for
 
-  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages.
+  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages. (The Cuda backend has neither: set
+  /// full_row_bits and page_bytes to 0 again for it.)
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;

@@ -403,6 +403,7 @@ TEST_CASE("heads whose keys, or values, have no bits at all") {
   Random random(13);
   Settings settings;
   settings.method = Method::codes;
+  settings.basis.centred = true;
   CacheConfig config;
   config.shape = {4, 2, 64};
   config.epoch_type = DType::f32;

@@ -158,6 +158,9 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
   }
   CHECK(spent <= 200);
   CHECK(spent > 200 - 5 * 8);
+  for (int budget = 0; budget < 700; ++budget) {  // groups that do not divide the channels: still widths that never rise
+    for (const auto& spectrum : calibrate::allocate_bits(many, static_cast<double>(budget), widths, 32)) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
+  }
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, widths, 0), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, std::vector<int>{3, 2}), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths), ValueError);

@@ -30,7 +30,8 @@ constexpr double gaussian_distortion(int bits) {
 /// @param energies  per spectrum what a channel costs when it is lost: its variance times a weight; any order, >= 0
 /// @param budget    bits of one row over all spectra
 /// @param widths    widths that may be used besides 0, ascending, 1 to 8
-/// @param together  so many consecutive channels get the same width: what tiles of tensor cores want (the energies then are sorted)
+/// @param together  so many consecutive channels get the same width: what tiles of tensor cores want
+///                  (the energies then are sorted); a last, smaller group costs as much as a whole one: tiles pad to that
 /// @return bits of the same shape as `energies`
 /// @throws ValueError for widths out of order or range, energies that are negative or not finite
 /// Cost: O(steps log steps), steps = channels x widths.
@@ -59,7 +60,7 @@ inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eige
       const double energy = energies[spectrum].segment(static_cast<Eigen::Index>(channel), static_cast<Eigen::Index>(count)).mean();
       int from = 0;
       for (const int to : widths) {
-        const double gain = energy * (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
+        const double gain = energy * static_cast<double>(count) / together * (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
         if (gain > 0.0) steps.push_back({gain, spectrum, channel, count, from, to});
         from = to;
       }
@@ -69,7 +70,7 @@ inline std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eige
   double left = budget;
   for (const Step& step : steps) {
     const auto now = bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel);
-    const double cost = static_cast<double>(step.to - step.from) * static_cast<double>(step.count);
+    const double cost = static_cast<double>(step.to - step.from) * together;  // a last, smaller group is charged as a whole one
     if (*now != step.from || cost > left) continue;  // an earlier step of this channel did not fit, or this one does not
     std::fill_n(now, step.count, static_cast<std::uint8_t>(step.to));
     left -= cost;

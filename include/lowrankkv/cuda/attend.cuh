@@ -39,12 +39,16 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::si
 
 /// Launches an attention kernel with as many warps as its rings leave room for.
 template <class... Parameters, class... Arguments>
-void launch_attention(void (*kernel)(Parameters...), dim3 grid, int tile_bytes, int stages, int value_channels, bool early, cudaStream_t stream, const Arguments&... arguments) {
+void launch_attention(void (*kernel)(Parameters...), dim3 grid, int tile_bytes, int stages, int value_channels, int most_shared, bool early, cudaStream_t stream, const Arguments&... arguments) {
   int warps = kAttendWarps;
   while (warps > 4 && warps * stages * tile_bytes > kRingBytes) warps /= 2;
-  while (warps > 1 && warps * stages * tile_bytes > kMaxRingBytes) warps /= 2;
-  const int states = warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float));
-  launch_early(kernel, grid, warps * 32, static_cast<std::size_t>((std::max)(warps * stages * tile_bytes, states)), early, "attention kernel", stream, arguments...);
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  const int limit = (std::min)(kMaxRingBytes, most_shared - static_cast<int>(attributes.sharedSizeBytes));
+  const auto bytes = [&] { return (std::max)(warps * stages * tile_bytes, warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float))); };
+  while (warps > 1 && bytes() > limit) warps /= 2;
+  if (bytes() > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a ring of ", stages, " tiles needs ", bytes(), " bytes of shared memory, the device has ", limit, " to give");
+  launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(bytes()), early, "attention kernel", stream, arguments...);
 }
 
 /// Calls f with the number of column blocks that a warp serves at once.
@@ -96,7 +100,7 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
+        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
       });
     });
   });
@@ -110,7 +114,7 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
     with_column_blocks(step.blocks, [&](auto column_blocks) {
       const int groups = (step.blocks + column_blocks - 1) / column_blocks;
       const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-      launch_attention(attend_codes_kernel<max_units(), column_blocks()>, grid, layer.tiles().max_tile_bytes(), kCodeStages, channels, layer.overlaps(), stream, layer.tables(), step, batch, first_sequence);
+      launch_attention(attend_codes_kernel<max_units(), column_blocks()>, grid, layer.tiles().max_tile_bytes(), kCodeStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence);
     });
   });
 }

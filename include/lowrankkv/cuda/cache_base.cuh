@@ -44,6 +44,7 @@ class CacheBase {
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
     if (config.rope.keys == Rope::pre) fail<ValueError>("rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
+    if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
     if (Tokens::compresses) {
       Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
@@ -127,8 +128,8 @@ class CacheBase {
     return best;
   }
 
-  /// Largest magnitude that may be stored; 0: no check.
-  float limit() const { return config_.check_finite ? max_finite(config_.full_type) : 0.0F; }
+  /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
+  float limit() const { return config_.check_finite ? max_finite(config_.full_type) : max_finite(DType::f32); }
 
   void check_views(const KeyView& key, const ValueView& value, std::int64_t tokens) const {
     ::lowrankkv::detail::check_rows("key", key, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
@@ -192,6 +193,11 @@ class CacheBase {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
+  }
+
+  /// Raises while a graph is captured: what the call decides on the host would be replayed without it.
+  static void refuse_capture(const char* call, cudaStream_t stream) {
+    if (capturing(stream)) ::lowrankkv::detail::fail<StateError>(call, ": the stream is capturing a graph; only append and attend can be captured");
   }
 
   /// Calls f(batch, index of its first sequence) for as many sequences at a time as a launch takes.

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
   const int dim = tables.head_dim, parts = dim < kStepThreads ? kStepThreads / dim : 1, part = thread / dim, channel = thread % dim;
   if (part < parts) {
     float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
-    if (channels > 0) {
+    if (coded > 0) {  // values without any bits still have their mean
       const PartMaps maps = all_maps[head].value;
       const int per_part = (channels + parts - 1) / parts, end = min(channels, (part + 1) * per_part);
       for (int k = part * per_part; k < end; k += 2 * kInFlight) {

@@ -28,8 +28,12 @@ struct Cuda {
 /// @brief The KV cache of one attention layer in device memory. Views point to device memory; every call enqueues on the stream it is given and
 /// returns. append() and attend() allocate nothing, wait for nothing and can be captured in a CUDA graph.
 ///
-/// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay.
-/// Works with policies that decide by counts alone (cuda/policies.cuh). One thread calls a cache at a time.
+/// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay. A graph is
+/// good until one of its sequences is erased. Everything else is refused during capture.
+/// Works with policies that decide by counts alone (cuda/policies.cuh). One thread calls a cache at a time, and its calls are on one stream or
+/// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
+/// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head; a prompt's own attention sees zeros in
+/// place of the values alone.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer> {
   using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer>;
@@ -60,6 +64,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("create", stream);
     const int slot = sequences_.add(seq);
     layer_.sequence(slot).num_tokens = 0;
     layer_.sequence(slot).tail_length = 0;
@@ -72,6 +77,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   int tail_length(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).tail_length; }
   /// @brief Ends a sequence and frees its pages: work enqueued later may use them.
   void erase(SequenceId seq, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("erase", stream);
     const int slot = sequences_.find(seq);
     layer_.sequence(slot).num_tokens = 0;
     layer_.sequence(slot).tail_length = 0;
@@ -85,13 +91,14 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("prefill", stream);
     const int slot = this->check_prompt(seq, key, value);
     const std::int64_t n = key.num_tokens;
     this->check_queries(query, out, lse, n);
     if (n == 0) return;
     const cuda::HostSequence& now = layer_.sequence(slot);
     const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
-    const cuda::AttentionStep whole = layer_.prompt_step(at_once, n);
+    const cuda::AttentionStep whole = layer_.prompt_step(slot, at_once, n);
     cuda::pack_prompt_kernel<><<<dim3(static_cast<unsigned>(whole.prompt_tiles), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(
         layer_.tables(), cuda::device_rows(key), cuda::device_rows(value), n, layer_.prompt(), whole.prompt_tiles, this->limit());
     cuda::check(cudaGetLastError(), "pack_prompt_kernel");
@@ -99,7 +106,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     batch.count = 1;
     batch.slots[0] = slot;
     for (std::int64_t first = 0; first < n; first += at_once) {
-      cuda::AttentionStep step = layer_.prompt_step(static_cast<int>((std::min)(n - first, std::int64_t{at_once})), n);
+      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), n);
       step.prompt_first = static_cast<std::int32_t>(first);
       cuda::attend_step(layer_, step, batch, cuda::device_rows(query), {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, first, 0,
                         cuda::splits_of(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
@@ -111,7 +118,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param key, value [n, num_kv_heads, head_dim]
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("ingest", stream);
     const int slot = this->check_prompt(seq, key, value);
+    if (key.num_tokens == 0) return;
     const cuda::HostSequence& now = layer_.sequence(slot);
     const std::int64_t n = key.num_tokens, leaving = this->leaving_of(slot, n);
     const std::int64_t from_tail = (std::min)(leaving, std::int64_t{now.tail_length});
@@ -127,7 +136,6 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
-  /// Values that full_type cannot hold are stored as rows of zeros and counted: faults().
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
@@ -146,24 +154,26 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->advance_host(seqs, m);
   }
 
-  /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch; waits for nothing.
+  /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
+  /// needs pages; waits for nothing.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
-    std::int64_t pages = 0;
-    const int interval = config_.flush_interval, kept = Tokens::recent(policies_.token_policy) + interval;
+    Base::refuse_capture("maintain", stream);
+    std::vector<int> slots;
     for (const SequenceId seq : seqs) {
       const int slot = sequences_.find(seq);
+      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
+    }
+    std::int64_t pages = 0;
+    const int interval = config_.flush_interval, kept = Tokens::recent(policies_.token_policy) + interval;
+    for (const int slot : slots) {
       const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
       if (rounds > 0) pages += this->pages_to_store(slot, rounds * interval);
     }
     layer_.pool().allocator().require(pages);
     for (;;) {
-      std::vector<int> due;
-      for (const SequenceId seq : seqs) {
-        const int slot = sequences_.find(seq);
-        if (layer_.sequence(slot).tail_length > kept) due.push_back(slot);
-      }
-      if (due.empty()) return;
-      this->store(due, interval, {}, stream);
+      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
+      if (slots.empty()) return;
+      this->store(slots, interval, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
@@ -199,6 +209,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   std::int64_t rollback_limit(SequenceId seq) const { return num_tokens(seq) - tail_length(seq); }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("truncate", stream);
     const int slot = sequences_.find(seq);
     cuda::HostSequence& now = layer_.sequence(slot);
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
@@ -231,9 +242,10 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
                                      cuda::DeviceTarget{value.data, value.token_stride, value.head_stride});
   }
 
-  /// @brief How often a row of a KV head was refused because it was not finite, or beyond full_type. Waits for the device.
+  /// @brief How many rows were refused since the cache was made. Waits for the device.
   std::uint32_t faults() const {
     std::uint32_t count = 0;
+    cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     cuda::check(cudaMemcpy(&count, layer_.tables().faults, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return count;
   }

@@ -37,12 +37,16 @@ class DeviceArray {
   explicit DeviceArray(std::size_t size) : size_(size) {
     if (size == 0) return;
     check(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), "cudaMalloc");
-    const cudaError_t status = cudaMemset(data_, 0, size * sizeof(T));
+    // Clearing is asynchronous, and streams that do not wait for the default one may be next to use the array.
+    cudaError_t status = cudaMemset(data_, 0, size * sizeof(T));
+    if (status == cudaSuccess) status = cudaStreamSynchronize(cudaStreamLegacy);
     if (status != cudaSuccess) cudaFree(std::exchange(data_, nullptr));  // the destructor will not run
     check(status, "cudaMemset");
   }
   explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
-    if (!values.empty()) check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    if (values.empty()) return;
+    check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaStreamSynchronize(cudaStreamLegacy), "cudaMemcpy");
   }
   DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   DeviceArray& operator=(DeviceArray&& other) noexcept {

@@ -102,6 +102,8 @@ class LayerState {
     for (int list = 0; list < 2; ++list) {
       std::int64_t most = 0;
       for (int head = 0; head < heads; ++head) most = (std::max)(most, pages_for(static_cast<RowList>(list), head, max_rows_[list]));
+      constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
+      if (most > limit / static_cast<std::int64_t>(rows)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", rows, " lists of ", most, " pages, at most ", limit, " in all");
       tables_.max_pages[list] = static_cast<std::int32_t>(most);
       pages_[list] = DeviceArray<std::int32_t>(rows * static_cast<std::size_t>(most));
       tables_.pages[list] = pages_[list].data();
@@ -132,7 +134,23 @@ class LayerState {
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    overlaps_ = major >= 9;
+    cudaFuncAttributes compiled{};
+    check(cudaFuncGetAttributes(&compiled, append_kernel<>), "cudaFuncGetAttributes");
+    overlaps_ = major >= 9 && compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
+    check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  }
+
+  LayerState(const LayerState&) = delete;
+  LayerState& operator=(const LayerState&) = delete;
+  /// A shared pool outlives the layer.
+  ~LayerState() {
+    for (const HostSequence& sequence : sequences_) {
+      for (const auto& list : sequence.pages) {
+        for (const auto& pages : list) {
+          for (const std::int32_t page : pages) pool_->allocator().release(page);
+        }
+      }
+    }
   }
 
   /// @brief Pages that max_sequences of max_tokens can ever need.
@@ -211,6 +229,8 @@ class LayerState {
 
   /// @brief Whether kernels of a step may begin while the one before them ends.
   bool overlaps() const { return overlaps_; }
+  /// @brief Shared memory that a block may have on this device.
+  int shared_bytes() const { return shared_bytes_; }
   /// @brief Buffers of a step over so many query tokens.
   AttentionStep step(int m) const {
     AttentionStep step = workspace_;
@@ -218,10 +238,13 @@ class LayerState {
     step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
     return step;
   }
-  /// @brief Buffers of a step over `m` query tokens of a prompt of `tokens`; grown if they are too small, which allocates and waits.
-  AttentionStep prompt_step(int m, std::int64_t tokens) {
+  /// @brief Buffers of a step over `m` query tokens of a prompt of `tokens` of one sequence; grown if they are too small, which allocates and
+  /// waits. They stay: as large as the K and V of the longest prompt so far, and a partial state of every list's splits.
+  AttentionStep prompt_step(int slot, int m, std::int64_t tokens) {
     AttentionStep step = workspace_;
     step.m = m;
+    step.compressed_splits = splits_of(sequence(slot).rows.num_compressed);
+    step.full_splits = splits_of(sequence(slot).rows.num_full);
     step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
     step.prompt_tiles = static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
     const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
@@ -307,6 +330,7 @@ class LayerState {
   DeviceArray<float> prompt_partial_;
   PageEdits edits_;
   bool overlaps_ = false;
+  int shared_bytes_ = 0;
 };
 
 }  // namespace cuda
