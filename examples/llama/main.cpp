@@ -76,7 +76,7 @@ std::string file_stem(const std::string& path) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  CLI::App app{"A Llama-architecture model on the CPU over lowrankkv's compressed KV cache"};
+  CLI::App app{"A Llama-architecture model over lowrankkv's compressed KV cache"};
   app.require_subcommand(1);
   Options options;
 

@@ -148,7 +148,7 @@ double furthest(const std::vector<A>& a, const std::vector<B>& b) {
 }
 
 struct Worst {
-  double out = 0.0, lse = 0.0, rows = 0.0, cpu = 0.0;
+  double out = 0.0, lse = 0.0, rows = 0.0;
 };
 
 /// One sequence's answer against float64 attention over its own stored rows, and its stored rows against the CPU's.
@@ -399,6 +399,34 @@ TEST_CASE("rows give the same whatever their type and strides") {
   }
 }
 
+TEST_CASE("a sequence named twice is maintained once; a layer that ends gives its pages back") {
+  Random random(19);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 1000;
+  const auto pool = std::make_shared<cuda::PagePool>(FullKV<Cuda>::page_bytes(config, {}, {}), 100);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 8);
+  {
+    FullKV<Cuda> twice(config, {}, {}, pool), once(config, {}, {}, pool);
+    const auto key = layer.rows(random, 90, true), value = layer.rows(random, 90, false);
+    const cuda::DeviceArray<float> k(key), v(value);
+    std::vector<float> found, expected;
+    for (auto [cache, rows] : {std::pair{&twice, &found}, std::pair{&once, &expected}}) {
+      cache->create(7);
+      cache->append(7, {k.data(), 90, 2, 64}, {v.data(), 90, 2, 64});
+      const std::vector<SequenceId> seqs(cache == &twice ? 2 : 1, 7);
+      cache->maintain(seqs);
+      const cuda::DeviceArray<float> key_out(key.size()), value_out(value.size());
+      cache->reconstruct(7, 0, {key_out.data(), 90, 2, 64}, {value_out.data(), 90, 2, 64});
+      *rows = host(key_out);
+    }
+    CHECK(twice.tail_length(7) == once.tail_length(7));
+    CHECK(found == expected);
+    CHECK(pool->allocator().num_free() < 100);
+  }
+  CHECK(pool->allocator().num_free() == 100);
+}
+
 TEST_CASE("heads whose keys, or values, have no bits at all") {
   Random random(13);
   Settings settings;
@@ -498,6 +526,16 @@ TEST_CASE("bad input is refused with both values, and values that are not finite
   CHECK(message([&] { cache.append(1, {rows.data(), 97, 2, 64}, {rows.data(), 97, 2, 64}); }) == "tail_capacity: 96, sequence 1 has 0 rows in its tail, given 97; call maintain");
   CHECK(message([&] { FullKV<Cuda> other({.shape = {4, 2, 40}}); }) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
   CHECK(cache.num_tokens(1) == 0);
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  CHECK(message([&] { cache.maintain(1, stream); }) == "maintain: the stream is capturing a graph; only append and attend can be captured");
+  CHECK(message([&] { cache.create(3, stream); }) == "create: the stream is capturing a graph; only append and attend can be captured");
+  cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  CHECK(!cache.contains(3));
   std::vector<float> bad(3 * 2 * 64, 1.0F);
   bad[2 * 64 + 5] = std::nanf("");
   bad[2 * 2 * 64 + 7] = 70000.0F;

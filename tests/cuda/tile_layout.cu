@@ -3,11 +3,13 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <random>
 #include <set>
+#include <string>
 #include <vector>
 
-#include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/presets.cuh"
 
 using namespace lowrankkv;
 
@@ -62,5 +64,68 @@ TEST_CASE("planes put every code back together, whatever its bits, and count the
     }
     for (std::size_t c = 0; c < bits.size(); ++c) CHECK(covered[c] == (1U << bits[c]) - 1U);
     CHECK(stored == wanted + tiles.padding_bits);
+  }
+}
+
+TEST_CASE("what this backend cannot do is refused with both values, before any device is touched") {
+  const auto message = [](CacheConfig config, auto policies) {
+    using Cache = CompressedKVCache<Cuda, decltype(policies.basis), decltype(policies.updater), decltype(policies.token_policy), decltype(policies.quantizer)>;
+    if (config.shape.head_dim == 0) config.shape = {4, 2, 64};
+    try {
+      Cache::num_pages(config, {}, policies);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was raised");
+  };
+  const FullKV<Cuda>::PolicySet full;
+  CHECK(message({}, full) == "nothing was raised");
+  CHECK(message({.shape = {4, 2, 40}}, full) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
+  CHECK(message({.shape = {4, 2, 272}}, full) == "head_dim: 272, a multiple of 16 up to 256 expected on this backend");
+  CHECK(message({.full_type = DType::f32}, full) == "full_type: f32, f16 or bf16 expected on this backend");
+  CHECK(message({.full_row_bits = 8}, full) == "full_row_bits: 8, 0 expected on this backend");
+  CHECK(message({.prefill_chunk = 64}, full) == "prefill_chunk: 64, 0 expected on this backend");
+  CHECK(message({.keep_residuals = true}, full) == "keep_residuals: 1, 0 expected on this backend");
+  CHECK(message({.rope = {.keys = Rope::pre}}, full) == "rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
+  CHECK(message({.max_query_tokens = 0}, full) == "max_query_tokens: at least 1, given 0");
+  CHECK(message({.page_bytes = 1024}, full) == "page_bytes: a tile needs 8192, a page has 1024");
+  CHECK(message({.tail_capacity = 64}, full) == "tail_capacity: 64, must exceed recent + flush_interval = 64");
+  StaticPCA<Cuda>::PolicySet plain;
+  plain.quantizer.type = DType::f32;
+  CHECK(message({}, plain) == "NoQuantizer: type f32, f16 or bf16 expected on this backend");
+  Budgeted<Cuda>::PolicySet budgeted;
+  CHECK(message({}, budgeted) == "ResidualOutliers: share 0.02, 0 expected on this backend");
+}
+
+TEST_CASE("pages hold the largest tile, and waste the least of those considered") {
+  std::mt19937 random(2);
+  for (int trial = 0; trial < 50; ++trial) {
+    StaticPCAHybrid<Cuda>::PolicySet policies;
+    CacheConfig config;
+    config.shape = {4, 2, 16 * (1 + static_cast<int>(random() % 16))};
+    config.max_tokens = 1 + static_cast<std::int64_t>(random() % 20000);
+    LayerBasis basis;
+    for (int head = 0; head < 2; ++head) {  // coordinates themselves
+      HeadBasis maps;
+      maps.key_rank = maps.value_rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
+      maps.key_down.assign(static_cast<std::size_t>(config.shape.head_dim * maps.key_rank), 0.0F);
+      for (int i = 0; i < maps.key_rank; ++i) maps.key_down[static_cast<std::size_t>(i * maps.key_rank + i)] = 1.0F;
+      maps.value_down = maps.key_down;
+      basis.heads.push_back(maps);
+    }
+    const std::size_t page = StaticPCAHybrid<Cuda>::page_bytes(config, basis, policies);
+    const auto bytes = [&](std::size_t page_bytes) {
+      config.page_bytes = page_bytes;
+      return static_cast<std::size_t>(StaticPCAHybrid<Cuda>::num_pages(config, basis, policies)) * page_bytes;
+    };
+    CHECK(page % 128 == 0);
+    const std::size_t least = bytes(page), tile = static_cast<std::size_t>(cuda::plain_tiles(config.shape.head_dim, config.shape.head_dim, cuda::plain_units(config.shape.head_dim)).bytes);
+    int most = 0, largest = static_cast<int>(tile);
+    for (const HeadBasis& maps : basis.heads) most = (std::max)(most, cuda::plain_units(maps.key_rank));
+    for (const HeadBasis& maps : basis.heads) largest = (std::max)(largest, cuda::plain_tiles(maps.key_rank, maps.value_rank, most).bytes);
+    CHECK(page >= static_cast<std::size_t>(largest));
+    for (std::size_t count = 1; count <= 4; ++count) {
+      if (count * tile >= static_cast<std::size_t>(largest)) CHECK(least <= bytes(count * tile));
+    }
   }
 }

@@ -85,5 +85,24 @@ inline void validate(const CacheConfig& config) {
   if (config.page_bytes > static_cast<std::size_t>(limit)) fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);
 }
 
+/// Fills in the capacity of tails for a token policy's recent window, or raises what does not fit.
+inline void complete_tail(CacheConfig& config, int recent) {
+  constexpr int limit = 1 << 24;
+  if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
+  if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
+  if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
+  if (config.tail_capacity <= recent + config.flush_interval) {
+    fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
+  }
+}
+
+/// Takes over the page size of a pool that is shared, or raises if another was asked for. No pool: leaves what is there.
+template <class Pool>
+void adopt_page_bytes(CacheConfig& config, const Pool* pool) {
+  if (pool == nullptr) return;
+  if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes()) fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
+  config.page_bytes = pool->page_bytes();
+}
+
 }  // namespace detail
 LOWRANKKV_NAMESPACE_END

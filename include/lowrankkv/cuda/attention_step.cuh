@@ -51,6 +51,11 @@ struct AttentionStep {
   std::int32_t prompt_tiles = 0;      ///< of a head
   std::int32_t prompt_first = 0;      ///< row of the prompt that the first query is of
 
+  /// @brief Sets the query tokens of a sequence, and with them the blocks of columns.
+  void set_tokens(int tokens) {
+    m = tokens;
+    blocks = (columns() + kBlockColumns - 1) / kBlockColumns;
+  }
   __host__ __device__ std::int32_t columns() const { return group * m; }
   __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + (prompt == nullptr ? 1 : 2); }
   __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits + (source == Source::tail ? 0 : 1); }

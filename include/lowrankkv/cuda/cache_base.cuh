@@ -50,18 +50,8 @@ class CacheBase {
       Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
     }
-    const int recent = Tokens::recent(policies.token_policy);
-    constexpr int limit = 1 << 24;
-    if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
-    if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
-    if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
-    if (config.tail_capacity <= recent + config.flush_interval) {
-      fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
-    }
-    if (pool != nullptr) {
-      if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes()) fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
-      config.page_bytes = pool->page_bytes();
-    }
+    ::lowrankkv::detail::complete_tail(config, Tokens::recent(policies.token_policy));
+    ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
   }
 

@@ -65,11 +65,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("create", stream);
-    const int slot = sequences_.add(seq);
-    layer_.sequence(slot).num_tokens = 0;
-    layer_.sequence(slot).tail_length = 0;
-    layer_.sequence(slot).rows = {};
-    layer_.settle(slot, stream);
+    layer_.clear(sequences_.add(seq), stream);
   }
   bool contains(SequenceId seq) const { return sequences_.contains(seq); }
   std::int64_t num_tokens(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).num_tokens; }
@@ -78,11 +74,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief Ends a sequence and frees its pages: work enqueued later may use them.
   void erase(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("erase", stream);
-    const int slot = sequences_.find(seq);
-    layer_.sequence(slot).num_tokens = 0;
-    layer_.sequence(slot).tail_length = 0;
-    layer_.sequence(slot).rows = {};
-    layer_.settle(slot, stream);
+    layer_.clear(sequences_.find(seq), stream);
     sequences_.remove(seq);
   }
 

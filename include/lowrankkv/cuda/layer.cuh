@@ -157,12 +157,8 @@ class LayerState {
   static std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
     std::int64_t pages = 0;
     for (int head = 0; head < config.shape.num_kv_heads; ++head) {
-      const auto count = [&](const HeadTiles& layout, std::int64_t rows) {
-        const std::int64_t per_page = std::int64_t{layout.rows} * layout.tiles_per_page;
-        return (rows + per_page - 1) / per_page;
-      };
-      pages += count(tiles.full, max_full);
-      if (!tiles.compressed.empty()) pages += count(tiles.compressed[static_cast<std::size_t>(head)], config.max_tokens);
+      pages += tiles.full.pages_for(max_full);
+      if (!tiles.compressed.empty()) pages += tiles.compressed[static_cast<std::size_t>(head)].pages_for(config.max_tokens);
     }
     return pages * config.max_sequences;
   }
@@ -175,11 +171,7 @@ class LayerState {
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
   const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.full : tiles_.compressed[static_cast<std::size_t>(head)]; }
-  std::int64_t rows_per_page(RowList list, int head) const { return std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page; }
-  std::int64_t pages_for(RowList list, int head, std::int64_t rows) const {
-    if (rows == 0) return 0;
-    return (rows + rows_per_page(list, head) - 1) / rows_per_page(list, head);
-  }
+  std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
   /// @brief Pages that `full` and `compressed` more rows of a sequence take.
@@ -227,6 +219,15 @@ class LayerState {
     check(cudaGetLastError(), "write_lengths_kernel");
   }
 
+  /// @brief Empties a sequence and frees its pages.
+  void clear(int slot, cudaStream_t stream) {
+    HostSequence& now = sequence(slot);
+    now.num_tokens = 0;
+    now.tail_length = 0;
+    now.rows = {};
+    settle(slot, stream);
+  }
+
   /// @brief Whether kernels of a step may begin while the one before them ends.
   bool overlaps() const { return overlaps_; }
   /// @brief Shared memory that a block may have on this device.
@@ -234,18 +235,16 @@ class LayerState {
   /// @brief Buffers of a step over so many query tokens.
   AttentionStep step(int m) const {
     AttentionStep step = workspace_;
-    step.m = m;
-    step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
+    step.set_tokens(m);
     return step;
   }
   /// @brief Buffers of a step over `m` query tokens of a prompt of `tokens` of one sequence; grown if they are too small, which allocates and
   /// waits. They stay: as large as the K and V of the longest prompt so far, and a partial state of every list's splits.
   AttentionStep prompt_step(int slot, int m, std::int64_t tokens) {
     AttentionStep step = workspace_;
-    step.m = m;
+    step.set_tokens(m);
     step.compressed_splits = splits_of(sequence(slot).rows.num_compressed);
     step.full_splits = splits_of(sequence(slot).rows.num_full);
-    step.blocks = (step.columns() + kBlockColumns - 1) / kBlockColumns;
     step.prompt_tiles = static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
     const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
     const std::size_t full_units = static_cast<std::size_t>(tiles_.full.key_units), coded_units = static_cast<std::size_t>(step.coded_units);
@@ -276,8 +275,7 @@ class LayerState {
   void make_workspace() {
     const int group = config_.shape.group_size(), dim = config_.shape.head_dim;
     workspace_.group = group;
-    workspace_.m = config_.max_query_tokens;
-    workspace_.blocks = (workspace_.columns() + kBlockColumns - 1) / kBlockColumns;
+    workspace_.set_tokens(config_.max_query_tokens);
     workspace_.compressed_splits = splits_of(max_rows_[1]);
     workspace_.full_splits = splits_of(max_rows_[0]);
     workspace_.width = dim;

@@ -24,7 +24,7 @@ struct RowSource {
   DeviceRows key, value;
   std::int64_t first = 0;
   bool from_tail = true;
-  float limit = 0.0F;  ///< of a view: magnitudes above it, and NaN, are refused; 0: no check
+  float limit = 0.0F;  ///< of a view: magnitudes above it, and NaN, are refused
 };
 
 namespace detail {
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
       });
     }
   }
-  if (!source.from_tail && source.limit > 0.0F) {
+  if (!source.from_tail) {
     for (int item = static_cast<int>(threadIdx.x); item < (end - begin) * dim; item += kStoreThreads) {
       const int row = begin + item / dim;
       const std::int64_t from = source.first + skipped + tile_row + row - first;

@@ -150,10 +150,8 @@ __global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, Device
     const std::int64_t token = first + static_cast<std::int64_t>(blockIdx.x) * m + j;
     const int place = (lengths.tail_first + lengths.tail_length + j) % tables.ring_rows();
     bool bad = false;
-    if (limit > 0.0F) {
-      for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
-        bad = bad || !(fabsf(key.at(token, i / dim, i % dim)) <= limit) || !(fabsf(value.at(token, i / dim, i % dim)) <= limit);
-      }
+    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
+      bad = bad || !(fabsf(key.at(token, i / dim, i % dim)) <= limit) || !(fabsf(value.at(token, i / dim, i % dim)) <= limit);
     }
     bad = __syncthreads_or(bad) != 0;
     if (bad && threadIdx.x == 0) atomicAdd(tables.faults, 1U);
@@ -185,7 +183,7 @@ __global__ void pack_prompt_kernel(Tables tables, DeviceRows key, DeviceRows val
     const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * layout.rows + row;
     for (const Part part : {Part::key, Part::value}) {
       const float x = token < count ? (part == Part::key ? key : value).at(token, head, channel) : 0.0F;
-      const bool usable = limit == 0.0F || fabsf(x) <= limit;
+      const bool usable = fabsf(x) <= limit;
       *reinterpret_cast<std::uint16_t*>(tile + layout.plain_byte(part, row, channel)) = to_bits(tables.full_type, usable ? x : 0.0F);
     }
   }

@@ -47,6 +47,11 @@ struct HeadTiles {
 
   __host__ __device__ std::int32_t unit_channels() const { return codes ? kCodeUnit : kPlainUnit; }
   __host__ __device__ std::int32_t channels(Part part) const { return unit_channels() * (part == Part::key ? key_units : value_units); }
+  /// @brief Pages that so many rows fill.
+  std::int64_t pages_for(std::int64_t row_count) const {
+    const std::int64_t per_page = std::int64_t{rows} * tiles_per_page;
+    return (row_count + per_page - 1) / per_page;
+  }
   __host__ __device__ std::int32_t offset(Part part) const { return part == Part::key ? key_offset : value_offset; }
   /// @brief Byte of element (row, channel) of a plain tile.
   __host__ __device__ std::int32_t plain_byte(Part part, int row, int channel) const {
