@@ -2,12 +2,14 @@
 // One decode step of one layer through CompressedKVCache<Cuda, ...>: queries projected, lists attended to, outputs expanded.
 // For every shape of one of Llama-3.1-8B's layers (head_dim 128) and every method: time of a replayed CUDA graph and of plain calls, bytes read,
 // what that is of the memory's rate; and the time that storing the prompt took. peers.py gives cuDNN's times on the same machine.
+// Arguments: the number of a shape, the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/attend.cu
 //
 // Floor: the stored bytes of the sequences, once, at 4.6 TB/s (an H200's best attention kernel).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <random>
 #include <string>
@@ -21,6 +23,7 @@ namespace {
 
 constexpr int kDim = 128;
 constexpr double kRate = 4.6e12;
+std::string only;  // the beginning of the names of the methods that are measured
 
 struct Shape {
   int batch, query_heads, kv_heads;
@@ -65,6 +68,7 @@ LayerBasis basis(int heads, int rank, const std::vector<std::uint8_t>& bits) {
 
 template <class Cache>
 void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+  if (std::string(name).rfind(only, 0) != 0) return;
   CacheConfig config;
   config.shape = {shape.query_heads, shape.kv_heads, kDim};
   config.max_sequences = shape.batch;
@@ -133,9 +137,12 @@ void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHy
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  const int wanted = count > 1 ? std::atoi(arguments[1]) : -1;
+  if (count > 2) only = arguments[2];
   const std::vector<Shape> shapes{{8, 32, 8, 131072}, {16, 32, 8, 32768}, {1, 32, 8, 131072}, {1, 32, 8, 32768}, {16, 32, 32, 8192}, {16, 32, 32, 32768}};
   for (const Shape& shape : shapes) {
+    if (wanted >= 0 && &shape != &shapes[static_cast<std::size_t>(wanted) % shapes.size()]) continue;
     codes("2.5 bits", shape, {4, 2, 2, 2});
     codes("2 bits", shape, {2, 2, 2, 2});
     codes("4 3 2 1 bits", shape, {4, 3, 2, 1});

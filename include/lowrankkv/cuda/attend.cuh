@@ -11,6 +11,7 @@
 #include "lowrankkv/cuda/attend_plain.cuh"
 #include "lowrankkv/cuda/combine.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/project_query.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -39,15 +40,15 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::si
 
 /// Launches an attention kernel with as many warps as its rings leave room for.
 template <class... Parameters, class... Arguments>
-void launch_attention(void (*kernel)(Parameters...), dim3 grid, int tile_bytes, int stages, int value_channels, int most_shared, bool early, cudaStream_t stream, const Arguments&... arguments) {
+void launch_attention(void (*kernel)(Parameters...), dim3 grid, int stage_bytes, int stages, int value_channels, int most_shared, bool early, cudaStream_t stream, const Arguments&... arguments) {
   int warps = kAttendWarps;
-  while (warps > 4 && warps * stages * tile_bytes > kRingBytes) warps /= 2;
+  while (warps > 4 && warps * stages * stage_bytes > kRingBytes) warps /= 2;
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
   const int limit = (std::min)(kMaxRingBytes, most_shared - static_cast<int>(attributes.sharedSizeBytes));
-  const auto bytes = [&] { return (std::max)(warps * stages * tile_bytes, warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float))); };
+  const auto bytes = [&] { return (std::max)(warps * stages * stage_bytes, warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float))); };
   while (warps > 1 && bytes() > limit) warps /= 2;
-  if (bytes() > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a ring of ", stages, " tiles needs ", bytes(), " bytes of shared memory, the device has ", limit, " to give");
+  if (bytes() > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a ring of ", stages, " stages needs ", bytes(), " bytes of shared memory, the device has ", limit, " to give");
   launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(bytes()), early, "attention kernel", stream, arguments...);
 }
 
@@ -86,7 +87,7 @@ void with_type(DType type, Function&& function) {
 
 /// Attention over plain rows of one kind.
 template <PlainRows which>
-void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, bool first_of_step, cudaStream_t stream) {
+void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   int units = 0, bytes = 0, channels = 0;
   for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
@@ -100,7 +101,7 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence, first_of_step);
+        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.shared_bytes(), which != PlainRows::recent && layer.overlaps(), stream, layer.tables(), step, batch, queries, first_sequence);
       });
     });
   });
@@ -108,21 +109,32 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
 
 /// Attention over lists of codes.
 inline void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
-  int channels = 0;
-  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.channels(Part::value));
+  int channels = 0, bytes = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) {
+    channels = (std::max)(channels, tiles.channels(Part::value));
+    bytes = (std::max)({bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
+  }
   with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
     with_column_blocks(step.blocks, [&](auto column_blocks) {
       const int groups = (step.blocks + column_blocks - 1) / column_blocks;
       const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-      launch_attention(attend_codes_kernel<max_units(), column_blocks()>, grid, layer.tiles().max_tile_bytes(), kCodeStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence);
+      const auto launch = [&](auto* kernel) { launch_attention(kernel, grid, bytes, kCodeStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence); };
+      constexpr int most = code_blocks(max_units(), column_blocks(), 0), least = code_blocks(max_units(), column_blocks(), 1 << 20);
+      if (code_blocks(max_units(), column_blocks(), bytes) == most) {
+        launch(attend_codes_kernel<max_units(), column_blocks(), most>);
+      } else {
+        launch(attend_codes_kernel<max_units(), column_blocks(), least>);
+      }
     });
   });
 }
 
 }  // namespace detail
 
-/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Three launches, four
-/// with codes; allocates nothing, waits for nothing.
+/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
+/// with compressed rows, one more for a prompt; allocates nothing, waits for nothing.
+///
+/// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
 inline void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
@@ -130,21 +142,23 @@ inline void attend_step(const LayerState& layer, const AttentionStep& step, cons
   const Tables& tables = layer.tables();
   const CodedForm form = layer.tiles().form;
   constexpr float log2e = 1.44269504F;
-  const float factor = layer.config().scale() * log2e;
-  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+  const StepQueries queries{query, first_row, layer.config().scale() * log2e};
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(batch.count);
-  const dim3 projection(heads, sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-  detail::with_type(layer.config().full_type, [&](auto full_type) {
+  detail::attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
+  if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
+  if (compressed_splits > 0) {
+    const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+    const dim3 projection(heads, sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
     detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
-      detail::launch_early(project_query_kernel<full_type(), coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels),
-                           false, "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), query, static_cast<int>(tables.head_dim), key_channels, factor, form, first_row,
-                           first_sequence);
+      detail::launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
+                           "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), queries, static_cast<int>(tables.head_dim), key_channels, form, first_sequence);
     });
-  });
-  if (compressed_splits > 0 && form == CodedForm::codes) detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
-  if (compressed_splits > 0 && form == CodedForm::plain) detail::attend_plain<PlainRows::compressed>(layer, step, batch, first_sequence, compressed_splits, true, stream);
-  detail::attend_plain<PlainRows::recent>(layer, step, batch, first_sequence, 1 + full_splits, compressed_splits == 0, stream);
-  if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, first_sequence, 1, false, stream);
+    if (form == CodedForm::codes) {
+      detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
+    } else {
+      detail::attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+    }
+  }
   const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
   detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width, tables.head_dim), layer.overlaps(), "combine_kernel", stream, tables, step, layer.maps().heads(), form, batch,
                        out, first_row, first_sequence);

@@ -11,198 +11,23 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/code_products.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tiles of a warp's ring.
-inline constexpr int kCodeStages = 2;
-
-namespace detail {
-
-/// A number known when the kernel is compiled, where a number is asked for.
-template <int number>
-struct Constant {
-  static constexpr int value = number;
-  __host__ __device__ constexpr operator int() const { return number; }
-};
-
-/// How many units of 8, 4, 2 and 1 bits the keys, or the values, of a head have, in this order.
-template <int n8, int n4, int n2, int n1>
-struct Pattern {
-  static constexpr int units = n8 + n4 + n2 + n1;
-  __host__ __device__ static constexpr int width(int unit) { return unit < n8 ? 8 : unit < n8 + n4 ? 4 : unit < n8 + n4 + n2 ? 2 : 1; }
-  __host__ __device__ static constexpr int count(int bits) { return bits == 8 ? n8 : bits == 4 ? n4 : bits == 2 ? n2 : n1; }
-};
-
-/// Calls f with the pattern of which `packed` is the number (code_pattern), if it is one of those that are compiled on their own: a
-/// third fewer instructions a tile than loops over any units. Returns whether it did.
-template <class Function>
-__device__ __forceinline__ bool with_pattern(int packed, Function&& function) {
-  switch (packed) {
-    case code_pattern(0, 1, 3, 0): function(Pattern<0, 1, 3, 0>{}); return true;
-    case code_pattern(0, 0, 4, 0): function(Pattern<0, 0, 4, 0>{}); return true;
-    case code_pattern(0, 2, 2, 0): function(Pattern<0, 2, 2, 0>{}); return true;
-    case code_pattern(0, 0, 3, 0): function(Pattern<0, 0, 3, 0>{}); return true;
-    case code_pattern(0, 1, 2, 0): function(Pattern<0, 1, 2, 0>{}); return true;
-    case code_pattern(0, 0, 2, 0): function(Pattern<0, 0, 2, 0>{}); return true;
-    case code_pattern(0, 1, 1, 0): function(Pattern<0, 1, 1, 0>{}); return true;
-    case code_pattern(0, 4, 0, 0): function(Pattern<0, 4, 0, 0>{}); return true;
-    default: return false;
-  }
-}
-
-/// logits[b][m][r] += products of `units` units of keys of one width: rows 16 m + 8 r + lane / 4, column lane % 4 of column block b.
-template <int bits, int column_blocks, class Count>
-__device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count units, const uint2*& query, const float (&scale)[column_blocks], float (&logits)[column_blocks][4][2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (units == 0) return;
-  int c[column_blocks][4][4];
-  const auto add = [&](auto first) {
-    uint2 b[column_blocks];
-    #pragma unroll
-    for (int block = 0; block < column_blocks; ++block) b[block] = query[block * 32];
-    uint4 words[bits == 8 ? 4 : bits == 4 ? 2 : 1];
-    if constexpr (bits == 1) {
-      words[0] = {reinterpret_cast<const uint2*>(unit)[lane].x, reinterpret_cast<const uint2*>(unit)[lane].y, 0, 0};
-    } else {
-      #pragma unroll
-      for (int j = 0; j < bits / 2; ++j) words[j] = reinterpret_cast<const uint4*>(unit)[32 * j + lane];
-    }
-    #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      uint4 a;
-      if constexpr (bits == 8) {
-        a = words[m];
-      } else if constexpr (bits == 4) {
-        const std::uint32_t mask = m % 2 == 0 ? 0x0f0f0f0fU : 0xf0f0f0f0U;
-        a = {words[m / 2].x & mask, words[m / 2].y & mask, words[m / 2].z & mask, words[m / 2].w & mask};
-      } else if constexpr (bits == 2) {
-        const std::uint32_t mask = 0x03030303U << (2 * m);
-        a = {words[0].x & mask, words[0].y & mask, words[0].z & mask, words[0].w & mask};
-      } else {
-        const std::uint32_t low = 0x01010101U << (2 * m), high = 0x02020202U << (2 * m);
-        a = {words[0].x & low, words[0].x & high, words[0].y & low, words[0].y & high};
-      }
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        if constexpr (decltype(first)::value == 1) mma_codes_new(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
-        else mma_codes(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
-      }
-    }
-    unit += code_unit_bytes(bits);
-    query += 32 * column_blocks;
-  };
-  add(Constant<1>{});
-  #pragma unroll
-  for (int i = 1; i < units; ++i) add(Constant<0>{});
-  #pragma unroll
-  for (int block = 0; block < column_blocks; ++block) {
-    #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int shift = bits == 8 ? 0 : bits == 4 ? 4 * (m % 2) : 2 * m;
-      const float factor = 1.0F / static_cast<float>(1 << shift);
-      logits[block][m][0] = fmaf(static_cast<float>(c[block][m][0] * 256 + c[block][m][1]), factor * scale[block], logits[block][m][0]);
-      logits[block][m][1] = fmaf(static_cast<float>(c[block][m][2] * 256 + c[block][m][3]), (bits == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][1]);
-    }
-  }
-}
-
-/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at bit p of their bytes count 2^p times.
-template <int column_blocks>
-__device__ __forceinline__ void value_products(const std::uint8_t* unit, int bits, const std::uint32_t (&weights)[column_blocks][4], const float (&scale)[column_blocks],
-                                               float (&out)[column_blocks][2][2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const uint4* words = reinterpret_cast<const uint4*>(unit) + lane;
-  const auto add = [&](int block, int half, const int (&c)[4], float factor) {
-    out[block][half][0] = fmaf(static_cast<float>(c[0] * 256 + c[1]), factor * scale[block], out[block][half][0]);
-    out[block][half][1] = fmaf(static_cast<float>(c[2] * 256 + c[3]), factor * scale[block], out[block][half][1]);
-  };
-  if (bits == 2) {
-    const uint4 w = words[0];
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::uint32_t low = 0x03030303U << (4 * half), high = 0x0c0c0c0cU << (4 * half);
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        int c[4];
-        mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][0], weights[block][1]);
-        mma_codes(c, w.z & low, w.z & high, w.w & low, w.w & high, weights[block][2], weights[block][3]);
-        add(block, half, c, 1.0F);
-      }
-    }
-  } else if (bits == 4) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 w = words[32 * half];
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        int c[4];
-        mma_codes_new(c, w.x & 0x0f0f0f0fU, w.x & 0xf0f0f0f0U, w.y & 0x0f0f0f0fU, w.y & 0xf0f0f0f0U, weights[block][0], weights[block][1]);
-        mma_codes(c, w.z & 0x0f0f0f0fU, w.z & 0xf0f0f0f0U, w.w & 0x0f0f0f0fU, w.w & 0xf0f0f0f0U, weights[block][2], weights[block][3]);
-        add(block, half, c, 1.0F);
-      }
-    }
-  } else if (bits == 8) {
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 w = words[64 * half], x = words[64 * half + 32];
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        int c[4];
-        mma_codes_new(c, w.x, w.y, w.z, w.w, weights[block][0], weights[block][1]);
-        mma_codes(c, x.x, x.y, x.z, x.w, weights[block][2], weights[block][3]);
-        add(block, half, c, 1.0F);
-      }
-    }
-  } else {
-    const uint2 w = reinterpret_cast<const uint2*>(unit)[lane];
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        const std::uint32_t low = 0x01010101U << (4 * step + 2 * half), high = 0x02020202U << (4 * step + 2 * half);
-        #pragma unroll
-        for (int block = 0; block < column_blocks; ++block) {
-          int c[4];
-          mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][2 * step], weights[block][2 * step + 1]);
-          add(block, half, c, step == 0 ? 1.0F : 0.0625F);
-        }
-      }
-    }
-  }
-}
-
-/// Calls f(0), ..., f(count - 1) with constants.
-template <int count, class Function>
-__device__ __forceinline__ void for_each_unit(Function&& function) {
-  if constexpr (count > 0) {
-    for_each_unit<count - 1>(function);
-    function(Constant<count - 1>{});
-  }
-}
-
-/// What the place of a channel in its byte multiplied its sums by.
-__device__ inline float value_factor(int bits, int half, int r) {
-  const int shift = bits == 8 ? 0 : bits == 4 ? 4 * r : bits * (2 * half + r);
-  return 1.0F / static_cast<float>(1 << shift);
-}
-
-/// Weights of a tile, relative to `largest`, as bytes: high parts in even columns, low ones in odd; operands of mma_codes.
-__device__ __forceinline__ std::uint32_t weight_bytes(float first, float second, float to_integer) {
-  // Adding 1.5 x 2^23 leaves the rounded integer in the low bits; 128 more, and the low byte is signed about the high one.
-  const std::uint32_t y0 = __float_as_uint(fmaf(first, to_integer, 12582912.0F + 128.0F)), y1 = __float_as_uint(fmaf(second, to_integer, 12582912.0F + 128.0F));
-  return transposed(__byte_perm(y0, y1, 0x4051) ^ 0x80800000U);
-}
-
-}  // namespace detail
+/// @brief Halves of tiles, keys and values in turn, that a warp's ring holds.
+inline constexpr int kCodeStages = 3;
+/// @brief Blocks that are to share a multiprocessor: registers are cut to fit. Three where little is read for what is done, measured.
+constexpr int code_blocks(int max_units, int column_blocks, int stage_bytes) { return max_units * column_blocks <= 4 ? (stage_bytes <= 2304 ? 3 : 2) : max_units * column_blocks <= 8 ? 2 : 1; }
 
 /// @brief Partial states of the compressed lists. Grid: (splits x column groups) x heads x sequences.
 /// @tparam max_units      units of values that a head may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-template <int max_units, int column_blocks>
-__global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence) {
+/// @tparam resident       blocks that are to share a multiprocessor
+template <int max_units, int column_blocks, int resident>
+__global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kCodeStages];
@@ -226,11 +51,23 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, used_blocks = min(column_blocks, step.blocks - first_block);
-  const int2 patterns = {code_pattern(layout.key_widths, key_units), code_pattern(layout.value_widths, layout.value_units)};
-  TileRing<kCodeStages> ring(memory + warp * kCodeStages * layout.bytes, barriers[warp], layout.bytes);
+  const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
+  TileRing<kCodeStages> ring(memory + warp * kCodeStages * max(key_bytes, value_bytes), barriers[warp], max(key_bytes, value_bytes));
   PageWalk walk(tables, table, layout, first + warp);
   const auto tile_at = [&](int tile) { return tile < last ? walk.next(warps) : nullptr; };  // called for every warps-th tile in turn
-  for (int stage = 0; stage < kCodeStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps));
+  const std::uint8_t* next = nullptr;  // the tile of which a half was fetched last
+  int next_tile = first + warp;
+  const auto fetch_keys = [&] {
+    next = tile_at(next_tile);
+    next_tile += warps;
+    ring.fetch(next, key_bytes);
+  };
+  const auto fetch_values = [&] { ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes); };
+  #pragma unroll
+  for (int stage = 0; stage < kCodeStages; ++stage) {
+    if (stage % 2 == 0) fetch_keys();
+    else fetch_values();
+  }
   wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_block);
@@ -246,7 +83,6 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
     top[block] = -INFINITY;
   }
   for (int tile = first + warp; tile < last; tile += warps) {
-    const std::uint8_t* next = tile_at(tile + kCodeStages * warps);
     const std::uint8_t* here = ring.wait();
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -263,7 +99,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
     }
     const std::uint8_t* at = here + layout.key_offset;
     const uint2* query = shared_query + lane;
-    const bool known_keys = detail::with_pattern(patterns.x, [&](auto pattern) {
+    const bool known_keys = detail::with_pattern(key_pattern, [&](auto pattern) {
       using P = decltype(pattern);
       detail::key_products<8, column_blocks>(at, detail::Constant<P::count(8)>{}, query, units, s);
       detail::key_products<4, column_blocks>(at, detail::Constant<P::count(4)>{}, query, units, s);
@@ -271,11 +107,14 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
       detail::key_products<1, column_blocks>(at, detail::Constant<P::count(1)>{}, query, units, s);
     });
     if (!known_keys) {
-      detail::key_products<8, column_blocks>(at, patterns.x & 0xff, query, units, s);
-      detail::key_products<4, column_blocks>(at, patterns.x >> 8 & 0xff, query, units, s);
-      detail::key_products<2, column_blocks>(at, patterns.x >> 16 & 0xff, query, units, s);
-      detail::key_products<1, column_blocks>(at, patterns.x >> 24, query, units, s);
+      detail::key_products<8, column_blocks>(at, key_pattern & 0xff, query, units, s);
+      detail::key_products<4, column_blocks>(at, key_pattern >> 8 & 0xff, query, units, s);
+      detail::key_products<2, column_blocks>(at, key_pattern >> 16 & 0xff, query, units, s);
+      detail::key_products<1, column_blocks>(at, key_pattern >> 24, query, units, s);
     }
+    __syncwarp();
+    if (kCodeStages % 2 == 0) fetch_keys();
+    else fetch_values();
     const int valid = rows - tile * kCodeRows;
     std::uint32_t p[column_blocks][4];
     float from_integer[column_blocks];
@@ -333,7 +172,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
       mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][2], p[block][3]);
       weight[block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[block], weight[block]);
     }
-    at = here + layout.value_offset;
+    at = ring.wait();
     const auto add_values = [&](int unit, auto bits) {
       float part[column_blocks][2][2];
       #pragma unroll
@@ -349,7 +188,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
       }
       at += code_unit_bytes(bits);
     };
-    const bool known_values = detail::with_pattern(patterns.y, [&](auto pattern) {
+    const bool known_values = detail::with_pattern(value_pattern, [&](auto pattern) {
       using P = decltype(pattern);
       detail::for_each_unit<(P::units < max_units ? P::units : max_units)>([&](auto unit) { add_values(unit, detail::Constant<P::width(decltype(unit)::value)>{}); });
     });
@@ -360,7 +199,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
       }
     }
     __syncwarp();
-    ring.fetch(next);
+    if (kCodeStages % 2 == 0) fetch_values();
+    else fetch_keys();
   }
   const int channels = layout.channels(Part::value);
   const std::size_t size = static_cast<std::size_t>(3 + channels) * kBlockColumns;
@@ -381,7 +221,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_codes_kernel(Tables tab
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int channel = unit * kCodeUnit + 16 * (i / 2) + 8 * (i % 2) + g;
-          state[(3 + channel) * kBlockColumns + t] = out[block][unit][i / 2][i % 2] * detail::value_factor(layout.value_widths[unit], i / 2, i % 2);
+          state[(3 + channel) * kBlockColumns + t] = out[block][unit][i / 2][i % 2];
         }
       }
     }

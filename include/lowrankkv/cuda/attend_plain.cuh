@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/query_operands.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -22,17 +22,20 @@ enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 
 /// @brief Partial states of plain rows. Grid: splits (recent: 1 for the tail, then those of the full rows; prompt: 1) x column
 /// groups, heads, sequences.
-/// @param first_of_step   the kernel before this one wrote the queries; otherwise it attends to another list, at the same time
+/// Rows at full rank meet the queries as they are: recent ones are attended to first, a prompt's own at the same time. Compressed ones wait for
+/// the kernel before this one, which projects the queries.
 /// @tparam type           of the tiles  @tparam which  rows
 /// @tparam max_units      units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
 template <DType type, PlainRows which, int max_units, int column_blocks>
-__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, bool first_of_step) {
+__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kPlainStages];
   __shared__ uint2 shared_query[max_units * column_blocks * 32];
   __shared__ __align__(16) float factors[kAttendWarps * kBlockColumns];
+  __shared__ float raw[which == PlainRows::compressed ? 1 : column_blocks * max_units * kPlainUnit * kBlockColumns];
+  __shared__ int largest[which == PlainRows::compressed ? 1 : column_blocks * kBlockColumns];
   const int groups = (step.blocks + column_blocks - 1) / column_blocks;
   const int entry = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
@@ -46,7 +49,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int rows = tail ? tables.ring_rows() : prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head);
   const int splits = tail || prompt ? 1 : splits_of(rows), split = which == PlainRows::recent && !tail ? entry - 1 : entry;
   if (split >= splits) {
-    wait_for_last_kernel();
+    if (which != PlainRows::recent) wait_for_last_kernel();
     return;
   }
   const std::int32_t* table = tables.page_table(list, slot, head);
@@ -58,9 +61,6 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
-  const uint2* queries = coded ? step.coded_queries : step.full_queries;
-  const ColumnScale* scales = coded ? step.coded_scales : step.full_scales;
-  const int unit_stride = coded ? step.coded_units : key_units;
   TileRing<kPlainStages> ring(memory + warp * kPlainStages * layout.bytes, barriers[warp], layout.bytes);
   PageWalk walk(tables, table, layout, first + warp);
   const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
@@ -68,19 +68,27 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     if (prompt) return step.prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes);
     return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes) : walk.next(warps);
   };
-  for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps));
-  if (first_of_step) wait_for_last_kernel();  // for the queries; the tiles were there
+  for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps), layout.bytes);
+  if (coded) wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_block);
-  load_queries<column_blocks>(queries + block_row * static_cast<std::size_t>(unit_stride) * 32, key_units, unit_stride, used_blocks, shared_query);
-  __syncthreads();
+  if constexpr (coded) {
+    load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
+    __syncthreads();
+  } else {
+    make_plain_queries<type, column_blocks>(raw_queries, step, static_cast<int>(blockIdx.z), head, first_block, tables.head_dim, raw, largest, shared_query);
+  }
   ColumnScale scale[column_blocks];
   float out[column_blocks][max_units][4] = {};
   float top[column_blocks], sum[column_blocks] = {};
   int limit[column_blocks];  // rows of the tail, or of the prompt, that a column sees: those up to its own token
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    scale[block] = block < used_blocks ? scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)] : ColumnScale{};
+    if constexpr (coded) {
+      scale[block] = block < used_blocks ? step.coded_scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)] : ColumnScale{};
+    } else {
+      scale[block].unit = __int_as_float(largest[block * kBlockColumns + t]);
+    }
     top[block] = -INFINITY;
     const int token = min(((first_block + block) * kBlockColumns + t) / step.group, step.m - 1);
     limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
@@ -158,7 +166,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
       }
     }
     __syncwarp();
-    ring.fetch(next);
+    ring.fetch(next, layout.bytes);
   }
   const int channels = layout.channels(Part::value);
   const std::size_t size = static_cast<std::size_t>(3 + channels) * kBlockColumns;
@@ -186,7 +194,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
       merge_warps(states, channels, scale[block].shift, factors, step.state(row, place, first_block + block));  // lane t has column t
     }
   }
-  if (!first_of_step) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  if (prompt) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
 }
 
 }  // namespace cuda

@@ -35,10 +35,8 @@ struct ColumnScale {
 
 /// @brief Buffers and sizes of an attention call. All device memory is part of the layer's workspace.
 struct AttentionStep {
-  uint2* full_queries = nullptr;      ///< [sequence, head, block, full units, 32 lanes]
   uint2* coded_queries = nullptr;     ///< [sequence, head, block, coded units, 32 lanes]
-  ColumnScale* full_scales = nullptr;   ///< [sequence, head, block, kBlockColumns]
-  ColumnScale* coded_scales = nullptr;  ///< the same
+  ColumnScale* coded_scales = nullptr;  ///< [sequence, head, block, kBlockColumns]
   float* partial = nullptr;           ///< [sequence, head, entry, block, 3 + width, kBlockColumns]: maximum, sum, sum of weights (with gains), values
   std::int32_t coded_units = 0;       ///< the largest of a head
   std::int32_t width = 0;             ///< the largest number of value channels

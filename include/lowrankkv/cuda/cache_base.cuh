@@ -40,7 +40,7 @@ class CacheBase {
     Tokens::validate(policies.token_policy);
     Codec::validate(policies.quantizer);
     const int dim = config.shape.head_dim;
-    if (dim % kPlainUnit != 0 || dim > 256) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to 256 expected on this backend");
+    if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
     if (config.rope.keys == Rope::pre) fail<ValueError>("rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");

@@ -31,14 +31,21 @@ struct PartTiles {
   int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is their norm
 };
 
+/// @brief Where element (channel of tiles, channel of rows) of a key's reader stands: operands of mma.m16n8k8, [channels / 16, head_dim / 8,
+/// 32 lanes, 4].
+__host__ __device__ constexpr int key_place_in_map(int channel, int row, int head_dim) {
+  return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 4) * 4 + channel % 16 / 8 + 2 * (row % 8 / 4);
+}
+
 /// @brief Maps of keys, or of values, of one head; f32 in device memory.
 struct PartMaps {
   const float4* encoder = nullptr;       ///< rows to coefficients, in steps: operands of mma.m16n8k8, [head_dim / 8, blocks of 8 coefficients, 32 lanes], as a sum of two tf32
   const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean
-  const float* reader = nullptr;         ///< channels of tiles to rows: keys [head_dim, channels], values [channels, head_dim]
+  const float* reader = nullptr;         ///< channels of tiles to rows: keys at key_place_in_map(), values [channels, head_dim]
   const float* mean = nullptr;           ///< [head_dim] or null
   const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
   std::int32_t rank = 0;
+  std::int32_t width = 0;                ///< channels of tiles, padding included
   std::int32_t coded = 0;                ///< of them, those with bits
   float reference_norm = 1.0F;
 };
@@ -88,15 +95,17 @@ class LayerMaps {
         for (int row = 0; row < head_dim && !mean.empty(); ++row) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
         values.push_back(static_cast<float>(sum));
       }
+      while (values.size() % 4 != 0) values.push_back(0.0F);
       at.reader = values.size();
       const int width = layouts[part / 2].channels(key ? Part::key : Part::value);
       values.resize(at.reader + static_cast<std::size_t>(width) * static_cast<std::size_t>(head_dim));
       for (int channel = 0; channel < width; ++channel) {
         const bool coded = !tiles[part].channels.empty();
         const TileChannel place = coded ? tiles[part].channels[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
+        const float weight = coded && !key ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
         for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
-          values[at.reader + static_cast<std::size_t>(key ? row * width + channel : channel * head_dim + row)] =
-              round_to(type, decoder(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift);
+          values[at.reader + static_cast<std::size_t>(key ? key_place_in_map(channel, row, head_dim) : channel * head_dim + row)] =
+              round_to(type, decoder(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
         }
       }
       at.mean = values.size();
@@ -115,6 +124,7 @@ class LayerMaps {
       maps.mean = offsets[part].has_mean ? values_.data() + offsets[part].mean : nullptr;
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
+      maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
       maps.coded = tiles[part].coded;
       maps.reference_norm = tiles[part].reference_norm;
     }

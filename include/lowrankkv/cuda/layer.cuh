@@ -17,7 +17,6 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
-#include "lowrankkv/cuda/project_query.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -80,6 +79,8 @@ inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
   tiles.value_units = static_cast<std::int32_t>(value.widths.size());
   std::copy(key.widths.begin(), key.widths.end(), tiles.key_widths);
   std::copy(value.widths.begin(), value.widths.end(), tiles.value_widths);
+  tiles.key_pattern = code_pattern(tiles.key_widths, tiles.key_units);
+  tiles.value_pattern = code_pattern(tiles.value_widths, tiles.value_units);
   tiles.key_offset = kGainBytes;
   tiles.value_offset = tiles.key_offset;
   for (const std::uint8_t width : key.widths) tiles.value_offset += code_unit_bytes(width);
@@ -247,20 +248,18 @@ class LayerState {
     step.full_splits = splits_of(sequence(slot).rows.num_full);
     step.prompt_tiles = static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
     const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
-    const std::size_t full_units = static_cast<std::size_t>(tiles_.full.key_units), coded_units = static_cast<std::size_t>(step.coded_units);
+    const std::size_t coded_units = static_cast<std::size_t>(step.coded_units);
     const auto grow = [](auto& array, std::size_t size) {
       using Array = std::remove_reference_t<decltype(array)>;
       if (array.size() < size) array = Array(size);
     };
     grow(prompt_, heads * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     step.prompt = prompt_.data();
-    grow(prompt_queries_, rows * (full_units + coded_units) * 32);
-    grow(prompt_scales_, 2 * rows * kBlockColumns);
+    grow(prompt_queries_, rows * coded_units * 32);
+    grow(prompt_scales_, rows * kBlockColumns);
     grow(prompt_partial_, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
-    step.full_queries = prompt_queries_.data();
-    step.coded_queries = prompt_queries_.data() + rows * full_units * 32;
-    step.full_scales = prompt_scales_.data();
-    step.coded_scales = prompt_scales_.data() + rows * kBlockColumns;
+    step.coded_queries = prompt_queries_.data();
+    step.coded_scales = prompt_scales_.data();
     step.partial = prompt_partial_.data();
     return step;
   }
@@ -282,14 +281,11 @@ class LayerState {
     for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.channels(Part::value));
     workspace_.coded_units = tiles_.max_units(Part::key);
     const std::size_t rows = static_cast<std::size_t>(config_.max_sequences) * static_cast<std::size_t>(config_.shape.num_kv_heads) * static_cast<std::size_t>(workspace_.blocks);
-    const std::size_t full_units = static_cast<std::size_t>(tiles_.full.key_units), coded_units = static_cast<std::size_t>(workspace_.coded_units);
-    queries_ = DeviceArray<uint2>(rows * (full_units + coded_units) * 32);
-    scales_ = DeviceArray<ColumnScale>(2 * rows * kBlockColumns);
+    queries_ = DeviceArray<uint2>(rows * static_cast<std::size_t>(workspace_.coded_units) * 32);
+    scales_ = DeviceArray<ColumnScale>(rows * kBlockColumns);
     partial_ = DeviceArray<float>(rows * static_cast<std::size_t>(workspace_.entries()) * workspace_.state_floats());
-    workspace_.full_queries = queries_.data();
-    workspace_.coded_queries = queries_.data() + rows * full_units * 32;
-    workspace_.full_scales = scales_.data();
-    workspace_.coded_scales = scales_.data() + rows * kBlockColumns;
+    workspace_.coded_queries = queries_.data();
+    workspace_.coded_scales = scales_.data();
     workspace_.partial = partial_.data();
   }
   void edit(int list, std::int32_t index, std::int32_t page, cudaStream_t stream) {

@@ -19,7 +19,7 @@
 #include "lowrankkv/basis/projector.hpp"
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
-#include "lowrankkv/cuda/project_query.cuh"
+#include "lowrankkv/cuda/head_maps.cuh"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_layout.hpp"
 #include "lowrankkv/token_policy/compose.hpp"

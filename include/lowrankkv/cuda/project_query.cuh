@@ -1,185 +1,167 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/project_query.cuh  Queries become operands: for rows at full rank as they are, for compressed ones projected by the maps.
+/// @file cuda/project_query.cuh  Queries meet compressed rows as coefficients: projected by the maps, as operands of the attention kernels.
 #pragma once
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/query_operands.cuh"
+#include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
+/// @brief Columns of a block of project_query_kernel, at most.
+inline constexpr int kProjectColumns = 16;
+/// @brief Its warps, and operands of the map that a warp has in flight before the queries arrive.
+inline constexpr int kStepWarps = kStepThreads / 32, kMapTiles = 8;
+
+/// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
+inline std::size_t project_query_bytes(int columns, int head_dim, int channels) {
+  const std::size_t blocks = static_cast<std::size_t>((columns + kBlockColumns - 1) / kBlockColumns);
+  return sizeof(float4) * (blocks * static_cast<std::size_t>(head_dim + channels) + static_cast<std::size_t>(kStepWarps * 16));
+}
+
 namespace detail {
 
-/// Columns [4 block, 4 block + 4) of values [columns, stride] as operands of mma.m16n8k16, relative to each column's unit.
-template <DType type>
-__device__ void write_plain_query(const float* values, int stride, int columns, int width, int units, const float* largest, uint2* target, int blocks, int unit_stride) {
-  for (int item = static_cast<int>(threadIdx.x); item < blocks * units * 32; item += static_cast<int>(blockDim.x)) {
-    const int lane = item % 32, unit = item / 32 % units, block = item / 32 / units;
-    const int column = block * kBlockColumns + lane / 4 / 2;
-    const bool low = lane / 4 % 2 == 1;
-    std::uint32_t words[2] = {0, 0};
-    for (int half = 0; half < 4; ++half) {
-      const int channel = unit * kPlainUnit + 2 * (lane % 4) + half % 2 + 8 * (half / 2);
-      const float scale = column < columns ? largest[column] : 0.0F;
-      const float value = scale > 0.0F && channel < width ? values[column * stride + channel] / scale : 0.0F;
-      const std::uint16_t high_bits = to_bits(type, value);
-      const std::uint16_t bits = low ? to_bits(type, value - from_bits(type, high_bits)) : high_bits;
-      words[half / 2] |= static_cast<std::uint32_t>(bits) << (16 * (half % 2));
-    }
-    target[(block * unit_stride + unit) * 32 + lane] = {words[0], words[1]};
+/// What is left of a number when its first ten bits, all that tensor cores read, are taken away.
+__device__ __forceinline__ float beyond_tf32(float value) { return value - __uint_as_float(__float_as_uint(value) & ~0x1fffU); }
+
+/// Which operands of a map [channels / 16, head_dim / 8] a warp multiplies: those of one block of 16 channels, some of the steps over head_dim.
+struct MapShare {
+  int channel_blocks, steps, parts, first, end, channel_block;
+  __device__ MapShare(int width, int head_dim) : channel_blocks(width / 16), steps(head_dim / 8), parts(max(1, kStepWarps / max(1, channel_blocks))) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, per_part = (steps + parts - 1) / parts, part = warp / max(1, channel_blocks);
+    channel_block = parts == 1 ? warp : warp % max(1, channel_blocks);
+    first = parts == 1 ? 0 : min(steps, part * per_part);
+    end = parts == 1 ? steps : part < parts ? min(steps, first + per_part) : first;
   }
-}
+};
 
-/// A query's channel as a 16-bit integer whose halves are signed bytes.
-__device__ inline int query_integer(float value, float largest) { return largest > 0.0F ? __float2int_rn(value / largest * 32512.0F) : 0; }
-
-/// The same as 16-bit integers, operands of mma.m16n8k32.
-__device__ inline void write_code_query(const float* values, int stride, int columns, const HeadTiles& layout, const float* largest, uint2* target, int blocks, int unit_stride) {
-  for (int item = static_cast<int>(threadIdx.x); item < blocks * layout.key_units * 32; item += static_cast<int>(blockDim.x)) {
-    const int lane = item % 32, unit = item / 32 % layout.key_units, block = item / 32 / layout.key_units;
-    const int column = block * kBlockColumns + lane / 4 / 2;
-    const bool low = lane / 4 % 2 == 1;
-    std::uint32_t words[2] = {0, 0};
-    for (int i = 0; i < 8; ++i) {
-      const int channel = unit * kCodeUnit + 16 * (i / 4) + 4 * (lane % 4) + i % 4;
-      const float scale = column < columns ? largest[column] : 0.0F;
-      const int value = scale > 0.0F ? query_integer(values[column * stride + channel], scale) : 0;
-      const int high = (value + 128) >> 8;
-      const int byte = low ? value - 256 * high : high;
-      words[i / 4] |= (static_cast<std::uint32_t>(byte) & 0xffU) << (8 * (i % 4));
+/// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so that f32 is what it comes to. `map` holds
+/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end.
+__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const float4* reader, const float4 (&map)[kMapTiles], float4* scratch,
+                                       float* coded, int* largest) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, width = 16 * share.channel_blocks, steps = share.end - share.first;
+  for (int base = 0; base < share.channel_blocks; base += kStepWarps) {  // once, unless there are more than 256 channels
+    const int own = base + share.channel_block;
+    const float4* operands = reader + (own * share.steps + share.first) * 32 + lane;
+    for (int block = 0; block < blocks; ++block) {
+      float sums[4] = {};
+      if (own < share.channel_blocks) {
+        const float* query = plain + (block * head_dim + 8 * share.first + t) * kBlockColumns + g % 4;
+        const auto add = [&](const float4& a, int step) {
+          // Columns 0 to 3 are the queries' first bits, 4 to 7 what is left.
+          const float q0 = query[8 * kBlockColumns * step], q1 = query[(8 * step + 4) * kBlockColumns];
+          const float b0 = g < 4 ? q0 : beyond_tf32(q0), b1 = g < 4 ? q1 : beyond_tf32(q1);
+          mma_tf32(sums, {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)}, b0, b1);
+          mma_tf32(sums, a, b0, b1);
+        };
+        #pragma unroll
+        for (int i = 0; i < kMapTiles; ++i) {
+          if (i < steps) add(base == 0 ? map[i] : __ldg(operands + i * 32), i);
+        }
+        #pragma unroll 4
+        for (int i = kMapTiles; i < steps; ++i) add(__ldg(operands + i * 32), i);
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(~0U, sums[i], 2);  // columns 2t and 2t + 1 of t < 2
+      if (t < 2) {
+        float2* target = reinterpret_cast<float2*>(scratch + threadIdx.x / 32 * 16);
+        target[2 * g + t] = {sums[0], sums[1]};
+        target[2 * (g + 8) + t] = {sums[2], sums[3]};
+      }
+      __syncthreads();
+      const int used = min(width - 16 * base, 16 * kStepWarps) * kBlockColumns, apart = min(share.channel_blocks, kStepWarps) * 16 * kBlockColumns;
+      const float* parts = reinterpret_cast<const float*>(scratch);
+      for (int item = static_cast<int>(threadIdx.x); item < used; item += kStepThreads) {  // a multiple of 64
+        float total = parts[item];
+        for (int part = 1; part < share.parts; ++part) total += parts[part * apart + item];
+        coded[(block * channels + 16 * base) * kBlockColumns + item] = total;
+        float top = fabsf(total);  // of this lane's column: lanes that are four apart have the same
+        for (int distance = 16; distance >= kBlockColumns; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
+        if (lane < kBlockColumns && top > 0.0F) atomicMax(largest + block * kBlockColumns + lane, __float_as_int(top));
+      }
+      __syncthreads();
     }
-    target[(block * unit_stride + unit) * 32 + lane] = {words[0], words[1]};
-  }
-}
-
-/// largest[column] = max |values[column, 0..width)|, a warp a column.
-__device__ inline void largest_of(const float* values, int stride, int columns, int width, float* largest) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < columns; column += static_cast<int>(blockDim.x) / 32) {
-    float top = 0.0F;
-    for (int i = lane; i < width; i += 32) top = fmaxf(top, fabsf(values[column * stride + i]));
-    for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
-    if (lane == 0) largest[column] = top;
   }
 }
 
 }  // namespace detail
 
-/// @brief Columns of a block of project_query_kernel, at most.
-inline constexpr int kProjectColumns = 16;
-
-/// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
-inline std::size_t project_query_bytes(int columns, int head_dim, int channels) { return sizeof(float) * static_cast<std::size_t>(columns) * static_cast<std::size_t>(head_dim + channels + 2); }
-
-/// @brief Writes the operands and scales of a step. Rows [i m, (i + 1) m) of `query` belong to sequence i. Grid: KV heads x sequences x
-/// groups of kProjectColumns columns.
-/// @param factor  softmax scale times log2(e)
+/// @brief Writes the operands and scales of a step for the compressed rows. Grid: KV heads x sequences x groups of kProjectColumns columns.
 /// @param channels  largest number of key channels of a head's tiles
-template <DType full_type, DType coded_type>
-__global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionStep step, const HeadTiles* tiles, const HeadMaps* all_maps, DeviceRows query, int head_dim, int channels,
-                                                                       float factor, CodedForm form, std::int64_t first_row, int first_sequence) {
+template <DType coded_type>
+__global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionStep step, const HeadTiles* tiles, const HeadMaps* all_maps, StepQueries queries, int head_dim, int channels,
+                                                                       CodedForm form, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float* memory = reinterpret_cast<float*>(shared_memory);
+  release_next_kernel();  // it fetches tiles while this one runs
   const int head = static_cast<int>(blockIdx.x), heads = static_cast<int>(gridDim.x), sequence = first_sequence + static_cast<int>(blockIdx.y);
   const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, columns = min(kProjectColumns, step.columns() - first_column);
-  const int blocks = (columns + kBlockColumns - 1) / kBlockColumns;
-  float* plain = memory;                          // [columns, head_dim]
-  float* coded = plain + columns * head_dim;      // [columns, channels]
-  float* largest = coded + columns * channels;    // [columns]
-  float* shifts = largest + columns;              // [columns]
-  __shared__ float4 scratch[kStepThreads];
+  const int blocks = (columns + kBlockColumns - 1) / kBlockColumns, thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  float4* scratch = reinterpret_cast<float4*>(shared_memory);                            // [warps, 16]
+  float* plain = reinterpret_cast<float*>(scratch + kStepWarps * 16);                    // [blocks, head_dim, columns]
+  float* coded = plain + blocks * head_dim * kBlockColumns;                              // [blocks, channels, columns]
+  __shared__ int largest[kProjectColumns];                                               // bits of numbers that are not negative
+  __shared__ float shifts[kProjectColumns][kMaxHeadDim / 16];
+  __shared__ unsigned long long twice_centres[kProjectColumns];
   __shared__ HeadTiles layout;
-  PartMaps maps;
-  if (form != CodedForm::none) {  // on their way while the queries come
-    copy_tiles(tiles + head, &layout);
-    maps = all_maps[head].key;
+  // Everything that depends on nothing is on its way before anything is waited for.
+  copy_tiles(tiles + head, &layout);
+  const PartMaps maps = all_maps[head].key;
+  if (thread < kProjectColumns) {
+    largest[thread] = 0;
+    twice_centres[thread] = 0;
   }
-  for (int item = static_cast<int>(threadIdx.x); item < columns * head_dim; item += static_cast<int>(blockDim.x)) {
-    const int column = first_column + item / head_dim;
-    plain[item] = factor * query.at(first_row + static_cast<std::int64_t>(blockIdx.y) * step.m + column / step.group, head * step.group + column % step.group, item % head_dim);
+  const float4* reader = reinterpret_cast<const float4*>(maps.reader);
+  const detail::MapShare share(maps.width, head_dim);
+  float4 map[kMapTiles];
+  #pragma unroll
+  for (int i = 0; i < kMapTiles; ++i) {
+    const bool mine = share.channel_block < share.channel_blocks && share.first + i < share.end;
+    map[i] = mine ? __ldg(reader + (share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
+  }
+  for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
+    const int own = item / head_dim, channel = item % head_dim;
+    const float value = own < columns ? queries.at(step, static_cast<int>(blockIdx.y), head, first_column + own, channel) : 0.0F;
+    plain[(own / kBlockColumns * head_dim + channel) * kBlockColumns + own % kBlockColumns] = value;
+    if (maps.mean == nullptr) continue;
+    float product = value * maps.mean[channel];
+    for (int distance = 8; distance > 0; distance /= 2) product += __shfl_xor_sync(~0U, product, distance);
+    if (lane % 16 == 0) shifts[own][channel / 16] = product;
   }
   __syncthreads();
-  detail::largest_of(plain, head_dim, columns, head_dim, largest);
-  __syncthreads();
+  detail::project_columns(plain, blocks, head_dim, channels, share, reader, map, scratch, coded, largest);
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head);
-  const int full_units = (head_dim + kPlainUnit - 1) / kPlainUnit;
   const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_column / kBlockColumns);
-  detail::write_plain_query<full_type>(plain, head_dim, columns, head_dim, full_units, largest, step.full_queries + block_row * static_cast<std::size_t>(full_units) * 32, blocks, full_units);
-  for (int column = static_cast<int>(threadIdx.x); column < blocks * kBlockColumns; column += static_cast<int>(blockDim.x)) {
-    step.full_scales[block_row * kBlockColumns + static_cast<std::size_t>(column)] = {column < columns ? largest[column] : 0.0F, 0.0F, 0.0F};
-  }
-  if (form == CodedForm::none) return;
-  const int width = layout.channels(Part::key), lane = static_cast<int>(threadIdx.x) % 32;
-  // A thread a channel, and a part of the dot product where there are more threads than channels.
-  const int together = max(1, min(width, static_cast<int>(blockDim.x))), parts = static_cast<int>(blockDim.x) / together, part = static_cast<int>(threadIdx.x) / together;
-  const int per_part = (head_dim + parts - 1) / parts, begin = part * per_part, end = part < parts ? min(head_dim, begin + per_part) : begin;
-  for (int first = 0; first < columns; first += kBlockColumns) {
-    const int used = min(kBlockColumns, columns - first);
-    for (int base = 0; base < width; base += together) {
-      const int channel = base + static_cast<int>(threadIdx.x) % together;
-      float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
-      if (channel < width) {
-        const float* map = maps.reader + channel;
-        const float* own = plain + first * head_dim;
-        #pragma unroll 16
-        for (int d = begin; d < end; ++d) {
-          const float value = __ldg(map + d * width);
-          total.x = fmaf(own[d], value, total.x);
-          if (used > 1) total.y = fmaf(own[head_dim + d], value, total.y);
-          if (used > 2) total.z = fmaf(own[2 * head_dim + d], value, total.z);
-          if (used > 3) total.w = fmaf(own[3 * head_dim + d], value, total.w);
-        }
-      }
-      scratch[threadIdx.x] = total;
-      __syncthreads();
-      if (part == 0 && channel < width) {
-        for (int i = 1; i < parts; ++i) {
-          const float4 other = scratch[static_cast<int>(threadIdx.x) + i * together];
-          total = {total.x + other.x, total.y + other.y, total.z + other.z, total.w + other.w};
-        }
-        coded[first * channels + channel] = total.x;
-        if (used > 1) coded[(first + 1) * channels + channel] = total.y;
-        if (used > 2) coded[(first + 2) * channels + channel] = total.z;
-        if (used > 3) coded[(first + 3) * channels + channel] = total.w;
-      }
-      __syncthreads();
-    }
-  }
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < columns; column += warps) {
-    float total = 0.0F;
-    for (int d = lane; maps.mean != nullptr && d < head_dim; d += 32) total = fmaf(plain[column * head_dim + d], maps.mean[d], total);
-    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0U, total, distance);
-    if (lane == 0) shifts[column] = total;
-  }
-  __syncthreads();
-  detail::largest_of(coded, channels, columns, width, largest);
-  __syncthreads();
   uint2* target = step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32;
-  if (form == CodedForm::plain) {
-    detail::write_plain_query<coded_type>(coded, channels, columns, width, layout.key_units, largest, target, blocks, step.coded_units);
-  } else {
-    detail::write_code_query(coded, channels, columns, layout, largest, target, blocks, step.coded_units);
-  }
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < blocks * kBlockColumns; column += warps) {
-    ColumnScale scale;
-    if (column < columns) {
-      scale.unit = largest[column];
-      scale.shift = shifts[column];
-      if (form == CodedForm::codes) {
-        // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2. Summed over the integers that the products use.
-        long long twice = 0;
-        for (int channel = lane; channel < width; channel += 32) {
-          twice -= static_cast<long long>(detail::query_integer(coded[column * channels + channel], largest[column])) * ((1 << layout.key_widths[channel / kCodeUnit]) - 1);
-        }
-        for (int distance = 16; distance > 0; distance /= 2) twice += __shfl_xor_sync(~0U, twice, distance);
-        scale.unit = largest[column] / 32512.0F;
-        scale.constant = 0.5F * static_cast<float>(twice) * scale.unit;
-      }
+  for (int item = thread; item < blocks * layout.key_units * 32; item += kStepThreads) {
+    const int unit = item / 32 % layout.key_units, block = item / 32 / layout.key_units;
+    const float* values = coded + block * channels * kBlockColumns;
+    uint2& operand = target[(block * step.coded_units + unit) * 32 + lane];
+    if (form == CodedForm::plain) {
+      operand = detail::plain_operand<coded_type>(values, maps.width, unit, lane, largest + block * kBlockColumns);
+    } else {
+      int sum = 0;
+      operand = detail::code_operand(values, unit, lane, largest + block * kBlockColumns, sum);
+      // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2. Summed over the integers that the products use, in any order.
+      sum += __shfl_xor_sync(~0U, sum, 1);
+      sum += __shfl_xor_sync(~0U, sum, 2);
+      const long long twice = -static_cast<long long>(sum) * ((1 << layout.key_widths[unit]) - 1);
+      if (lane % 8 == 0) atomicAdd(twice_centres + block * kBlockColumns + lane / 8, static_cast<unsigned long long>(twice));
     }
-    if (lane == 0) step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(column)] = scale;
   }
+  __syncthreads();
+  if (thread < blocks * kBlockColumns) {
+    ColumnScale scale;
+    scale.unit = __int_as_float(largest[thread]);
+    for (int i = 0; maps.mean != nullptr && i < head_dim / 16; ++i) scale.shift += shifts[thread][i];
+    if (form == CodedForm::codes) {
+      scale.unit /= 32512.0F;
+      scale.constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[thread])) * scale.unit;
+    }
+    step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(thread)] = scale;
+  }
+  wait_for_last_kernel();  // rows at full rank are attended to at the same time; what comes after this kernel comes after that one too
 }
 
 }  // namespace cuda

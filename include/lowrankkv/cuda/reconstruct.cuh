@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/project_query.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -26,7 +25,7 @@ __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles&
   return from_bits(type, *reinterpret_cast<const std::uint16_t*>(tile + layout.plain_byte(part, row, channel)));
 }
 
-/// Channel (row, channel) of a tile of codes, without the map: gain times the plane about its centre.
+/// Channel (row, channel) of a tile of codes as maps expect it: gain times the plane about its centre, values as often as sums count them.
 __device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int channel) {
   int offset = layout.offset(part);
   const std::uint8_t* widths = part == Part::key ? layout.key_widths : layout.value_widths;
@@ -35,7 +34,7 @@ __device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& 
   const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
   const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + offset + place.word);
   const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
-  return level * gain_of(tile[(part == Part::key ? 0 : kCodeRows) + row]);
+  return level * gain_of(tile[(part == Part::key ? 0 : kCodeRows) + row]) * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
 }
 
 }  // namespace detail
@@ -76,8 +75,7 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
         result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
       } else if (recent < 0) {
         const PartMaps& maps = all_maps[head].of(part);
-        const int of_channel = part == Part::key ? 1 : dim, of_row = part == Part::key ? channels : 1;  // steps in the reader
-        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], __ldg(maps.reader + k * of_channel + channel * of_row), result);
+        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], __ldg(maps.reader + (part == Part::key ? key_place_in_map(k, channel, dim) : k * dim + channel)), result);
         if (maps.mean != nullptr) result += maps.mean[channel];
       } else {
         const int place = (lengths.tail_first + static_cast<int>(recent)) % tables.ring_rows();

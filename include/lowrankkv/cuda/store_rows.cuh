@@ -9,6 +9,7 @@
 
 #include "lowrankkv/cuda/head_maps.cuh"
 #include "lowrankkv/cuda/tables.cuh"
+#include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -82,13 +83,6 @@ __device__ inline void load_rows(const Tables& tables, const RowSource& source, 
   }
 }
 
-/// c += a b, 16 x 8 by 8 x 8 elements of tf32, f32 sums.
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
-
 /// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of all
 /// rows at a time.
 __device__ inline void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients) {
@@ -105,7 +99,7 @@ __device__ inline void project_rows(const float* rows, int head_dim, const PartM
       #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         const float* own = rows + (16 * m + g) * stride + 8 * k + t;
-        const float a[4] = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
+        const float4 a = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
         #pragma unroll
         for (int n = 0; n < kTogether; ++n) {
           mma_tf32(sums[m][n], a, map[n].z, map[n].w);

@@ -26,6 +26,7 @@ inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
 inline constexpr int kCodeRows = 64;      ///< rows of a tile of codes
 inline constexpr int kCodeUnit = 32;      ///< channels of its units
 inline constexpr int kMaxUnits = 16;      ///< units of codes that keys, or values, of one head may have
+inline constexpr int kMaxHeadDim = 256;   ///< of keys and values
 inline constexpr int kGainBytes = 2 * kCodeRows;
 
 /// @brief Byte of element (row, channel) of a unit of a plain tile.
@@ -44,6 +45,7 @@ struct HeadTiles {
   std::int32_t key_offset = 0, value_offset = 0;  ///< where they begin in a tile
   std::uint8_t key_widths[kMaxUnits] = {};        ///< bits of the codes of every unit; tiles of codes only
   std::uint8_t value_widths[kMaxUnits] = {};
+  std::int32_t key_pattern = 0, value_pattern = 0;  ///< code_pattern() of the widths
 
   __host__ __device__ std::int32_t unit_channels() const { return codes ? kCodeUnit : kPlainUnit; }
   __host__ __device__ std::int32_t channels(Part part) const { return unit_channels() * (part == Part::key ? key_units : value_units); }
@@ -98,6 +100,12 @@ __host__ __device__ constexpr CodePlace value_place(int bits, int row, int chann
   if (bits == 4) return {512 * (channel / 16) + 16 * lane + 4 * (2 * step + half), byte + 4 * (channel % 16 / 8)};
   if (bits == 2) return {16 * lane + 4 * (2 * step + half), byte + 2 * (channel / 8)};
   return {8 * lane + 4 * half, byte + 4 * step + channel / 8};
+}
+
+/// @brief How many times the code of a value's channel counts in sums over a tile, for its place in its byte. Maps of values are divided by it.
+__host__ __device__ constexpr int value_weight(int bits, int channel) {
+  const int eighth = channel % kCodeUnit / 8;
+  return 1 << (bits == 8 ? 0 : bits == 4 ? 4 * (eighth % 2) : bits * eighth);
 }
 
 /// @brief A split of a list is so many rows, or one in kMaxSplits parts of a longer list: points that depend on the list alone, so

@@ -12,13 +12,13 @@ namespace cuda {
 /// @brief Address of shared memory as instructions want it.
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-/// @brief `stages` tiles of one warp. From sm_90 on a tile is one bulk copy; before, 16-byte copies by all lanes. All lanes call
+/// @brief `stages` tiles, or parts of tiles, of one warp. From sm_90 on each is one bulk copy; before, 16-byte copies by all lanes. All lanes call
 /// everything; fetch() and wait() alternate, stage after stage.
 template <int stages>
 class TileRing {
  public:
-  /// @param memory    [stages, bytes], 128-byte aligned  @param barriers [stages], this warp's
-  __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int bytes) : memory_(memory), barriers_(barriers), bytes_(bytes) {
+  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's
+  __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int most_bytes) : memory_(memory), barriers_(barriers), most_bytes_(most_bytes) {
 #if __CUDA_ARCH__ >= 900
     // Tiles are read once a step: they must not push maps and partial states out of the cache.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
@@ -29,19 +29,19 @@ class TileRing {
     __syncwarp();
 #endif
   }
-  /// @brief Starts to copy a tile into the stage that was used longest ago; null: nothing more comes.
-  __device__ __forceinline__ void fetch(const std::uint8_t* source) {
-    std::uint8_t* target = memory_ + filling_ * bytes_;
+  /// @brief Starts to copy `bytes` bytes into the stage that was used longest ago; null: nothing more comes.
+  __device__ __forceinline__ void fetch(const std::uint8_t* source, int bytes) {
+    std::uint8_t* target = memory_ + filling_ * most_bytes_;
 #if __CUDA_ARCH__ >= 900
     if (source != nullptr && threadIdx.x % 32 == 0) {
       const std::uint32_t barrier = shared_address(barriers_ + filling_);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes_) : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(target)), "l"(source),
-                   "r"(bytes_), "r"(barrier), "l"(policy_) : "memory");
+                   "r"(bytes), "r"(barrier), "l"(policy_) : "memory");
     }
 #else
     if (source != nullptr) {
-      for (int at = static_cast<int>(threadIdx.x % 32) * 16; at < bytes_; at += 512) {
+      for (int at = static_cast<int>(threadIdx.x % 32) * 16; at < bytes; at += 512) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target + at)), "l"(source + at) : "memory");
       }
     }
@@ -49,7 +49,7 @@ class TileRing {
 #endif
     filling_ = filling_ + 1 == stages ? 0 : filling_ + 1;
   }
-  /// @brief Waits for the next tile. It stays until as many fetches later as there are stages.
+  /// @brief Waits for what was fetched next. It stays until as many fetches later as there are stages.
   __device__ __forceinline__ const std::uint8_t* wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\nbra WAIT;\nREADY:\n}"
@@ -58,7 +58,7 @@ class TileRing {
     asm volatile("cp.async.wait_group %0;" ::"n"(stages - 1) : "memory");
     __syncwarp();
 #endif
-    const std::uint8_t* tile = memory_ + using_ * bytes_;
+    const std::uint8_t* tile = memory_ + using_ * most_bytes_;
     if (++using_ == stages) {
       using_ = 0;
       phase_ ^= 1U;
@@ -69,7 +69,7 @@ class TileRing {
  private:
   std::uint8_t* memory_;
   std::uint64_t* barriers_;
-  int bytes_;
+  int most_bytes_;
   int filling_ = 0, using_ = 0;
   std::uint32_t phase_ = 0;
   std::uint64_t policy_ = 0;
@@ -128,6 +128,13 @@ __device__ __forceinline__ void mma_plain(float (&c)[4], const uint4& a, std::ui
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
   }
+}
+
+/// @brief c += a b, 16 x 8 by 8 x 8 elements of tf32, f32 sums. Bits beyond tf32's are ignored.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const float4& a, float b0, float b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)), "r"(__float_as_uint(a.w)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
 /// @brief A weight in [0, 1] as two numbers of 16 bits, the larger in the low half of the word, whose sum it is.
