@@ -148,10 +148,10 @@ inline void attend_step(const LayerState& layer, const AttentionStep& step, cons
   if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits > 0) {
     const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-    const dim3 projection(heads, sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+    const dim3 projection(heads * static_cast<unsigned>(step.segments), sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
     detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
       detail::launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
-                           "project_query_kernel", stream, step, tables.compressed, layer.maps().heads(), queries, static_cast<int>(tables.head_dim), key_channels, form, first_sequence);
+                           "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
     });
     if (form == CodedForm::codes) {
       detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
@@ -160,8 +160,7 @@ inline void attend_step(const LayerState& layer, const AttentionStep& step, cons
     }
   }
   const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
-  detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width, tables.head_dim), layer.overlaps(), "combine_kernel", stream, tables, step, layer.maps().heads(), form, batch,
-                       out, first_row, first_sequence);
+  detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width), layer.overlaps(), "combine_kernel", stream, tables, step, form, batch, out, first_row, first_sequence);
 }
 
 }  // namespace cuda

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
   }
   wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
-  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_block);
+  const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, 0) + static_cast<std::size_t>(first_block);
   load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
   __syncthreads();
   ColumnScale scale[column_blocks];

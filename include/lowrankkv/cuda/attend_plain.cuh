@@ -46,8 +46,17 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
   // A prompt's queries see the rows up to their own token: those of the last of these columns.
   const int last_token = min((first_block + column_blocks) * kBlockColumns - 1, step.columns() - 1) / step.group;
-  const int rows = tail ? tables.ring_rows() : prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head);
-  const int splits = tail || prompt ? 1 : splits_of(rows), split = which == PlainRows::recent && !tail ? entry - 1 : entry;
+  const int list_rows = tail ? tables.ring_rows() : prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head);
+  const int place = which == PlainRows::recent && !tail ? entry - 1 : entry;  // among the splits of the list
+  SegmentRows range{0, 0, list_rows, 0, tail || prompt ? 1 : splits_of(list_rows)};
+  int segment = 0;
+  if constexpr (coded) {
+    for (range.splits = 0; segment < tables.num_segments(slot, list_rows); ++segment) {
+      range = tables.segment(slot, list_rows, segment, range.first_split + range.splits);
+      if (place < range.first_split + range.splits) break;
+    }
+  }
+  const int rows = range.end, splits = range.splits, split = place - range.first_split;
   if (split >= splits) {
     if (which != PlainRows::recent) wait_for_last_kernel();
     return;
@@ -56,8 +65,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const std::uint8_t* tail_tiles = tables.tail(slot, head);
   constexpr int steps = plain_steps(max_units);  // of 16 rows in a tile
   constexpr int tile_rows = steps * kPlainRows;
-  const int tiles = (rows + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
-  const int first = split * per_split, last = min(tiles, first + per_split);
+  const int first_tile = range.begin / tile_rows, tiles = (rows + tile_rows - 1) / tile_rows, per_split = (tiles - first_tile + splits - 1) / splits;
+  const int first = first_tile + split * per_split, last = min(tiles, first + per_split);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
@@ -71,7 +80,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps), layout.bytes);
   if (coded) wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
-  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_block);
+  const std::size_t block_row = coded ? step.query_row(sequence, tables.num_heads, head, segment) + static_cast<std::size_t>(first_block) : 0;
   if constexpr (coded) {
     load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
     __syncthreads();
@@ -94,10 +103,10 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   }
   const int all_see = step.prompt_first + first_block * kBlockColumns / step.group + 1;  // of a prompt's rows
-  const auto visible = [&](int place, int block) {
-    if (prompt) return place < limit[block];
-    if (!tail) return place < rows;
-    const int index = (place - lengths.tail_first + rows) % rows;
+  const auto visible = [&](int at, int block) {
+    if (prompt) return at < limit[block];
+    if (!tail) return at < rows && at >= range.begin;
+    const int index = (at - lengths.tail_first + rows) % rows;
     return index < limit[block];
   };
   for (int tile = first + warp; tile < last; tile += warps) {
@@ -118,7 +127,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
       }
     }
     std::uint32_t p[column_blocks][steps][2];
-    const bool whole = !tail && (tile + 1) * tile_rows <= (prompt ? all_see : rows);
+    const bool whole = !tail && tile * tile_rows >= range.begin && (tile + 1) * tile_rows <= (prompt ? all_see : rows);
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
       float logits[steps][2], best = top[block];
@@ -190,8 +199,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     }
     __syncthreads();
     if (block < used_blocks) {
-      const int place = coded ? step.first_entry(Source::compressed) + split : prompt ? step.first_entry(Source::prompt) : tail ? step.first_entry(Source::tail) : step.first_entry(Source::full) + split;
-      merge_warps(states, channels, scale[block].shift, factors, step.state(row, place, first_block + block));  // lane t has column t
+      const int target = coded ? step.first_entry(Source::compressed) + place : prompt ? step.first_entry(Source::prompt) : tail ? step.first_entry(Source::tail) : step.first_entry(Source::full) + place;
+      merge_warps(states, channels, scale[block].shift, factors, step.state(row, target, first_block + block));  // lane t has column t
     }
   }
   if (prompt) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too

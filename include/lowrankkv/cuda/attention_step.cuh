@@ -35,14 +35,15 @@ struct ColumnScale {
 
 /// @brief Buffers and sizes of an attention call. All device memory is part of the layer's workspace.
 struct AttentionStep {
-  uint2* coded_queries = nullptr;     ///< [sequence, head, block, coded units, 32 lanes]
-  ColumnScale* coded_scales = nullptr;  ///< [sequence, head, block, kBlockColumns]
+  uint2* coded_queries = nullptr;     ///< [sequence, head, segment, block, coded units, 32 lanes]
+  ColumnScale* coded_scales = nullptr;  ///< [sequence, head, segment, block, kBlockColumns]
   float* partial = nullptr;           ///< [sequence, head, entry, block, 3 + width, kBlockColumns]: maximum, sum, sum of weights (with gains), values
   std::int32_t coded_units = 0;       ///< the largest of a head
   std::int32_t width = 0;             ///< the largest number of value channels
   std::int32_t compressed_splits = 0; ///< entries set aside for each source; the tail has one
   std::int32_t full_splits = 0;
   std::int32_t blocks = 0;            ///< of columns
+  std::int32_t segments = 1;          ///< that a sequence can have
   std::int32_t group = 1;             ///< query heads of a KV head
   std::int32_t m = 1;                 ///< query tokens of a sequence
   const std::uint8_t* prompt = nullptr; ///< plain tiles of the rows of a prompt [head, prompt tiles]; null: queries are of the tail
@@ -57,6 +58,11 @@ struct AttentionStep {
   __host__ __device__ std::int32_t columns() const { return group * m; }
   __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + (prompt == nullptr ? 1 : 2); }
   __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits + (source == Source::tail ? 0 : 1); }
+  /// @brief The first block of columns of a segment, in coded_queries and coded_scales.
+  __device__ std::size_t query_row(int sequence, int heads, int head, int segment) const {
+    return ((static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(segments) + static_cast<std::size_t>(segment)) *
+           static_cast<std::size_t>(blocks);
+  }
   __host__ __device__ std::size_t state_floats() const { return static_cast<std::size_t>(3 + width) * kBlockColumns; }
   /// @brief The state of an entry for a block of columns; `row` is sequence x heads + head.
   __device__ float* state(std::size_t row, int entry, int block) const {

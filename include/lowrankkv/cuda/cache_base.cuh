@@ -253,7 +253,7 @@ class CacheBase {
     };
     const auto launch = [&](auto* kernel, std::int64_t rows, std::size_t bytes, DType type) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
-      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), layer_.maps().heads(), source, leaving, type);
+      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, type);
       check(cudaGetLastError(), "store_rows_kernel");
     };
     if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, detail::store_bytes(dim, 0, 0), config_.full_type);

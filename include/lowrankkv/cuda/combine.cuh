@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/combine.cuh  Partial states become outputs: merged in a fixed order, coefficients expanded by the maps.
+/// @file cuda/combine.cuh  Partial states become outputs: merged in a fixed order, coefficients expanded by the maps of their epoch.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "lowrankkv/core/views.hpp"
@@ -12,13 +11,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Entries a block can merge: the splits of two lists, the tail, a prompt.
-inline constexpr int kMaxEntries = 2 * kMaxSplits + 2;
+/// @brief Entries a block can merge: the splits of two lists, one more for every segment, the tail, a prompt.
+inline constexpr int kMaxEntries = 2 * kMaxSplits + kMaxSegments + 2;
 
 /// @brief Loads that a thread starts before it uses the first.
 inline constexpr int kInFlight = 8;
-/// @brief Elements of the map that a thread holds before the partial states are there.
-inline constexpr int kUps = 16;
 
 /// @brief Outputs as kernels see them.
 struct DeviceOutput {
@@ -29,23 +26,41 @@ struct DeviceOutput {
 };
 
 /// @brief Shared memory of combine_kernel in bytes.
-inline std::size_t combine_bytes(int width, int head_dim) { return sizeof(float) * kBlockColumns * static_cast<std::size_t>(width + (std::max)(kStepThreads, head_dim)); }
+inline std::size_t combine_bytes(int width) { return sizeof(float4) * static_cast<std::size_t>(width + kStepThreads); }
+
+namespace detail {
+
+__device__ inline void add_scaled(float4& total, const float4& factor, const float4& value) {
+  total = {fmaf(factor.x, value.x, total.x), fmaf(factor.y, value.y, total.y), fmaf(factor.z, value.z, total.z), fmaf(factor.w, value.w, total.w)};
+}
+__device__ inline void add_scaled(float4& total, float factor, const float4& value) { add_scaled(total, float4{factor, factor, factor, factor}, value); }
+/// The sum over lanes that hold the same t = lane % 4.
+__device__ inline float4 sum_over_rows(float4 x) { return {column_sum(x.x), column_sum(x.y), column_sum(x.z), column_sum(x.w)}; }
+
+}  // namespace detail
 
 /// @brief out, lse of every column. Grid: column blocks x KV heads x sequences; entries are merged in the order in which they stand, so that
 /// results repeat bit for bit.
+///
+/// A warp makes eight channels of the output at a time: lane (g, t) adds up the coefficients g and g + 8 of every 16, and every eighth entry at full
+/// rank, for channels t and t + 4.
 template <class = void>
-__global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, AttentionStep step, const HeadMaps* all_maps, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row,
-                                                                        int first_sequence) {
+__global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float* coefficients = reinterpret_cast<float*>(shared_memory);  // [width, kBlockColumns]: sums over the compressed rows, by channel
-  float* outputs = coefficients + step.width * kBlockColumns;     // [parts, kBlockColumns, head_dim]
-  __shared__ float factors[kMaxEntries][kBlockColumns];           // what an entry's state counts
-  __shared__ float tops[kBlockColumns], sums[kBlockColumns], coded_sums[kBlockColumns], coded_weights[kBlockColumns];
+  float4* coefficients = reinterpret_cast<float4*>(shared_memory);  // [width]: sums over the compressed rows of a segment, by channel
+  float4* parts = coefficients + step.width;                        // [threads]
+  __shared__ float4 factors[kMaxEntries];                           // what an entry's state counts
+  __shared__ float weighted[2][kMaxEntries][kBlockColumns];         // its sums times that; its sums of weights
+  __shared__ float tops[kBlockColumns], sums[kBlockColumns], segment_sums[2][kBlockColumns];
+  constexpr int kBlocksPerWarp = kMaxHeadDim / 8 / (kStepThreads / 32);
   const int block = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, dim = tables.head_dim;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
-  const int coded = form == CodedForm::none ? 0 : splits_of(tables.num_rows(RowList::compressed, slot, head)), full = splits_of(tables.num_rows(RowList::full, slot, head));
-  const int entries = coded + full + (step.prompt == nullptr ? 1 : 2);
+  const int coded_rows = form == CodedForm::none ? 0 : tables.num_rows(RowList::compressed, slot, head), segments = form == CodedForm::none ? 0 : tables.num_segments(slot, coded_rows);
+  SegmentRows range;
+  int coded = 0;
+  for (int i = 0; i < segments; ++i) coded += tables.segment(slot, coded_rows, i, coded).splits;
+  const int full = splits_of(tables.num_rows(RowList::full, slot, head)), entries = coded + full + (step.prompt == nullptr ? 1 : 2);
   // Entries in the order compressed, full, tail, prompt; between two of a list there are the other blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
   const float* coded_states = step.state(row, step.first_entry(Source::compressed), block);
@@ -54,124 +69,142 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
   const auto state_of = [&](int entry) {
     return entry < coded ? coded_states + static_cast<std::size_t>(entry) * apart : entry < coded + full ? full_states + static_cast<std::size_t>(entry - coded) * apart : tail_state + static_cast<std::size_t>(entry - coded - full) * apart;
   };
-  const int channels = coded > 0 ? tables.compressed[head].channels(Part::value) : 0, dim = tables.head_dim;
-  // Coefficients: a thread sums some of the entries of a channel, for all columns. Outputs: it expands some of the coefficients into a
-  // channel. Parts are added in order.
-  const int sum_channels = max(1, min(channels, kStepThreads)), sum_parts = kStepThreads / sum_channels, sum_part = thread / sum_channels;
-  const int out_parts = max(1, kStepThreads / dim), out_part = thread / dim, channel = thread % dim;
-  const int per_part = (channels + out_parts - 1) / out_parts, first_up = out_part * per_part, end_up = out_part < out_parts ? min(channels, first_up + per_part) : first_up;
+  const int channels = segments > 0 ? tables.compressed[head].channels(Part::value) : 0;
+  // Coefficients: a thread sums some of a segment's entries for a channel; the parts are added in order.
+  const int together = max(1, min(channels, kStepThreads)), sum_parts = kStepThreads / together, sum_part = thread / together;
+  // What depends on no other kernel is on its way before the last one is waited for.
   PartMaps maps;
-  if (coded > 0) maps = all_maps[head].value;
-  // What depends on no other kernel is on its way before the last one is waited for; then, before anything is used, all that it left.
-  float ups[kUps];
-  #pragma unroll
-  for (int i = 0; i < kUps; ++i) ups[i] = first_up + i < end_up ? __ldg(maps.reader + (first_up + i) * dim + channel) : 0.0F;
-  const float mean = out_part == 0 && maps.mean != nullptr ? maps.mean[channel] : 0.0F;
-  wait_for_last_kernel();
-  const auto coded_value = [&](int entry, int own) { return *reinterpret_cast<const float4*>(coded_states + static_cast<std::size_t>(entry) * apart + (3 + own) * kBlockColumns); };
-  const int entries_per_part = (coded + sum_parts - 1) / sum_parts, first_entry = sum_part * entries_per_part, end_entry = sum_part < sum_parts ? min(coded, first_entry + entries_per_part) : first_entry;
   float4 ahead[kInFlight];
+  if (segments > 0) {
+    range = tables.segment(slot, coded_rows, 0, 0);
+    maps = tables.maps[range.epoch * tables.num_heads + head].value;
+  }
   #pragma unroll
-  for (int i = 0; i < kInFlight; ++i) ahead[i] = first_entry + i < end_entry ? coded_value(first_entry + i, thread % sum_channels) : float4{};
-  const auto full_value = [&](int entry) { return *reinterpret_cast<const float4*>(state_of(entry) + (3 + channel) * kBlockColumns); };
-  const int full_per_part = (entries - coded + out_parts - 1) / out_parts, first_full = coded + out_part * full_per_part, end_full = out_part < out_parts ? min(entries, first_full + full_per_part) : first_full;
-  const float4 full_ahead = first_full < end_full ? full_value(first_full) : float4{};
+  for (int i = 0; i < kInFlight; ++i) ahead[i] = 16 * i < channels && 8 * warp < dim ? maps.quad(maps.reader, (i * (dim / 8) + warp) * 32 + lane) : float4{};
+  wait_for_last_kernel();
   if (thread < 32 * kBlockColumns) {  // a warp a column
-    const int own = thread / 32, lane = thread % 32;
     constexpr int kPerLane = (kMaxEntries + 31) / 32;
-    float state_tops[kPerLane], state_sums[kPerLane], state_weights[kPerLane], top = -INFINITY;
+    float state_tops[kPerLane], state_sums[kPerLane], state_weights[kPerLane], top = -INFINITY, sum = 0.0F;
     #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int entry = lane + 32 * i;
       const float* state = state_of(min(entry, entries - 1));
-      state_tops[i] = entry < entries ? state[own] : -INFINITY;
-      state_sums[i] = entry < entries ? state[kBlockColumns + own] : 0.0F;
-      state_weights[i] = entry < coded ? state[2 * kBlockColumns + own] : 0.0F;
+      state_tops[i] = entry < entries ? state[warp] : -INFINITY;
+      state_sums[i] = entry < entries ? state[kBlockColumns + warp] : 0.0F;
+      state_weights[i] = entry < coded ? state[2 * kBlockColumns + warp] : 0.0F;
+      top = fmaxf(top, state_tops[i]);
     }
-    #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) top = fmaxf(top, state_tops[i]);
     for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
-    float sum = 0.0F, coded_sum = 0.0F, coded_weight = 0.0F;
     #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int entry = lane + 32 * i;
       const float factor = state_tops[i] > -INFINITY ? exp2f(state_tops[i] - top) : 0.0F;
-      if (entry < entries) factors[entry][own] = factor;
       sum = fmaf(factor, state_sums[i], sum);
-      if (entry < coded) coded_sum = fmaf(factor, state_sums[i], coded_sum);
-      coded_weight = fmaf(factor, state_weights[i], coded_weight);
+      if (entry >= entries) continue;
+      reinterpret_cast<float*>(factors + entry)[warp] = factor;
+      weighted[0][entry][warp] = factor * state_sums[i];
+      weighted[1][entry][warp] = factor * state_weights[i];
     }
-    for (int distance = 16; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(~0U, sum, distance);
-      coded_sum += __shfl_xor_sync(~0U, coded_sum, distance);
-      coded_weight += __shfl_xor_sync(~0U, coded_weight, distance);
-    }
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
     if (lane == 0) {
-      tops[own] = top;
-      sums[own] = sum;
-      coded_sums[own] = coded_sum;
-      coded_weights[own] = coded_weight;
+      tops[warp] = top;
+      sums[warp] = sum;
     }
   }
   __syncthreads();
-  const auto add = [](float4& total, const float* factor, const float4& value) {
-    total = {fmaf(factor[0], value.x, total.x), fmaf(factor[1], value.y, total.y), fmaf(factor[2], value.z, total.z), fmaf(factor[3], value.w, total.w)};
-  };
-  for (int base = 0; base < channels; base += sum_channels) {  // once, unless there are more channels than threads
-    const int own = base + thread % sum_channels;
-    float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
-    if (own < channels) {
-      #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (first_entry + i < end_entry) add(total, factors[first_entry + i], base == 0 ? ahead[i] : coded_value(first_entry + i, own));
-      }
-      #pragma unroll 4
-      for (int entry = first_entry + kInFlight; entry < end_entry; ++entry) add(total, factors[entry], coded_value(entry, own));
+  float4 totals[kBlocksPerWarp][2] = {};  // channels t and t + 4 of each block of eight, all columns
+  for (int index = 0; index < segments; ++index) {
+    if (index > 0) {
+      range = tables.segment(slot, coded_rows, index, range.first_split + range.splits);
+      maps = tables.maps[range.epoch * tables.num_heads + head].value;
     }
-    reinterpret_cast<float4*>(outputs)[thread] = total;
-    __syncthreads();
-    if (sum_part == 0 && own < channels) {
-      for (int i = 1; i < sum_parts; ++i) {
-        const float4 other = reinterpret_cast<const float4*>(outputs)[thread + i * sum_channels];
-        total = {total.x + other.x, total.y + other.y, total.z + other.z, total.w + other.w};
+    const int per_part = (range.splits + sum_parts - 1) / sum_parts, last_entry = range.first_split + range.splits, first_entry = range.first_split + sum_part * per_part;
+    const int end_entry = sum_part < sum_parts ? min(last_entry, first_entry + per_part) : first_entry;
+    if (thread < 32 * kBlockColumns) {
+      float total[2] = {};
+      for (int entry = range.first_split + lane; entry < last_entry; entry += 32) {
+        total[0] += weighted[0][entry][warp];
+        total[1] += weighted[1][entry][warp];
       }
-      if (form == CodedForm::codes) {  // mid-rise: a plane of w bits is centred at (2^w - 1) / 2
-        const int bits = tables.compressed[head].value_widths[own / kCodeUnit];
-        const float centre = 0.5F * static_cast<float>(((1 << bits) - 1) * value_weight(bits, own));
-        total = {total.x - centre * coded_weights[0], total.y - centre * coded_weights[1], total.z - centre * coded_weights[2], total.w - centre * coded_weights[3]};
+      for (int distance = 16; distance > 0; distance /= 2) {
+        total[0] += __shfl_xor_sync(~0U, total[0], distance);
+        total[1] += __shfl_xor_sync(~0U, total[1], distance);
       }
-      reinterpret_cast<float4*>(coefficients)[own] = total;
+      if (lane < 2) segment_sums[lane][warp] = lane == 0 ? total[0] : total[1];
     }
-    __syncthreads();
-  }
-  if (out_part < out_parts) {
-    float4 total = {mean * coded_sums[0], mean * coded_sums[1], mean * coded_sums[2], mean * coded_sums[3]};  // values without any bits still have their mean
-    const auto expand = [&](int k, float up) {
-      const float4 own = reinterpret_cast<const float4*>(coefficients)[k];
-      total = {fmaf(own.x, up, total.x), fmaf(own.y, up, total.y), fmaf(own.z, up, total.z), fmaf(own.w, up, total.w)};
-    };
+    if (channels == 0) __syncthreads();  // values may have a mean and no bits
+    for (int base = 0; base < channels; base += together) {  // once, unless there are more channels than threads
+      const int own = base + thread % together;
+      float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
+      const float* state = coded_states + (3 + own) * kBlockColumns;
+      for (int entry = first_entry; entry < end_entry && own < channels; entry += kInFlight) {
+        float4 values[kInFlight];
+        #pragma unroll
+        for (int i = 0; i < kInFlight; ++i) values[i] = entry + i < end_entry ? *reinterpret_cast<const float4*>(state + static_cast<std::size_t>(entry + i) * apart) : float4{};
+        #pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          if (entry + i < end_entry) detail::add_scaled(total, factors[entry + i], values[i]);
+        }
+      }
+      parts[thread] = total;
+      __syncthreads();
+      if (sum_part == 0 && own < channels) {
+        for (int i = 1; i < sum_parts; ++i) detail::add_scaled(total, 1.0F, parts[thread + i * together]);
+        if (form == CodedForm::codes) {  // mid-rise: a plane of w bits is centred at (2^w - 1) / 2
+          const int bits = tables.compressed[head].value_widths[own / kCodeUnit];
+          const float centre = -0.5F * static_cast<float>(((1 << bits) - 1) * value_weight(bits, own));
+          detail::add_scaled(total, centre, {segment_sums[1][0], segment_sums[1][1], segment_sums[1][2], segment_sums[1][3]});
+        }
+        coefficients[own] = total;
+      }
+      __syncthreads();
+    }
     #pragma unroll
-    for (int i = 0; i < kUps; ++i) {
-      if (first_up + i < end_up) expand(first_up + i, ups[i]);
+    for (int i = 0; i < kBlocksPerWarp; ++i) {
+      const int channel_block = warp + i * (kStepThreads / 32);
+      if (8 * channel_block >= dim) break;
+      const auto add = [&](int step_of_16, const float4& map) {
+        const float4 low = coefficients[16 * step_of_16 + g], high = coefficients[16 * step_of_16 + 8 + g];
+        detail::add_scaled(totals[i][0], map.x, low);
+        detail::add_scaled(totals[i][0], map.y, high);
+        detail::add_scaled(totals[i][1], map.z, low);
+        detail::add_scaled(totals[i][1], map.w, high);
+      };
+      const bool fetched = i == 0 && index == 0;
+      #pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        if (16 * k < channels) add(k, fetched ? ahead[k] : maps.quad(maps.reader, (k * (dim / 8) + channel_block) * 32 + lane));
+      }
+      for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.quad(maps.reader, (k * (dim / 8) + channel_block) * 32 + lane));
+      if (g == 0 && maps.mean != nullptr) {
+        const float4 weights = {segment_sums[0][0], segment_sums[0][1], segment_sums[0][2], segment_sums[0][3]};
+        detail::add_scaled(totals[i][0], maps.mean[8 * channel_block + t], weights);
+        detail::add_scaled(totals[i][1], maps.mean[8 * channel_block + t + 4], weights);
+      }
     }
-    #pragma unroll 8
-    for (int k = first_up + kUps; k < end_up; ++k) expand(k, __ldg(maps.reader + k * dim + channel));
-    if (first_full < end_full) add(total, factors[first_full], full_ahead);
-    #pragma unroll 4
-    for (int entry = first_full + 1; entry < end_full; ++entry) add(total, factors[entry], full_value(entry));
-    const float values[kBlockColumns] = {total.x, total.y, total.z, total.w};
-    for (int i = 0; i < kBlockColumns; ++i) outputs[(out_part * kBlockColumns + i) * dim + channel] = values[i];
+    __syncthreads();
   }
-  __syncthreads();
-  for (int item = thread; item < dim * kBlockColumns; item += kStepThreads) {
-    const int own = item / dim, at = item % dim, index = block * kBlockColumns + own;
-    if (index >= step.columns()) continue;
-    float total = 0.0F;
-    for (int i = 0; i < out_parts; ++i) total += outputs[(i * kBlockColumns + own) * dim + at];
-    const std::int64_t token = first_row + static_cast<std::int64_t>(blockIdx.z) * step.m + index / step.group;
-    const int query_head = head * step.group + index % step.group;
-    out.data[token * out.token_stride + query_head * out.head_stride + at] = total / sums[own];
-    if (out.lse != nullptr && at == 0) out.lse[token * out.lse_stride + query_head] = 0.69314718F * (tops[own] + log2f(sums[own]));
+  #pragma unroll
+  for (int i = 0; i < kBlocksPerWarp; ++i) {
+    const int first_channel = 8 * (warp + i * (kStepThreads / 32));
+    if (first_channel >= dim) break;
+    for (int entry = coded + g; entry < entries; entry += 8) {
+      const float4* state = reinterpret_cast<const float4*>(state_of(entry)) + 3 + first_channel + t;
+      detail::add_scaled(totals[i][0], factors[entry], state[0]);
+      detail::add_scaled(totals[i][1], factors[entry], state[4]);
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 total = detail::sum_over_rows(totals[i][half]);
+      if (g >= kBlockColumns) continue;  // lane (g, t) writes column g
+      const int index = block * kBlockColumns + g, channel = first_channel + 4 * half + t;
+      if (index >= step.columns()) continue;
+      const std::int64_t token = first_row + static_cast<std::int64_t>(blockIdx.z) * step.m + index / step.group;
+      const int query_head = head * step.group + index % step.group;
+      const float own = g == 0 ? total.x : g == 1 ? total.y : g == 2 ? total.z : total.w;
+      out.data[token * out.token_stride + query_head * out.head_stride + channel] = own / sums[g];
+      if (out.lse != nullptr && channel == 0) out.lse[token * out.lse_stride + query_head] = 0.69314718F * (tops[g] + log2f(sums[g]));
+    }
   }
 }
 

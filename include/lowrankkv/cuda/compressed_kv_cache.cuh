@@ -230,7 +230,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (const cuda::HeadTiles& tiles : layer_.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
     const dim3 grid(static_cast<unsigned>((count + cuda::kReconstructRows - 1) / cuda::kReconstructRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     cuda::detail::launch_early(cuda::reconstruct_kernel<>, grid, cuda::kStoreThreads, sizeof(float) * static_cast<std::size_t>(cuda::kReconstructRows * channels), false, "reconstruct_kernel", stream,
-                                     layer_.tables(), layer_.maps().heads(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
+                                     layer_.tables(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
                                      cuda::DeviceTarget{value.data, value.token_stride, value.head_stride});
   }
 

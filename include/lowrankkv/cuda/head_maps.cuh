@@ -31,23 +31,41 @@ struct PartTiles {
   int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is their norm
 };
 
-/// @brief Where element (channel of tiles, channel of rows) of a key's reader stands: operands of mma.m16n8k8, [channels / 16, head_dim / 8,
-/// 32 lanes, 4].
-__host__ __device__ constexpr int key_place_in_map(int channel, int row, int head_dim) {
+/// @brief Where element (channel, channel of rows) of a map stands: operands of mma.m16n8k8, [channels / 16, head_dim / 8, 32 lanes, 4]. The four
+/// elements of a lane are channels g and g + 8 (g: lane / 4) at rows' channel t, then at t + 4 (t: lane % 4).
+__host__ __device__ constexpr int place_in_map(int channel, int row, int head_dim) {
   return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 4) * 4 + channel % 16 / 8 + 2 * (row % 8 / 4);
 }
+/// @brief Elements of a map of so many channels.
+__host__ __device__ constexpr int map_size(int channels, int head_dim) { return (channels + 15) / 16 * 16 * head_dim; }
 
-/// @brief Maps of keys, or of values, of one head; f32 in device memory.
+/// @brief Maps of keys, or of values, of one head in device memory, elements at place_in_map(). Tiles of codes have f32 maps, since steps are in
+/// them; plain coefficients have them as they are stored.
 struct PartMaps {
-  const float4* encoder = nullptr;       ///< rows to coefficients, in steps: operands of mma.m16n8k8, [head_dim / 8, blocks of 8 coefficients, 32 lanes], as a sum of two tf32
+  const void* encoder = nullptr;         ///< rows to coefficients, in steps
+  const void* reader = nullptr;          ///< channels of tiles to rows; may be the encoder
   const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean
-  const float* reader = nullptr;         ///< channels of tiles to rows: keys at key_place_in_map(), values [channels, head_dim]
   const float* mean = nullptr;           ///< [head_dim] or null
   const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
   std::int32_t rank = 0;
   std::int32_t width = 0;                ///< channels of tiles, padding included
-  std::int32_t coded = 0;                ///< of them, those with bits
+  std::int32_t coded = 0;                ///< of the coefficients, those with bits
   float reference_norm = 1.0F;
+  DType type = DType::f32;               ///< of the maps' elements
+
+  /// @brief Elements [4 index, 4 index + 4) of a map, as f32.
+  __device__ __forceinline__ float4 quad(const void* map, int index) const {
+    if (type == DType::f32) return __ldg(static_cast<const float4*>(map) + index);
+    const uint2 words = __ldg(static_cast<const uint2*>(map) + index);
+    if (type == DType::bf16) return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U), __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
+    return {low.x, low.y, high.x, high.y};
+  }
+  /// @brief One element of a map.
+  __device__ float element(const void* map, int channel, int row, int head_dim) const {
+    const int place = place_in_map(channel, row, head_dim);
+    return type == DType::f32 ? __ldg(static_cast<const float*>(map) + place) : from_bits(type, __ldg(static_cast<const std::uint16_t*>(map) + place));
+  }
 };
 
 /// @brief Maps of one KV head.
@@ -56,88 +74,93 @@ struct HeadMaps {
   __host__ __device__ const PartMaps& of(Part part) const { return part == Part::key ? key : value; }
 };
 
-/// @brief The maps of a layer, owned: one block of device memory.
+/// @brief The calibrated maps of a layer, owned: one block of device memory.
 class LayerMaps {
  public:
   LayerMaps() = default;
   /// @param tiles  per head: keys, values
   /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
+  /// @param type   to which maps are rounded
   LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type) {
-    std::vector<float> values;
+    std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
-      std::size_t encoder, offset, reader, mean, channels;
-      bool has_mean;
+      std::size_t encoder, reader, offset, mean, channels;
     };
     std::vector<Offsets> offsets;
+    constexpr std::size_t none = ~std::size_t{0};
+    const auto append = [&](const std::vector<float>& values, DType as) {
+      const std::size_t at = bytes.size();
+      for (const float value : values) {
+        std::uint32_t word = std::bit_cast<std::uint32_t>(value);
+        if (as == DType::f16) word = to_half(value).bits;
+        if (as == DType::bf16) word = to_bfloat16(value).bits;
+        for (std::size_t byte = 0; byte < size_of(as); ++byte) bytes.push_back(static_cast<std::uint8_t>(word >> (8 * byte)));
+      }
+      while (bytes.size() % 16 != 0) bytes.push_back(0);
+      return at;
+    };
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       const HeadBasis& head = basis.heads[part / 2];
-      const bool key = part % 2 == 0;
-      const int rank = key ? head.key_rank : head.value_rank;
+      const bool key = part % 2 == 0, coded = !tiles[part].channels.empty();
+      const int rank = key ? head.key_rank : head.value_rank, width = layouts[part / 2].channels(key ? Part::key : Part::value);
+      const DType stored = coded ? DType::f32 : type;
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
       const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
-      while (values.size() % 4 != 0) values.push_back(0.0F);
-      Offsets at{values.size(), 0, 0, 0, channels.size(), !mean.empty()};
-      const auto encode = [&](int row, int channel) { return channel < rank ? round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel) : 0.0F; };
-      for (int rows = 0; rows < head_dim; rows += 8) {
-        for (int block = 0; block < (rank + 7) / 8; ++block) {
-          for (int lane = 0; lane < 32; ++lane) {  // rows t and t + 4 of column g
-            const float low = encode(rows + lane % 4, 8 * block + lane / 4), high = encode(rows + lane % 4 + 4, 8 * block + lane / 4);
-            values.insert(values.end(), {to_tf32(low), to_tf32(high), to_tf32(low - to_tf32(low)), to_tf32(high - to_tf32(high))});
-          }
-        }
-      }
-      at.offset = values.size();
+      const auto encode = [&](int row, int channel) { return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel); };
+      std::vector<float> encoder(static_cast<std::size_t>(map_size(rank, head_dim))), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
       for (int channel = 0; channel < rank; ++channel) {
         double sum = 0.0;
-        for (int row = 0; row < head_dim && !mean.empty(); ++row) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
-        values.push_back(static_cast<float>(sum));
+        for (int row = 0; row < head_dim; ++row) {
+          encoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = encode(row, channel);
+          if (!mean.empty()) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
+        }
+        offset.push_back(static_cast<float>(sum));
       }
-      while (values.size() % 4 != 0) values.push_back(0.0F);
-      at.reader = values.size();
-      const int width = layouts[part / 2].channels(key ? Part::key : Part::value);
-      values.resize(at.reader + static_cast<std::size_t>(width) * static_cast<std::size_t>(head_dim));
       for (int channel = 0; channel < width; ++channel) {
-        const bool coded = !tiles[part].channels.empty();
         const TileChannel place = coded ? tiles[part].channels[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
         const float weight = coded && !key ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
         for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
-          values[at.reader + static_cast<std::size_t>(key ? key_place_in_map(channel, row, head_dim) : channel * head_dim + row)] =
+          reader[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
               round_to(type, decoder(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
         }
       }
-      at.mean = values.size();
-      for (const float value : mean) values.push_back(round_to(type, value));
+      for (const float value : mean) rounded_mean.push_back(round_to(type, value));
+      Offsets at{};
+      at.encoder = append(encoder, stored);
+      at.reader = encoder == reader ? at.encoder : append(reader, stored);
+      at.offset = append(offset, DType::f32);
+      at.mean = mean.empty() ? none : append(rounded_mean, DType::f32);
+      at.channels = channels.size();
       channels.insert(channels.end(), tiles[part].channels.begin(), tiles[part].channels.end());
       offsets.push_back(at);
     }
-    values_ = DeviceArray<float>(values);
+    bytes_ = DeviceArray<std::uint8_t>(bytes);
     channels_ = DeviceArray<TileChannel>(channels);
-    std::vector<HeadMaps> heads(tiles.size() / 2);
+    heads_.resize(tiles.size() / 2);
     for (std::size_t part = 0; part < tiles.size(); ++part) {
-      PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
-      maps.encoder = reinterpret_cast<const float4*>(values_.data() + offsets[part].encoder);
-      maps.offset = values_.data() + offsets[part].offset;
-      maps.reader = values_.data() + offsets[part].reader;
-      maps.mean = offsets[part].has_mean ? values_.data() + offsets[part].mean : nullptr;
+      PartMaps& maps = part % 2 == 0 ? heads_[part / 2].key : heads_[part / 2].value;
+      maps.encoder = bytes_.data() + offsets[part].encoder;
+      maps.reader = bytes_.data() + offsets[part].reader;
+      maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
+      maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
       maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
       maps.coded = tiles[part].coded;
       maps.reference_norm = tiles[part].reference_norm;
+      maps.type = tiles[part].channels.empty() ? type : DType::f32;
     }
-    heads_ = DeviceArray<HeadMaps>(heads);
   }
 
-  const HeadMaps* heads() const { return heads_.data(); }
+  /// @brief The descriptors, on the host; what they point to is on the device.
+  const std::vector<HeadMaps>& heads() const { return heads_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return values_.bytes() + channels_.bytes() + heads_.bytes(); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
-  /// The nearest number of ten bits: what tensor cores read of an f32.
-  static float to_tf32(float value) { return std::bit_cast<float>((std::bit_cast<std::uint32_t>(value) + 0x1000U) & ~0x1fffU); }
   /// Element (coefficient, row channel) of what turns coefficients into rows.
   static float decoder(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
     const int rank = key ? head.key_rank : head.value_rank;
@@ -146,9 +169,9 @@ class LayerMaps {
     if (head.output_up.empty()) return column(head.value_down);
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
-  DeviceArray<float> values_;
+  DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
-  DeviceArray<HeadMaps> heads_;
+  std::vector<HeadMaps> heads_;
 };
 
 }  // namespace cuda

@@ -126,7 +126,10 @@ class LayerState {
     tables_.compressed = compressed_.data();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
+    tables_.max_segments = 1;
     if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type);
+    epoch_maps_ = DeviceArray<HeadMaps>(maps_.heads());
+    tables_.maps = epoch_maps_.data();
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
@@ -216,7 +219,7 @@ class LayerState {
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.num_tokens, now.tail_length, now.rows);
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, now.rows, SegmentList{});
     check(cudaGetLastError(), "write_lengths_kernel");
   }
 
@@ -313,6 +316,7 @@ class LayerState {
   DeviceArray<HeadTiles> compressed_;
   DeviceArray<std::uint8_t> tails_;
   LayerMaps maps_;
+  DeviceArray<HeadMaps> epoch_maps_;
   std::vector<HostSequence> sequences_;
   AttentionStep workspace_;
   DeviceArray<uint2> queries_;

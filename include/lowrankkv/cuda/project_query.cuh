@@ -23,9 +23,6 @@ inline std::size_t project_query_bytes(int columns, int head_dim, int channels) 
 
 namespace detail {
 
-/// What is left of a number when its first ten bits, all that tensor cores read, are taken away.
-__device__ __forceinline__ float beyond_tf32(float value) { return value - __uint_as_float(__float_as_uint(value) & ~0x1fffU); }
-
 /// Which operands of a map [channels / 16, head_dim / 8] a warp multiplies: those of one block of 16 channels, some of the steps over head_dim.
 struct MapShare {
   int channel_blocks, steps, parts, first, end, channel_block;
@@ -39,12 +36,12 @@ struct MapShare {
 
 /// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so that f32 is what it comes to. `map` holds
 /// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end.
-__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const float4* reader, const float4 (&map)[kMapTiles], float4* scratch,
+__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, const float4 (&map)[kMapTiles], float4* scratch,
                                        float* coded, int* largest) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, width = 16 * share.channel_blocks, steps = share.end - share.first;
   for (int base = 0; base < share.channel_blocks; base += kStepWarps) {  // once, unless there are more than 256 channels
     const int own = base + share.channel_block;
-    const float4* operands = reader + (own * share.steps + share.first) * 32 + lane;
+    const auto operand = [&](int step) { return maps.quad(maps.reader, (own * share.steps + share.first + step) * 32 + lane); };
     for (int block = 0; block < blocks; ++block) {
       float sums[4] = {};
       if (own < share.channel_blocks) {
@@ -58,10 +55,10 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
         };
         #pragma unroll
         for (int i = 0; i < kMapTiles; ++i) {
-          if (i < steps) add(base == 0 ? map[i] : __ldg(operands + i * 32), i);
+          if (i < steps) add(base == 0 ? map[i] : operand(i), i);
         }
         #pragma unroll 4
-        for (int i = kMapTiles; i < steps; ++i) add(__ldg(operands + i * 32), i);
+        for (int i = kMapTiles; i < steps; ++i) add(operand(i), i);
       }
       #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(~0U, sums[i], 2);  // columns 2t and 2t + 1 of t < 2
@@ -88,14 +85,19 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
 
 }  // namespace detail
 
-/// @brief Writes the operands and scales of a step for the compressed rows. Grid: KV heads x sequences x groups of kProjectColumns columns.
+/// @brief Writes the operands and scales of a step for the compressed rows, for every segment. Grid: (KV heads x segments) x sequences x groups of
+/// kProjectColumns columns.
 /// @param channels  largest number of key channels of a head's tiles
 template <DType coded_type>
-__global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionStep step, const HeadTiles* tiles, const HeadMaps* all_maps, StepQueries queries, int head_dim, int channels,
-                                                                       CodedForm form, int first_sequence) {
+__global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int channels, CodedForm form, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   release_next_kernel();  // it fetches tiles while this one runs
-  const int head = static_cast<int>(blockIdx.x), heads = static_cast<int>(gridDim.x), sequence = first_sequence + static_cast<int>(blockIdx.y);
+  const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, slot = batch.slots[blockIdx.y], head_dim = tables.head_dim;
+  const int list_rows = tables.num_rows(RowList::compressed, slot, head);
+  if (index >= tables.num_segments(slot, list_rows)) {
+    wait_for_last_kernel();
+    return;
+  }
   const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, columns = min(kProjectColumns, step.columns() - first_column);
   const int blocks = (columns + kBlockColumns - 1) / kBlockColumns, thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   float4* scratch = reinterpret_cast<float4*>(shared_memory);                            // [warps, 16]
@@ -106,19 +108,18 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
   __shared__ unsigned long long twice_centres[kProjectColumns];
   __shared__ HeadTiles layout;
   // Everything that depends on nothing is on its way before anything is waited for.
-  copy_tiles(tiles + head, &layout);
-  const PartMaps maps = all_maps[head].key;
+  copy_tiles(tables.compressed + head, &layout);
+  const PartMaps maps = tables.maps[tables.segment(slot, list_rows, index, 0).epoch * heads + head].key;
   if (thread < kProjectColumns) {
     largest[thread] = 0;
     twice_centres[thread] = 0;
   }
-  const float4* reader = reinterpret_cast<const float4*>(maps.reader);
   const detail::MapShare share(maps.width, head_dim);
   float4 map[kMapTiles];
   #pragma unroll
   for (int i = 0; i < kMapTiles; ++i) {
     const bool mine = share.channel_block < share.channel_blocks && share.first + i < share.end;
-    map[i] = mine ? __ldg(reader + (share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
+    map[i] = mine ? maps.quad(maps.reader, (share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
   }
   for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
     const int own = item / head_dim, channel = item % head_dim;
@@ -130,9 +131,8 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(AttentionSt
     if (lane % 16 == 0) shifts[own][channel / 16] = product;
   }
   __syncthreads();
-  detail::project_columns(plain, blocks, head_dim, channels, share, reader, map, scratch, coded, largest);
-  const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head);
-  const std::size_t block_row = row * static_cast<std::size_t>(step.blocks) + static_cast<std::size_t>(first_column / kBlockColumns);
+  detail::project_columns(plain, blocks, head_dim, channels, share, maps, map, scratch, coded, largest);
+  const std::size_t block_row = step.query_row(first_sequence + static_cast<int>(blockIdx.y), heads, head, index) + static_cast<std::size_t>(first_column / kBlockColumns);
   uint2* target = step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32;
   for (int item = thread; item < blocks * layout.key_units * 32; item += kStepThreads) {
     const int unit = item / 32 % layout.key_units, block = item / 32 / layout.key_units;

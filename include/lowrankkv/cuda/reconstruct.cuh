@@ -42,7 +42,7 @@ __device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& 
 /// @brief Writes K and V of tokens [first, first + count): full rows as stored, others decoded. Grid: pieces of 16 tokens x KV heads.
 /// Positions are in the order full, compressed, tail: what policies that decide by counts alone give.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, const HeadMaps* all_maps, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count,
+__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count,
                                                                            DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* coefficients = reinterpret_cast<float*>(shared_memory);  // [kReconstructRows, channels]
@@ -74,8 +74,10 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
         const int row = static_cast<int>(position);
         result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
       } else if (recent < 0) {
-        const PartMaps& maps = all_maps[head].of(part);
-        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], __ldg(maps.reader + (part == Part::key ? key_place_in_map(k, channel, dim) : k * dim + channel)), result);
+        int segment = 0;
+        while (segment + 1 < tables.num_segments(slot, lists.num_compressed) && coded >= tables.segment(slot, lists.num_compressed, segment, 0).end) ++segment;
+        const PartMaps& maps = tables.maps[tables.segment(slot, lists.num_compressed, segment, 0).epoch * tables.num_heads + head].of(part);
+        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], maps.element(maps.reader, k, channel, dim), result);
         if (maps.mean != nullptr) result += maps.mean[channel];
       } else {
         const int place = (lengths.tail_first + static_cast<int>(recent)) % tables.ring_rows();

@@ -86,32 +86,33 @@ __device__ inline void load_rows(const Tables& tables, const RowSource& source, 
 /// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of all
 /// rows at a time.
 __device__ inline void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients) {
-  constexpr int kRowBlocks = kStoreRows / 16, kTogether = 2;
+  constexpr int kRowBlocks = kStoreRows / 16;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int blocks = (maps.rank + 7) / 8, stride = row_stride(head_dim);
-  for (int first = warp * kTogether; first < blocks; first += kStoreThreads / 32 * kTogether) {
-    float sums[kRowBlocks][kTogether][4] = {};
+  const int stride = row_stride(head_dim), steps = head_dim / 8;
+  const bool exact = maps.type != DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
+  for (int block = warp; block < (maps.rank + 15) / 16; block += kStoreThreads / 32) {
+    float sums[kRowBlocks][2][4] = {};
     #pragma unroll 2
-    for (int k = 0; k < head_dim / 8; ++k) {
-      float4 map[kTogether];
-      #pragma unroll
-      for (int n = 0; n < kTogether; ++n) map[n] = __ldg(maps.encoder + (k * blocks + min(first + n, blocks - 1)) * 32 + lane);
+    for (int k = 0; k < steps; ++k) {
+      const float4 map = maps.quad(maps.encoder, (block * steps + k) * 32 + lane);
+      const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z), beyond_tf32(map.w)};
       #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         const float* own = rows + (16 * m + g) * stride + 8 * k + t;
         const float4 a = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
-        #pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-          mma_tf32(sums[m][n], a, map[n].z, map[n].w);
-          mma_tf32(sums[m][n], a, map[n].x, map[n].y);
+        if (!exact) {
+          mma_tf32(sums[m][0], a, rest.x, rest.z);
+          mma_tf32(sums[m][1], a, rest.y, rest.w);
         }
+        mma_tf32(sums[m][0], a, map.x, map.z);
+        mma_tf32(sums[m][1], a, map.y, map.w);
       }
     }
     #pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
+    for (int n = 0; n < 2; ++n) {
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int channel = 8 * (first + n) + 2 * t + i;
+        const int channel = 16 * block + 8 * n + 2 * t + i;
         if (channel >= maps.rank) continue;
         const float offset = maps.offset[channel];
         #pragma unroll
@@ -212,7 +213,7 @@ __device__ inline void store_codes(const HeadTiles& layout, const PartMaps& maps
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
 template <StoreForm form>
-__global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables, const HeadMaps* all_maps, RowSource source, Leaving leaving, DType type) {
+__global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
@@ -224,8 +225,9 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   const int tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
   const int begin = max(first - tile_row, 0), end = min(first + count - tile_row, kStoreRows);
   if (begin >= end) return;
-  int max_rank = 0;
-  if constexpr (form != StoreForm::full) max_rank = max(all_maps[head].key.rank, all_maps[head].value.rank);
+  HeadMaps maps_now;
+  if constexpr (form != StoreForm::full) maps_now = tables.current_maps(slot, head);
+  const int max_rank = max(maps_now.key.rank, maps_now.value.rank);
   detail::StoreMemory memory;
   memory.rows = reinterpret_cast<float*>(shared_memory);
   memory.coefficients = memory.rows + kStoreRows * detail::row_stride(dim);
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   if constexpr (form == StoreForm::codes) {
     for (const Part part : {Part::key, Part::value}) {
       if (begin == 0) break;  // rows that were here and are dropped left their bits
-      const PartMaps& maps = all_maps[head].of(part);
+      const PartMaps& maps = maps_now.of(part);
       detail::for_each_code(layout, part, begin, kCodeRows, [&](int channel, int, int word, int shift) {
         if (maps.channels[channel].source >= 0) atomicAnd(memory.tile + word, ~(((1U << maps.channels[channel].width) - 1U) << shift));
       });
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
     if constexpr (form == StoreForm::full) {
       detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end);
     } else {
-      const PartMaps& maps = all_maps[head].of(part);
+      const PartMaps& maps = maps_now.of(part);
       detail::project_rows(memory.rows, dim, maps, memory.coefficients);
       __syncthreads();
       if constexpr (form == StoreForm::coefficients) {

@@ -7,6 +7,7 @@
 
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/head_maps.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -15,11 +16,24 @@ namespace cuda {
 inline constexpr int kMaxBatch = 256;   ///< sequences of one launch; larger batches take several
 inline constexpr int kMaxEdits = 400;   ///< page-table entries written by one launch
 
+inline constexpr int kMaxSegments = 18;  ///< of a sequence: 16 epochs of its own, the calibrated one, and one that is being merged
+
 /// @brief Lengths of one sequence on the device. The tail is a ring of rows.
 struct DeviceLengths {
-  std::int64_t num_tokens = 0;
   std::int32_t tail_first = 0;  ///< place of the oldest row in the ring
   std::int32_t tail_length = 0;
+  std::int32_t num_segments = 0;
+};
+
+/// @brief Rows of the compressed lists of a sequence, the same in all heads, from first_row to the next segment or the end: one epoch wrote them.
+struct DeviceSegment {
+  std::int32_t epoch = 0;  ///< in Tables::maps
+  std::int32_t first_row = 0;
+};
+
+/// @brief A segment as kernels meet it: rows [begin, end), whose splits are [first_split, first_split + splits) of the list.
+struct SegmentRows {
+  int epoch = 0, begin = 0, end = 0, first_split = 0, splits = 0;
 };
 
 /// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels by value.
@@ -37,6 +51,9 @@ struct Tables {
   DType full_type = DType::f16;
   HeadTiles full;                              ///< tiles of rows at full rank; the tail's are the same
   const HeadTiles* compressed = nullptr;       ///< [heads]
+  const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
+  DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
+  std::int32_t max_segments = 1;
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
   __device__ int ring_rows() const { return tail_tiles * full.rows; }
@@ -52,6 +69,20 @@ struct Tables {
   __device__ int num_rows(RowList list, int slot, int head) const {
     const HeadRows& counts = rows[index(slot, head)];
     return list == RowList::full ? counts.num_full : counts.num_compressed;
+  }
+  /// @brief Segments of a compressed list of so many rows.
+  __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
+  /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits beginning at `first_split`.
+  __device__ SegmentRows segment(int slot, int list_rows, int index, int first_split) const {
+    if (max_segments == 1) return {0, 0, list_rows, 0, splits_of(list_rows)};
+    const DeviceSegment* own = segments + slot * max_segments + index;
+    const int begin = own->first_row, end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
+    return {own->epoch, begin, end, first_split, segment_splits(end - begin, list_rows)};
+  }
+  /// @brief The maps that rows of a sequence are written under now.
+  __device__ const HeadMaps& current_maps(int slot, int head) const {
+    const int epoch = max_segments == 1 ? 0 : segments[slot * max_segments + lengths[slot].num_segments - 1].epoch;
+    return maps[epoch * num_heads + head];
   }
   /// @brief Tile `tile` of a list whose page table and layout are given.
   __device__ std::uint8_t* tile(const std::int32_t* table, const HeadTiles& layout, int tile) const {
@@ -108,12 +139,19 @@ __global__ void write_pages_kernel(Tables tables, PageEdits edits) {
   for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
 }
 
-/// @brief Sets the lengths of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
+/// @brief Segments of a sequence, given to a kernel by value.
+struct SegmentList {
+  std::int32_t count = 0;
+  DeviceSegment items[kMaxSegments];
+};
+
+/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
 template <class = void>
-__global__ void write_lengths_kernel(Tables tables, int slot, std::int64_t num_tokens, std::int32_t tail_length, HeadRows rows) {
+__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, HeadRows rows, SegmentList segments) {
   if (threadIdx.x == 0) {
-    tables.lengths[slot].num_tokens = num_tokens;
     tables.lengths[slot].tail_length = tail_length;
+    tables.lengths[slot].num_segments = segments.count;
+    for (int i = 0; i < segments.count; ++i) tables.segments[slot * tables.max_segments + i] = segments.items[i];
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;
 }
@@ -128,8 +166,6 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
     if (from_tail) {
       lengths.tail_first = (lengths.tail_first + moved) % tables.ring_rows();
       lengths.tail_length -= moved;
-    } else {
-      lengths.num_tokens += moved;
     }
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
@@ -167,7 +203,6 @@ __global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, Device
   __syncthreads();
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = lengths.tail_length + m;
-    tables.lengths[slot].num_tokens = lengths.num_tokens + m;
   }
 }
 

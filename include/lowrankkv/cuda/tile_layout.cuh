@@ -117,6 +117,11 @@ __host__ __device__ constexpr int splits_of(std::int64_t rows) {
   const std::int64_t wanted = (rows + kSplitRows - 1) / kSplitRows;
   return static_cast<int>(wanted < kMaxSplits ? wanted : kMaxSplits);
 }
+/// @brief Splits of a segment of `rows` rows of a list of `total`: as large as those of the list.
+__host__ __device__ constexpr int segment_splits(std::int64_t rows, std::int64_t total) {
+  const std::int64_t share = (total + kMaxSplits - 1) / kMaxSplits, size = share > kSplitRows ? share : kSplitRows;
+  return static_cast<int>((rows + size - 1) / size);
+}
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -137,6 +137,9 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const float4& a, float b
                : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)), "r"(__float_as_uint(a.w)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+/// @brief What is left of a number when its first ten bits, all that tensor cores read, are taken away.
+__device__ __forceinline__ float beyond_tf32(float value) { return value - __uint_as_float(__float_as_uint(value) & ~0x1fffU); }
+
 /// @brief A weight in [0, 1] as two numbers of 16 bits, the larger in the low half of the word, whose sum it is.
 template <DType type>
 __device__ __forceinline__ std::uint32_t split_in_two(float weight) {
