@@ -18,6 +18,7 @@
 #include "lowrankkv/cuda/presets.cuh"
 
 using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 
 namespace {
 
@@ -32,16 +33,16 @@ struct Shape {
 
 float milliseconds(cudaStream_t stream, const std::function<void()>& call, int rounds) {
   cudaEvent_t begin, end;
-  cuda::check(cudaEventCreate(&begin), "event");
-  cuda::check(cudaEventCreate(&end), "event");
+  gpu::check(cudaEventCreate(&begin), "event");
+  gpu::check(cudaEventCreate(&end), "event");
   std::vector<float> times;
   for (int round = 0; round < rounds; ++round) {
-    cuda::check(cudaEventRecord(begin, stream), "event");
+    gpu::check(cudaEventRecord(begin, stream), "event");
     call();
-    cuda::check(cudaEventRecord(end, stream), "event");
-    cuda::check(cudaEventSynchronize(end), "call");
+    gpu::check(cudaEventRecord(end, stream), "event");
+    gpu::check(cudaEventSynchronize(end), "call");
     float ms = 0.0F;
-    cuda::check(cudaEventElapsedTime(&ms, begin, end), "event");
+    gpu::check(cudaEventElapsedTime(&ms, begin, end), "event");
     times.push_back(ms);
   }
   cudaEventDestroy(begin);
@@ -82,12 +83,12 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   std::vector<__half> samples(65536);
   for (__half& x : samples) x = __float2half(normal(random));
   for (__half& x : rows) x = samples[random() % samples.size()];
-  const cuda::DeviceArray<__half> device(rows);
+  const gpu::DeviceArray<__half> device(rows);
   const KeyView key(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
   const ValueView value(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
   cudaStream_t stream;
-  cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  cuda::check(cudaDeviceSynchronize(), "inputs");
+  gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  gpu::check(cudaDeviceSynchronize(), "inputs");
   std::vector<SequenceId> seqs;
   for (int i = 0; i < shape.batch; ++i) {
     seqs.push_back(i);
@@ -101,19 +102,19 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   const std::size_t queries = static_cast<std::size_t>(shape.batch * shape.query_heads * kDim);
   std::vector<float> q(queries);
   for (float& x : q) x = 0.3F * normal(random);
-  const cuda::DeviceArray<float> query(q);
-  cuda::DeviceArray<float> out(queries);
+  const gpu::DeviceArray<float> query(q);
+  gpu::DeviceArray<float> out(queries);
   const auto call = [&] { cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim}, {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream); };
   call();
-  cuda::check(cudaStreamSynchronize(stream), "attend");
+  gpu::check(cudaStreamSynchronize(stream), "attend");
   const float plain = milliseconds(stream, call, 25);
   cudaGraph_t graph;
   cudaGraphExec_t replay;
-  cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   call();
-  cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
-  cuda::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-  const float replayed = milliseconds(stream, [&] { cuda::check(cudaGraphLaunch(replay, stream), "graph"); }, 25);
+  gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
+  gpu::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
+  const float replayed = milliseconds(stream, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); }, 25);
   const MemoryUsage usage = cache.memory();
   const double bytes = static_cast<double>(usage.total() - usage.slack_bytes);
   const double plain_bytes = 4.0 * kDim * shape.kv_heads * static_cast<double>(shape.tokens) * shape.batch;

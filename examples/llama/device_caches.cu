@@ -9,6 +9,7 @@ namespace llama {
 namespace {
 
 using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 
 template <class Cache>
 class Caches final : public DeviceCaches {
@@ -55,9 +56,9 @@ class Caches final : public DeviceCaches {
  private:
   Cache& cache(int layer) { return *layers_[static_cast<std::size_t>(layer)]; }
   std::size_t size(std::int64_t n, int heads) const { return static_cast<std::size_t>(n * heads * shape_.head_dim); }
-  static void copy_in(cuda::DeviceArray<float>& target, const float* source, std::size_t size) {
-    if (target.size() < size) target = cuda::DeviceArray<float>(size);
-    if (source != nullptr) cuda::check(cudaMemcpy(target.data(), source, size * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
+  static void copy_in(gpu::DeviceArray<float>& target, const float* source, std::size_t size) {
+    if (target.size() < size) target = gpu::DeviceArray<float>(size);
+    if (source != nullptr) gpu::check(cudaMemcpy(target.data(), source, size * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
   void send(std::int64_t n, const float* query, const float* key, const float* value) {
     copy_in(query_, query, size(n, shape_.num_qo_heads));
@@ -65,7 +66,7 @@ class Caches final : public DeviceCaches {
     copy_in(key_, key, size(n, shape_.num_kv_heads));
     copy_in(value_, value, size(n, shape_.num_kv_heads));
   }
-  void receive(std::int64_t n, float* out) { cuda::check(cudaMemcpy(out, out_.data(), size(n, shape_.num_qo_heads) * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy"); }
+  void receive(std::int64_t n, float* out) { gpu::check(cudaMemcpy(out, out_.data(), size(n, shape_.num_qo_heads) * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy"); }
   QueryView queries(std::int64_t n) const { return {query_.data(), n, shape_.num_qo_heads, shape_.head_dim}; }
   KeyView keys(std::int64_t n) const { return {key_.data(), n, shape_.num_kv_heads, shape_.head_dim}; }
   ValueView values(std::int64_t n) const { return {value_.data(), n, shape_.num_kv_heads, shape_.head_dim}; }
@@ -73,7 +74,7 @@ class Caches final : public DeviceCaches {
 
   CacheShape shape_;
   std::vector<std::unique_ptr<Cache>> layers_;
-  cuda::DeviceArray<float> query_, key_, value_, out_;
+  gpu::DeviceArray<float> query_, key_, value_, out_;
 };
 
 }  // namespace

@@ -12,7 +12,13 @@ template <class Cache>
 class Side : public CpuSide {
  public:
   Side(const CacheConfig& config, const LayerBasis& basis, const typename Cache::PolicySet& policies) : cache_(config, basis, policies) { cache_.create(1); }
-  void ingest(const std::vector<float>& key, const std::vector<float>& value) override { cache_.ingest(1, keys(key), values(value)); }
+  void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window) override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t w = static_cast<std::int64_t>(window.size()) / (shape.num_qo_heads * shape.head_dim);
+    cache_.ingest(1, keys(key), values(value), w == 0 ? QueryView{} : QueryView{window.data(), w, shape.num_qo_heads, shape.head_dim});
+  }
+  std::int64_t publications() const override { return cache_.statistics().publications; }
+  std::int64_t merges() const override { return cache_.statistics().merges; }
   void append_maintained(const std::vector<float>& key, const std::vector<float>& value) override { cache_.append_maintained(1, keys(key), values(value)); }
   void truncate(std::int64_t length) override { cache_.truncate(1, length); }
   int tail_length() const override { return cache_.tail_length(1); }
@@ -44,6 +50,7 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
   const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
     if constexpr (requires { policies.basis.centred; }) policies.basis = settings.basis;
     if constexpr (requires { policies.token_policy.sinks; }) policies.token_policy = {settings.sinks, settings.recent};
+    if constexpr (requires { policies.updater.prefill_share; }) policies.updater.prefill_share = settings.share;
     if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
     return std::make_unique<Side<Cache>>(config, basis, policies);
   };
@@ -52,6 +59,9 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::static_pca: return make.template operator()<StaticPCA<>>({});
     case Method::hybrid: return make.template operator()<StaticPCAHybrid<>>({});
     case Method::projector: return make.template operator()<Dlrp<>>({});
+    case Method::oja: return make.template operator()<OjaKV<>>({});
+    case Method::oja_merging: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
+    case Method::oja_rotating: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
     case Method::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>>({});
   }
   return nullptr;

@@ -12,20 +12,21 @@
 #include "lowrankkv/cuda/presets.cuh"
 
 using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 
 TEST_CASE("codes of a unit fill its bits, none shared, none left over") {
   for (const int bits : {1, 2, 4, 8}) {
     for (const Part part : {Part::key, Part::value}) {
       std::set<int> used;
-      for (int row = 0; row < cuda::kCodeRows; ++row) {
-        for (int channel = 0; channel < cuda::kCodeUnit; ++channel) {
-          const cuda::CodePlace place = part == Part::key ? cuda::key_place(bits, row, channel) : cuda::value_place(bits, row, channel);
+      for (int row = 0; row < gpu::kCodeRows; ++row) {
+        for (int channel = 0; channel < gpu::kCodeUnit; ++channel) {
+          const gpu::CodePlace place = part == Part::key ? gpu::key_place(bits, row, channel) : gpu::value_place(bits, row, channel);
           CHECK(place.word % 4 == 0);
           for (int bit = 0; bit < bits; ++bit) CHECK(used.insert(8 * place.word + place.shift + bit).second);
         }
       }
-      CHECK(static_cast<int>(used.size()) == 8 * cuda::code_unit_bytes(bits));
-      CHECK(*used.rbegin() == 8 * cuda::code_unit_bytes(bits) - 1);
+      CHECK(static_cast<int>(used.size()) == 8 * gpu::code_unit_bytes(bits));
+      CHECK(*used.rbegin() == 8 * gpu::code_unit_bytes(bits) - 1);
     }
   }
 }
@@ -33,8 +34,8 @@ TEST_CASE("codes of a unit fill its bits, none shared, none left over") {
 TEST_CASE("elements of a plain unit fill it") {
   for (const Part part : {Part::key, Part::value}) {
     std::set<int> used;
-    for (int row = 0; row < cuda::kPlainRows; ++row) {
-      for (int channel = 0; channel < cuda::kPlainUnit; ++channel) CHECK(used.insert(cuda::plain_place(part, row, channel)).second);
+    for (int row = 0; row < gpu::kPlainRows; ++row) {
+      for (int channel = 0; channel < gpu::kPlainUnit; ++channel) CHECK(used.insert(gpu::plain_place(part, row, channel)).second);
     }
     CHECK(used.size() == 256);
     CHECK(*used.rbegin() == 510);
@@ -47,16 +48,16 @@ TEST_CASE("planes put every code back together, whatever its bits, and count the
     std::vector<std::uint8_t> bits(1 + random() % 256);
     for (std::uint8_t& width : bits) width = static_cast<std::uint8_t>(random() % 9);
     std::sort(bits.rbegin(), bits.rend());
-    const cuda::PartTiles tiles = Impl<TransformCode, Cuda>::tiles({}, static_cast<int>(bits.size()), bits);
+    const gpu::PartTiles tiles = Impl<TransformCode, Cuda>::tiles({}, static_cast<int>(bits.size()), bits);
     std::vector<unsigned> covered(bits.size(), 0);
     int stored = 0, wanted = 0;
     for (const std::uint8_t width : bits) wanted += width;
-    CHECK(tiles.channels.size() == tiles.widths.size() * cuda::kCodeUnit);
+    CHECK(tiles.channels.size() == tiles.widths.size() * gpu::kCodeUnit);
     for (std::size_t i = 0; i < tiles.channels.size(); ++i) {
-      const cuda::TileChannel& channel = tiles.channels[i];
-      stored += tiles.widths[i / cuda::kCodeUnit];
+      const gpu::TileChannel& channel = tiles.channels[i];
+      stored += tiles.widths[i / gpu::kCodeUnit];
       if (channel.source < 0) continue;
-      CHECK(channel.width == tiles.widths[i / cuda::kCodeUnit]);
+      CHECK(channel.width == tiles.widths[i / gpu::kCodeUnit]);
       CHECK(channel.bits == bits[static_cast<std::size_t>(channel.source)]);
       const unsigned mask = ((1U << channel.width) - 1U) << channel.shift;
       CHECK((covered[static_cast<std::size_t>(channel.source)] & mask) == 0);
@@ -119,10 +120,10 @@ TEST_CASE("pages hold the largest tile, and waste the least of those considered"
       return static_cast<std::size_t>(StaticPCAHybrid<Cuda>::num_pages(config, basis, policies)) * page_bytes;
     };
     CHECK(page % 128 == 0);
-    const std::size_t least = bytes(page), tile = static_cast<std::size_t>(cuda::plain_tiles(config.shape.head_dim, config.shape.head_dim, cuda::plain_units(config.shape.head_dim)).bytes);
+    const std::size_t least = bytes(page), tile = static_cast<std::size_t>(gpu::plain_tiles(config.shape.head_dim, config.shape.head_dim, gpu::plain_units(config.shape.head_dim)).bytes);
     int most = 0, largest = static_cast<int>(tile);
-    for (const HeadBasis& maps : basis.heads) most = (std::max)(most, cuda::plain_units(maps.key_rank));
-    for (const HeadBasis& maps : basis.heads) largest = (std::max)(largest, cuda::plain_tiles(maps.key_rank, maps.value_rank, most).bytes);
+    for (const HeadBasis& maps : basis.heads) most = (std::max)(most, gpu::plain_units(maps.key_rank));
+    for (const HeadBasis& maps : basis.heads) largest = (std::max)(largest, gpu::plain_tiles(maps.key_rank, maps.value_rank, most).bytes);
     CHECK(page >= static_cast<std::size_t>(largest));
     for (std::size_t count = 1; count <= 4; ++count) {
       if (count * tile >= static_cast<std::size_t>(largest)) CHECK(least <= bytes(count * tile));

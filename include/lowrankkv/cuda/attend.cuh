@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/attend_codes.cuh"
 #include "lowrankkv/cuda/attend_plain.cuh"
 #include "lowrankkv/cuda/combine.cuh"
+#include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/project_query.cuh"
 
@@ -20,23 +21,6 @@ namespace detail {
 
 /// Shared memory that a block may have for its rings, so that two or three blocks share a multiprocessor; and the most there is.
 inline constexpr int kRingBytes = 100 * 1024, kMaxRingBytes = 200 * 1024;
-
-/// Launches a kernel that may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on).
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
-}
 
 /// Launches an attention kernel with as many warps as its rings leave room for.
 template <class... Parameters, class... Arguments>
@@ -73,15 +57,6 @@ void with_units(int units, Function&& function) {
     function(std::integral_constant<int, 8>{});
   } else {
     function(std::integral_constant<int, 16>{});
-  }
-}
-
-template <class Function>
-void with_type(DType type, Function&& function) {
-  if (type == DType::f16) {
-    function(std::integral_constant<DType, DType::f16>{});
-  } else {
-    function(std::integral_constant<DType, DType::bf16>{});
   }
 }
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   ColumnScale scale[column_blocks];
   float out[column_blocks][max_units][4] = {};
   float top[column_blocks], sum[column_blocks] = {};
-  int limit[column_blocks];  // rows of the tail, or of the prompt, that a column sees: those up to its own token
+  int limit[column_blocks];  // rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
     if constexpr (coded) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     }
     top[block] = -INFINITY;
     const int token = min(((first_block + block) * kBlockColumns + t) / step.group, step.m - 1);
-    limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
+    limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : lengths.tail_length - step.m + token + 1;
   }
   const int all_see = step.prompt_first + first_block * kBlockColumns / step.group + 1;  // of a prompt's rows
   const auto visible = [&](int at, int block) {

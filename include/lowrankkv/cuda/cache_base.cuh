@@ -13,6 +13,8 @@
 
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/views.hpp"
+#include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/policies.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
@@ -21,17 +23,21 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The state of a cache and its checks; CompressedKVCache<Cuda, ...> is the public face.
-template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class CacheBase {
  public:  // CompressedKVCache inherits it privately
   using Codec = Impl<Quantizer, Cuda>;
   using Tokens = Impl<TokenPolicy, Cuda>;
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
-  static_assert(!Impl<Updater, Cuda>::adapts);
+  using Rule = Impl<Updater, Cuda>;
+  static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
+  static_assert(EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), std::move(pool)),
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), std::move(pool)),
         sequences_(config.max_sequences) {}
+
+  static constexpr EpochLimits limits() { return {Rule::adapts && Tokens::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows}; }
 
   /// Fills in defaults, or raises what is wrong.
   static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies, const PagePool* pool) {
@@ -39,6 +45,10 @@ class CacheBase {
     ::lowrankkv::detail::validate(config);
     Tokens::validate(policies.token_policy);
     Codec::validate(policies.quantizer);
+    if constexpr (Rule::adapts) {
+      Rule::validate(policies.updater);
+      Impl<Basis, Cuda>::validate_adaptive(policies.basis);
+    }
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
@@ -206,16 +216,15 @@ class CacheBase {
     check(cudaGetLastError(), "append_kernel");
   }
 
-  /// Moves the `count` oldest rows that are not stored of each slot into the lists: from its tail, or from a view (one slot).
-  /// Pages were checked.
-  void store(std::span<const int> slots, std::int64_t count, const RowSource& source, cudaStream_t stream) {
+  /// Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed prompt (one slot). Pages were checked.
+  /// @param queries  the last of the prompt's, if any are known
+  void compress(std::span<const int> slots, std::int64_t count, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
     for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
       Leaving leaving;
       leaving.count = static_cast<std::int32_t>((std::min)(slots.size() - first, std::size_t{kMaxBatch}));
       std::int64_t most_full = 0, most_compressed = 0;
       for (int i = 0; i < leaving.count; ++i) {
         const int slot = slots[first + static_cast<std::size_t>(i)];
-        // Rows of a view follow the tail, which is empty by then or goes on after them.
         const std::int64_t full = full_of(slot, count);
         leaving.slots[i] = slot;
         leaving.full[i] = static_cast<std::int32_t>(full);
@@ -224,28 +233,85 @@ class CacheBase {
         most_compressed = (std::max)(most_compressed, count - full);
         layer_.add_pages(slot, full, count - full, stream);
       }
+      if constexpr (Rule::adapts) {
+        if (most_compressed > 0) adapt_leaving(leaving, source, scratch, phase, queries, stream);
+      }
       launch_store(leaving, source, most_full, most_compressed, stream);
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.from_tail);
+      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
         now.rows.num_full += leaving.full[i];
         now.rows.num_compressed += leaving.compressed[i];
-        if (source.from_tail) {
-          now.tail_length -= static_cast<std::int32_t>(count);
-        } else {
-          now.num_tokens += count;
-        }
+        if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
       }
+      statistics_.flushes += leaving.count;
     }
+  }
+
+  /// Packs a prompt behind the rows that are still in its sequence's tail. Returns where.
+  CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
+    const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns);
+    const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
+    detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
+                         static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), limit());
+    return scratch;
+  }
+
+  /// The rows of a packed prompt leave full rank, but for the last `recent`, which become the tail.
+  void store_prompt(int slot, std::int64_t n, const CompressScratch& scratch, const ScoreQueries& queries, cudaStream_t stream) {
+    HostSequence& now = layer_.sequence(slot);
+    const std::int64_t leaving = leaving_of(slot, n), rows = now.tail_length + n;
+    const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
+    if (leaving > 0) compress(std::span(&slot, 1), leaving, source, scratch, Phase::prefill, queries, stream);
+    const int kept = static_cast<int>(rows - leaving);
+    renew_tail_kernel<><<<static_cast<unsigned>(config_.shape.num_kv_heads), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
+    check(cudaGetLastError(), "renew_tail_kernel");
+    now.tail_length = kept;
+    now.num_tokens += n;
+  }
+
+  /// Queries at the end of a prompt by which somebody chooses among its rows.
+  int scoring_window() const {
+    if constexpr (Rule::adapts && Tokens::compresses) {
+      const PromptSelection selection = Rule::prompt_selection(policies_.updater);
+      return selection.share < 1.0F ? selection.scores.window : 0;
+    }
+    return 0;
+  }
+  /// Raises unless the last queries of a prompt of so many tokens are enough to choose by.
+  void check_query_window(const QueryView& window, std::int64_t tokens) const {
+    using ::lowrankkv::detail::fail;
+    if (window.num_tokens > 0) ::lowrankkv::detail::check_rows("query", window, window.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
+    const std::int64_t needed = (std::min)(tokens, std::int64_t{scoring_window()});
+    if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
+  }
+  /// What scores a prompt that is packed in `rows` rows.
+  ScoreQueries score_queries(const QueryView& window, std::int64_t rows) const {
+    const std::int64_t count = (std::min)(window.num_tokens, std::int64_t{scoring_window()});
+    if (count == 0) return {};
+    return {device_rows(window.tokens(window.num_tokens - count, count)), static_cast<std::int32_t>(count), config_.shape.group_size(), static_cast<std::int32_t>(rows), config_.scale() * 1.44269504F};
   }
 
   PolicySet policies_;
   CacheConfig config_;
   LayerState layer_;
   ::lowrankkv::detail::SequenceTable sequences_;
+  CacheStatistics statistics_;
 
  private:
+  void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
+    const PromptSelection selection = Rule::prompt_selection(policies_.updater);
+    const float* scores = queries.count == 0 ? nullptr : enqueue_scores(layer_, scratch, queries, selection.scores, leaving.full[0] + leaving.compressed[0], stream);
+    for (int first = 0; first < leaving.count; first += kAdaptBatch) {
+      adapt(layer_, policies_.updater, leaving, first, (std::min)(kAdaptBatch, leaving.count - first), source, scratch, phase, scores, selection.share, statistics_, stream);
+    }
+    for (int i = 0; i < leaving.count; ++i) {
+      if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);
+    }
+  }
   void launch_store(const Leaving& leaving, const RowSource& source, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
     const int dim = config_.shape.head_dim;
     const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
@@ -253,7 +319,7 @@ class CacheBase {
     };
     const auto launch = [&](auto* kernel, std::int64_t rows, std::size_t bytes, DType type) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
-      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, type);
+      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, RowOrder{}, type);
       check(cudaGetLastError(), "store_rows_kernel");
     };
     if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, detail::store_bytes(dim, 0, 0), config_.full_type);

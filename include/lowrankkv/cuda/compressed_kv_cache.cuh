@@ -30,13 +30,13 @@ struct Cuda {
 ///
 /// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay. A graph is
 /// good until one of its sequences is erased. Everything else is refused during capture.
-/// Works with policies that decide by counts alone (cuda/policies.cuh). One thread calls a cache at a time, and its calls are on one stream or
+/// Works with the policies of cuda/policies.cuh. One thread calls a cache at a time, and its calls are on one stream or
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
 /// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head; a prompt's own attention sees zeros in
 /// place of the values alone.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer> {
-  using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer>;
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using typename Base::Tokens;
   using Base::config_;
   using Base::layer_;
@@ -89,42 +89,34 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->check_queries(query, out, lse, n);
     if (n == 0) return;
     const cuda::HostSequence& now = layer_.sequence(slot);
+    const std::int64_t tail = now.tail_length;
+    const cuda::ScoreQueries queries = this->score_queries(query, tail + n);
+    const cuda::CompressScratch scratch = this->pack(slot, key, value, queries.columns(), stream);
     const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
-    const cuda::AttentionStep whole = layer_.prompt_step(slot, at_once, n);
-    cuda::pack_prompt_kernel<><<<dim3(static_cast<unsigned>(whole.prompt_tiles), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(
-        layer_.tables(), cuda::device_rows(key), cuda::device_rows(value), n, layer_.prompt(), whole.prompt_tiles, this->limit());
-    cuda::check(cudaGetLastError(), "pack_prompt_kernel");
     cuda::Batch batch;
     batch.count = 1;
     batch.slots[0] = slot;
+    layer_.prompt_step(slot, at_once, tail + n, scratch.packed);  // the largest, once
     for (std::int64_t first = 0; first < n; first += at_once) {
-      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), n);
-      step.prompt_first = static_cast<std::int32_t>(first);
+      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tail + n, scratch.packed);
+      step.prompt_first = static_cast<std::int32_t>(tail + first);
       cuda::attend_step(layer_, step, batch, cuda::device_rows(query), {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, first, 0,
-                        cuda::splits_of(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+                        layer_.coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
     }
-    ingest(seq, key, value, stream);
+    this->store_prompt(slot, n, scratch, queries, stream);
   }
 
   /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says.
   /// @param key, value [n, num_kv_heads, head_dim]
+  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that choose prompt rows by score
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) {
     Base::refuse_capture("ingest", stream);
     const int slot = this->check_prompt(seq, key, value);
+    this->check_query_window(q_window, key.num_tokens);
     if (key.num_tokens == 0) return;
-    const cuda::HostSequence& now = layer_.sequence(slot);
-    const std::int64_t n = key.num_tokens, leaving = this->leaving_of(slot, n);
-    const std::int64_t from_tail = (std::min)(leaving, std::int64_t{now.tail_length});
-    if (from_tail > 0) this->store(std::span(&slot, 1), from_tail, {}, stream);
-    const std::int64_t direct = leaving - from_tail;
-    if (direct > 0) this->store(std::span(&slot, 1), direct, {cuda::device_rows(key), cuda::device_rows(value), 0, false, this->limit()}, stream);
-    cuda::Batch batch;
-    batch.count = 1;
-    batch.slots[0] = slot;
-    if (n > direct) this->enqueue_append(batch, key, value, direct, static_cast<int>(n - direct), stream);
-    layer_.sequence(slot).tail_length += static_cast<std::int32_t>(n - direct);
-    layer_.sequence(slot).num_tokens += n - direct;
+    const cuda::ScoreQueries queries = this->score_queries(q_window, layer_.sequence(slot).tail_length + key.num_tokens);
+    this->store_prompt(slot, key.num_tokens, this->pack(slot, key, value, queries.columns(), stream), queries, stream);
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
@@ -165,7 +157,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
       if (slots.empty()) return;
-      this->store(slots, interval, {}, stream);
+      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0), Phase::decode, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
@@ -192,7 +184,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     }
     const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step(layer_, layer_.step(m), batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), cuda::splits_of(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step(layer_, layer_.step(m), batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.coded_splits(compressed), cuda::splits_of(full), stream);
     });
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
@@ -258,6 +250,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
     }
     usage.slack_bytes = pages * layer_.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+    usage.epoch_bytes = layer_.epochs().epoch_bytes(now.epochs);
+    usage.updater_bytes = layer_.epochs().updater_bytes(now.epochs);
     return usage;
   }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
@@ -265,11 +259,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.maps().bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in; owned, made for max_sequences and max_query_tokens.
   std::size_t workspace_bytes() const { return layer_.workspace_bytes(); }
+  /// @brief What has happened since the cache was made; as far as counts tell: rejected updates are not noticed.
+  const CacheStatistics& statistics() const { return this->statistics_; }
   const CacheConfig& config() const { return config_; }
   const Pool& pool() const { return layer_.pool(); }
 };

@@ -39,6 +39,14 @@ __host__ __device__ constexpr int place_in_map(int channel, int row, int head_di
 /// @brief Elements of a map of so many channels.
 __host__ __device__ constexpr int map_size(int channels, int head_dim) { return (channels + 15) / 16 * 16 * head_dim; }
 
+/// @brief Writes a number as `type`, in host memory.
+inline void write_as(DType type, float value, std::uint8_t* target) {
+  std::uint32_t word = std::bit_cast<std::uint32_t>(value);
+  if (type == DType::f16) word = to_half(value).bits;
+  if (type == DType::bf16) word = to_bfloat16(value).bits;
+  for (std::size_t byte = 0; byte < size_of(type); ++byte) target[byte] = static_cast<std::uint8_t>(word >> (8 * byte));
+}
+
 /// @brief Maps of keys, or of values, of one head in device memory, elements at place_in_map(). Tiles of codes have f32 maps, since steps are in
 /// them; plain coefficients have them as they are stored.
 struct PartMaps {
@@ -91,13 +99,8 @@ class LayerMaps {
     constexpr std::size_t none = ~std::size_t{0};
     const auto append = [&](const std::vector<float>& values, DType as) {
       const std::size_t at = bytes.size();
-      for (const float value : values) {
-        std::uint32_t word = std::bit_cast<std::uint32_t>(value);
-        if (as == DType::f16) word = to_half(value).bits;
-        if (as == DType::bf16) word = to_bfloat16(value).bits;
-        for (std::size_t byte = 0; byte < size_of(as); ++byte) bytes.push_back(static_cast<std::uint8_t>(word >> (8 * byte)));
-      }
-      while (bytes.size() % 16 != 0) bytes.push_back(0);
+      bytes.resize((at + values.size() * size_of(as) + 15) / 16 * 16);
+      for (std::size_t i = 0; i < values.size(); ++i) write_as(as, values[i], bytes.data() + at + i * size_of(as));
       return at;
     };
     for (std::size_t part = 0; part < tiles.size(); ++part) {

@@ -16,6 +16,7 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/epochs.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
@@ -27,6 +28,7 @@ struct HostSequence {
   std::int64_t num_tokens = 0;
   std::int32_t tail_length = 0;
   HeadRows rows;
+  HostEpochs epochs;
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per head
 };
 
@@ -93,7 +95,7 @@ inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
 class LayerState {
  public:
   /// @param max_full  rows that a sequence of config.max_tokens may have in the full list
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, std::shared_ptr<PagePool> shared_pool)
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, std::shared_ptr<PagePool> shared_pool)
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
@@ -126,10 +128,12 @@ class LayerState {
     tables_.compressed = compressed_.data();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
-    tables_.max_segments = 1;
     if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type);
-    epoch_maps_ = DeviceArray<HeadMaps>(maps_.heads());
-    tables_.maps = epoch_maps_.data();
+    epochs_ = EpochStore(config, basis, maps_, limits);
+    tables_.maps = epochs_.maps();
+    tables_.max_segments = epochs_.max_segments();
+    if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));
+    tables_.segments = segments_.data();
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
@@ -171,6 +175,8 @@ class LayerState {
   const LayerTiles& tiles() const { return tiles_; }
   const Tables& tables() const { return tables_; }
   const LayerMaps& maps() const { return maps_; }
+  EpochStore& epochs() { return epochs_; }
+  const EpochStore& epochs() const { return epochs_; }
   PagePool& pool() const { return *pool_; }
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
@@ -219,7 +225,19 @@ class LayerState {
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, now.rows, SegmentList{});
+    std::erase_if(now.epochs.segments, [&](const Segment& segment) { return segment.first_row >= now.rows.num_compressed; });
+    epochs_.free_unused(slot, now.epochs);
+    write_lengths(slot, stream);
+  }
+
+  /// @brief Tells the device a sequence's lengths and segments.
+  void write_lengths(int slot, cudaStream_t stream) const {
+    const HostSequence& now = sequence(slot);
+    SegmentList segments;
+    if (epochs_.adapts()) {
+      for (const Segment& segment : now.epochs.segments) segments.items[segments.count++] = {segment.epoch, segment.first_row};
+    }
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, now.rows, segments);
     check(cudaGetLastError(), "write_lengths_kernel");
   }
 
@@ -229,6 +247,7 @@ class LayerState {
     now.num_tokens = 0;
     now.tail_length = 0;
     now.rows = {};
+    now.epochs = {};
     settle(slot, stream);
   }
 
@@ -242,50 +261,56 @@ class LayerState {
     step.set_tokens(m);
     return step;
   }
-  /// @brief Buffers of a step over `m` query tokens of a prompt of `tokens` of one sequence; grown if they are too small, which allocates and
-  /// waits. They stay: as large as the K and V of the longest prompt so far, and a partial state of every list's splits.
-  AttentionStep prompt_step(int slot, int m, std::int64_t tokens) {
+  /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.
+  std::int64_t publish_interval() const { return config_.publish_interval > 0 ? config_.publish_interval : 4 * std::int64_t{epochs_.most()}; }
+  /// @brief Tiles of a head that so many packed rows fill.
+  std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
+  /// @brief Splits that a compressed list of so many rows may have, over all its segments.
+  int coded_splits(std::int64_t list_rows) const { return list_rows == 0 ? 0 : splits_of(list_rows) + tables_.max_segments - 1; }
+  /// @brief Buffers of a step over `m` query tokens of a prompt of one sequence, `tokens` of whose rows are packed; grown if they are too small,
+  /// which allocates and waits.
+  AttentionStep prompt_step(int slot, int m, std::int64_t tokens, const std::uint8_t* packed) {
     AttentionStep step = workspace_;
     step.set_tokens(m);
-    step.compressed_splits = splits_of(sequence(slot).rows.num_compressed);
+    step.compressed_splits = coded_splits(sequence(slot).rows.num_compressed);
     step.full_splits = splits_of(sequence(slot).rows.num_full);
-    step.prompt_tiles = static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
+    step.prompt = packed;
+    step.prompt_tiles = packed_tiles(tokens);
     const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
     const std::size_t coded_units = static_cast<std::size_t>(step.coded_units);
     const auto grow = [](auto& array, std::size_t size) {
       using Array = std::remove_reference_t<decltype(array)>;
       if (array.size() < size) array = Array(size);
     };
-    grow(prompt_, heads * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
-    step.prompt = prompt_.data();
-    grow(prompt_queries_, rows * coded_units * 32);
-    grow(prompt_scales_, rows * kBlockColumns);
+    const std::size_t segments = static_cast<std::size_t>(step.segments);
+    grow(prompt_queries_, rows * segments * coded_units * 32);
+    grow(prompt_scales_, rows * segments * kBlockColumns);
     grow(prompt_partial_, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
     step.coded_queries = prompt_queries_.data();
     step.coded_scales = prompt_scales_.data();
     step.partial = prompt_partial_.data();
     return step;
   }
-  std::uint8_t* prompt() const { return prompt_.data(); }
 
   /// @brief Device memory of the workspace, prompt buffers included.
-  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
+  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + workspace_bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
 
  private:
   void make_workspace() {
     const int group = config_.shape.group_size(), dim = config_.shape.head_dim;
     workspace_.group = group;
     workspace_.set_tokens(config_.max_query_tokens);
-    workspace_.compressed_splits = splits_of(max_rows_[1]);
+    workspace_.compressed_splits = coded_splits(max_rows_[1]);
+    workspace_.segments = tables_.max_segments;
     workspace_.full_splits = splits_of(max_rows_[0]);
     workspace_.width = dim;
     for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.channels(Part::value));
     workspace_.coded_units = tiles_.max_units(Part::key);
     const std::size_t rows = static_cast<std::size_t>(config_.max_sequences) * static_cast<std::size_t>(config_.shape.num_kv_heads) * static_cast<std::size_t>(workspace_.blocks);
-    queries_ = DeviceArray<uint2>(rows * static_cast<std::size_t>(workspace_.coded_units) * 32);
-    scales_ = DeviceArray<ColumnScale>(rows * kBlockColumns);
+    queries_ = DeviceArray<uint2>(rows * static_cast<std::size_t>(workspace_.segments * workspace_.coded_units) * 32);
+    scales_ = DeviceArray<ColumnScale>(rows * static_cast<std::size_t>(workspace_.segments) * kBlockColumns);
     partial_ = DeviceArray<float>(rows * static_cast<std::size_t>(workspace_.entries()) * workspace_.state_floats());
     workspace_.coded_queries = queries_.data();
     workspace_.coded_scales = scales_.data();
@@ -316,14 +341,14 @@ class LayerState {
   DeviceArray<HeadTiles> compressed_;
   DeviceArray<std::uint8_t> tails_;
   LayerMaps maps_;
-  DeviceArray<HeadMaps> epoch_maps_;
+  EpochStore epochs_;
+  DeviceArray<DeviceSegment> segments_;
   std::vector<HostSequence> sequences_;
   AttentionStep workspace_;
   DeviceArray<uint2> queries_;
   DeviceArray<ColumnScale> scales_;
   DeviceArray<float> partial_;
-  DeviceArray<std::uint8_t> prompt_;  // of a prefill; as large as the longest so far
-  DeviceArray<uint2> prompt_queries_;
+  DeviceArray<uint2> prompt_queries_;  // of a prefill
   DeviceArray<ColumnScale> prompt_scales_;
   DeviceArray<float> prompt_partial_;
   PageEdits edits_;

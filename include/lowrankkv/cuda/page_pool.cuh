@@ -29,6 +29,15 @@ class PagePool {
   PageAllocator& allocator() { return allocator_; }
   const PageAllocator& allocator() const { return allocator_; }
   std::uint8_t* memory() const { return memory_; }
+  /// @brief Device memory for what a call needs while it runs, shared by the layers of the pool; grown if it is too small, which allocates and waits.
+  std::uint8_t* scratch(std::size_t bytes) {
+    if (scratch_.size() < bytes) {
+      scratch_ = {};
+      scratch_ = DeviceArray<std::uint8_t>(bytes);
+    }
+    return scratch_.data();
+  }
+  std::size_t scratch_bytes() const { return scratch_.bytes(); }
 
  private:
   static std::int64_t checked(std::size_t page_bytes, std::int64_t num_pages) {
@@ -40,7 +49,7 @@ class PagePool {
   }
   PageAllocator allocator_;
   std::size_t page_bytes_;
-  DeviceArray<std::uint8_t> owned_;
+  DeviceArray<std::uint8_t> owned_, scratch_;
   std::uint8_t* memory_;
 };
 

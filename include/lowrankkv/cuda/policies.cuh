@@ -2,7 +2,8 @@
 /// @file cuda/policies.cuh  What a policy must offer on the Cuda backend, and the policies that do.
 ///
 /// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`.
-/// An updater: `static constexpr bool adapts`, false: none moves bases on the device yet.
+/// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`
+/// and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// A token policy that decides by counts alone: `static constexpr bool compresses`, `static int recent(const P&)`, and
 /// `static std::int64_t full_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many stay full.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
@@ -27,6 +28,8 @@
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/updater/epoch_policy.hpp"
+#include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -37,6 +40,12 @@ struct Cuda;
 template <>
 struct Impl<PerHead, Cuda> {
   static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+  /// Bases that move do so in the plain metric.
+  static void validate_adaptive(const PerHead& policy) {
+    if (policy.key_metric == KeyMetric::query_aware || policy.value_metric == ValueMetric::output_aware) {
+      ::lowrankkv::detail::fail<ValueError>("PerHead: a metric of keys or values with an updater that moves bases, plain metrics expected on this backend");
+    }
+  }
 };
 template <>
 struct Impl<Projector, Cuda> {
@@ -46,6 +55,22 @@ struct Impl<Projector, Cuda> {
 template <>
 struct Impl<Static, Cuda> {
   static constexpr bool adapts = false;
+};
+
+/// The power form. Rates are at most 1e6, which is as good as infinity: the old basis counts for nothing.
+template <>
+struct Impl<Oja, Cuda> {
+  static constexpr bool adapts = true;
+  static void validate(const Oja& policy) {
+    using ::lowrankkv::detail::fail;
+    check_oja(policy);
+    if (policy.form != OjaForm::power) fail<ValueError>("Oja: form ", static_cast<int>(policy.form), ", ", static_cast<int>(OjaForm::power), " (power) expected on this backend");
+  }
+  static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
+  static float rate(const Oja& policy, Phase phase, std::int64_t decode_steps) {
+    const double rate = phase == Phase::prefill ? static_cast<double>(policy.prefill_rate) : static_cast<double>(policy.decode_rate) / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(decode_steps));
+    return static_cast<float>((std::min)(rate, 1e6));
+  }
 };
 
 template <>

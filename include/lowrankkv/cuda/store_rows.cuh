@@ -1,32 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/store_rows.cuh  Rows leave full rank, or are stored as they are: project, quantise, pack into tiles.
 ///
-/// A block stores what falls into 64 consecutive rows of a list of one KV head. Rows are rounded to full_type first: everything sees
-/// the rounded row. Projections are f32 sums on tensor cores: rows of 16-bit numbers are tf32 as they are, maps are the sum of two tf32; codes and gains are those of quantizer/transform_code.hpp.
+/// A block stores what falls into 64 consecutive rows of a list of one KV head. Projections are f32 sums on tensor cores: rows of 16-bit numbers are tf32 as they are, maps are the sum of two tf32; codes and gains are those of quantizer/transform_code.hpp.
 #pragma once
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/head_maps.cuh"
-#include "lowrankkv/cuda/tables.cuh"
+#include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kStoreThreads = 256;  ///< of a block
-inline constexpr int kStoreRows = 64;  ///< of a list, per block: a tile of codes, four plain ones
-
 /// @brief What is stored: plain rows, their coefficients in plain tiles, or their codes.
 enum class StoreForm : std::uint8_t { full, coefficients, codes };
-
-/// @brief Where rows come from: the tails, or a view whose row `first` is the first to be stored.
-struct RowSource {
-  DeviceRows key, value;
-  std::int64_t first = 0;
-  bool from_tail = true;
-  float limit = 0.0F;  ///< of a view: magnitudes above it, and NaN, are refused
-};
 
 namespace detail {
 
@@ -43,44 +30,6 @@ __host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4
 
 __host__ __device__ inline std::size_t store_bytes(int head_dim, int max_rank, int tile_bytes) {
   return sizeof(float) * static_cast<std::size_t>(kStoreRows * (row_stride(head_dim) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
-}
-
-/// One element of a leaving row, rounded to full_type.
-__device__ inline float source_value(const Tables& tables, const RowSource& source, int slot, int head, std::int64_t row, int channel, Part part) {
-  if (!source.from_tail) return from_bits(tables.full_type, to_bits(tables.full_type, (part == Part::key ? source.key : source.value).at(source.first + row, head, channel)));
-  const int place = (tables.lengths[slot].tail_first + static_cast<int>(row)) % tables.ring_rows();
-  return from_bits(tables.full_type, *reinterpret_cast<const std::uint16_t*>(tables.tail_tile(slot, head, place) + tables.full.plain_byte(part, place % tables.full.rows, channel)));
-}
-
-/// Rows [begin, end) of a part to shared memory, rounded to full_type, the others zeros.
-__device__ inline void load_rows(const Tables& tables, const RowSource& source, int slot, int head, std::int64_t first, Part part, const int* refused, int begin, int end, float* rows) {
-  const int dim = tables.head_dim, stride = row_stride(dim);
-  const DeviceRows& view = part == Part::key ? source.key : source.value;
-  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
-  const bool packed = !source.from_tail && view.dtype == tables.full_type && view.element_stride == 1 && address % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0;
-  if (packed) {  // eight elements a load
-    const int per_row = dim / 8;
-    #pragma unroll 4
-    for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
-      const int row = item / per_row, channel = item % per_row * 8;
-      uint4 words = {0, 0, 0, 0};
-      if (row >= begin && row < end && refused[row] == 0) {
-        words = __ldg(reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(view.data) + (source.first + first + row) * view.token_stride + head * view.head_stride + channel));
-      }
-      const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
-      float values[8];
-      #pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
-      *reinterpret_cast<float4*>(rows + row * stride + channel) = {values[0], values[1], values[2], values[3]};
-      *reinterpret_cast<float4*>(rows + row * stride + channel + 4) = {values[4], values[5], values[6], values[7]};
-    }
-    return;
-  }
-  #pragma unroll 4
-  for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * dim; item += kStoreThreads) {
-    const int row = item / dim, channel = item % dim;
-    rows[row * stride + channel] = row >= begin && row < end && refused[row] == 0 ? source_value(tables, source, slot, head, first + row, channel, part) : 0.0F;
-  }
 }
 
 /// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of all
@@ -125,10 +74,10 @@ __device__ inline void project_rows(const float* rows, int head_dim, const PartM
   }
 }
 
-/// Writes rows of a part into plain tiles; rows past the list's end become zeros, which weigh nothing. tiles: those of the piece's rows.
-__device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, DType type, const float* values, int stride, int width, int begin, int end) {
+/// Writes rows of a part into plain tiles. At a list's end, rows past it become zeros, which weigh nothing. tiles: those of the piece's rows.
+__device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, DType type, const float* values, int stride, int width, int begin, int end, bool at_end) {
   const int channels = layout.channels(part), units = channels / kPlainUnit;
-  const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
+  const int padded_end = at_end ? (end + layout.rows - 1) / layout.rows * layout.rows : end;
   const auto value_at = [&](int row, int channel) { return row < end && channel < width ? values[row * stride + channel] : 0.0F; };
   // Sixteen rows that are all new: lanes write their 16 bytes of every unit.
   const int whole = (begin + kPlainRows - 1) / kPlainRows;  // steps of 16 rows from here on
@@ -147,9 +96,10 @@ __device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const*
     std::uint8_t* tile = tiles[row / layout.rows];
     *reinterpret_cast<uint4*>(tile + layout.offset(part) + (row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) = {words[0], words[1], words[2], words[3]};
   }
-  const int partial_end = min(whole * kPlainRows, padded_end);
-  for (int item = static_cast<int>(threadIdx.x); item < (partial_end - begin) * channels; item += kStoreThreads) {
-    const int row = begin + item / channels, channel = item % channels;
+  // The others, at the beginning and, inside a list, at the end.
+  const int head = min(whole * kPlainRows, padded_end) - begin, first_left = max(whole, padded_end / kPlainRows) * kPlainRows;
+  for (int item = static_cast<int>(threadIdx.x); item < (head + max(0, padded_end - first_left)) * channels; item += kStoreThreads) {
+    const int index = item / channels, row = index < head ? begin + index : first_left + index - head, channel = item % channels;
     *reinterpret_cast<std::uint16_t*>(tiles[row / layout.rows] + layout.plain_byte(part, row % layout.rows, channel)) = to_bits(type, value_at(row, channel));
   }
 }
@@ -210,10 +160,17 @@ __device__ inline void store_codes(const HeadTiles& layout, const PartMaps& maps
 
 }  // namespace detail
 
+/// @brief Which leaving rows go to a list, in order: [sequence of the batch, head, stride] numbers of rows of the source, which policies that decide
+/// by values chose; null: those to the full list come first, in their order, the others follow.
+struct RowOrder {
+  const std::int32_t* rows = nullptr;
+  std::int32_t stride = 0;
+};
+
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
 template <StoreForm form>
-__global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, DType type) {
+__global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
@@ -225,20 +182,17 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   const int tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
   const int begin = max(first - tile_row, 0), end = min(first + count - tile_row, kStoreRows);
   if (begin >= end) return;
-  HeadMaps maps_now;
-  if constexpr (form != StoreForm::full) maps_now = tables.current_maps(slot, head);
-  const int max_rank = max(maps_now.key.rank, maps_now.value.rank);
+  const HeadMaps* maps_now = form == StoreForm::full ? nullptr : &tables.current_maps(slot, head);
+  const int max_rank = form == StoreForm::full ? 0 : max(maps_now->key.rank, maps_now->value.rank);
   detail::StoreMemory memory;
   memory.rows = reinterpret_cast<float*>(shared_memory);
   memory.coefficients = memory.rows + kStoreRows * detail::row_stride(dim);
   memory.inverse_gains = memory.coefficients + kStoreRows * (max_rank + 1);
   memory.tile = reinterpret_cast<std::uint32_t*>(memory.inverse_gains + kStoreRows);
-  __shared__ int refused[kStoreRows];
   __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];  // plain ones
   if (form != StoreForm::codes && threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
     tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
   }
-  for (int row = static_cast<int>(threadIdx.x); row < kStoreRows; row += kStoreThreads) refused[row] = 0;
   std::uint32_t* target = nullptr;
   if constexpr (form == StoreForm::codes) {
     target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
@@ -248,32 +202,25 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   if constexpr (form == StoreForm::codes) {
     for (const Part part : {Part::key, Part::value}) {
       if (begin == 0) break;  // rows that were here and are dropped left their bits
-      const PartMaps& maps = maps_now.of(part);
+      const PartMaps& maps = maps_now->of(part);
       detail::for_each_code(layout, part, begin, kCodeRows, [&](int channel, int, int word, int shift) {
         if (maps.channels[channel].source >= 0) atomicAnd(memory.tile + word, ~(((1U << maps.channels[channel].width) - 1U) << shift));
       });
     }
   }
-  if (!source.from_tail) {
-    for (int item = static_cast<int>(threadIdx.x); item < (end - begin) * dim; item += kStoreThreads) {
-      const int row = begin + item / dim;
-      const std::int64_t from = source.first + skipped + tile_row + row - first;
-      const bool usable = fabsf(source.key.at(from, head, item % dim)) <= source.limit && fabsf(source.value.at(from, head, item % dim)) <= source.limit;
-      if (!usable && atomicExch(&refused[row], 1) == 0) atomicAdd(tables.faults, 1U);
-    }
-  }
-  __syncthreads();
+  const SourceRows rows(tables, source, slot, head);
+  const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
   for (const Part part : {Part::key, Part::value}) {
-    detail::load_rows(tables, source, slot, head, skipped + tile_row - first, part, refused, begin, end, memory.rows);
+    rows.load(part, chosen, (chosen == nullptr ? skipped : 0) + tile_row - first, begin, end, dim, memory.rows, detail::row_stride(dim));
     __syncthreads();
     if constexpr (form == StoreForm::full) {
-      detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end);
+      detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end, true);
     } else {
-      const PartMaps& maps = maps_now.of(part);
+      const PartMaps& maps = maps_now->of(part);
       detail::project_rows(memory.rows, dim, maps, memory.coefficients);
       __syncthreads();
       if constexpr (form == StoreForm::coefficients) {
-        detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end);
+        detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end, true);
       } else {
         detail::store_gains(maps, part, memory, begin, end);
         __syncthreads();

@@ -156,8 +156,7 @@ __global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;
 }
 
-/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter. Rows that came from
-/// elsewhere are new tokens.
+/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter.
 template <class = void>
 __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail) {
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.full[i] + leaving.compressed[i];
@@ -203,24 +202,6 @@ __global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, Device
   __syncthreads();
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = lengths.tail_length + m;
-  }
-}
-
-/// @brief Rows of a prompt as plain tiles [head, tiles], rounded to full_type: what a prompt attends to before it is compressed. Rows past the
-/// end, and values that full_type cannot hold, are zeros. Grid: tiles x heads.
-template <class = void>
-__global__ void pack_prompt_kernel(Tables tables, DeviceRows key, DeviceRows value, std::int64_t count, std::uint8_t* prompt, int tiles, float limit) {
-  const HeadTiles& layout = tables.full;
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim;
-  std::uint8_t* tile = prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(tiles) + blockIdx.x) * static_cast<std::size_t>(layout.bytes);
-  for (int item = static_cast<int>(threadIdx.x); item < layout.rows * dim; item += static_cast<int>(blockDim.x)) {
-    const int row = item / dim, channel = item % dim;
-    const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * layout.rows + row;
-    for (const Part part : {Part::key, Part::value}) {
-      const float x = token < count ? (part == Part::key ? key : value).at(token, head, channel) : 0.0F;
-      const bool usable = fabsf(x) <= limit;
-      *reinterpret_cast<std::uint16_t*>(tile + layout.plain_byte(part, row, channel)) = to_bits(tables.full_type, usable ? x : 0.0F);
-    }
   }
 }
 

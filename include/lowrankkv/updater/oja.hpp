@@ -6,6 +6,7 @@
 #pragma once
 
 #include "lowrankkv/core/attention_scores.hpp"
+#include "lowrankkv/core/error.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -31,5 +32,17 @@ struct Oja {
   OjaForm form = OjaForm::power;
   friend bool operator==(const Oja&, const Oja&) = default;
 };
+
+/// @brief Raises ValueError for parameters that no Oja step can have.
+inline void check_oja(const Oja& policy) {
+  using ::lowrankkv::detail::fail;
+  if (!(policy.prefill_rate >= 0.0F) || !(policy.decode_rate >= 0.0F)) {
+    fail<ValueError>("Oja: rates are at least 0, given prefill_rate ", policy.prefill_rate, " and decode_rate ", policy.decode_rate);
+  }
+  if (!(policy.prefill_share >= 0.0F && policy.prefill_share <= 1.0F)) fail<ValueError>("Oja: prefill_share is in [0, 1], given ", policy.prefill_share);
+  if (policy.importance_window < 1) fail<ValueError>("Oja: importance_window is at least 1, given ", policy.importance_window);
+  if (policy.importance_kernel < 1 || policy.importance_kernel % 2 == 0) fail<ValueError>("Oja: importance_kernel is odd and at least 1, given ", policy.importance_kernel);
+  if (!(policy.decode_decay >= 0.0F)) fail<ValueError>("Oja: decode_decay is at least 0, given ", policy.decode_decay);
+}
 
 LOWRANKKV_NAMESPACE_END

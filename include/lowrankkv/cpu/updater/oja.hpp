@@ -60,16 +60,7 @@ struct Impl<Oja, Cpu> {
     std::int64_t decode_steps = 0;  ///< taken so far
   };
 
-  static void validate(const Oja& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.prefill_rate >= 0.0F) || !(policy.decode_rate >= 0.0F)) {
-      fail<ValueError>("Oja: rates are at least 0, given prefill_rate ", policy.prefill_rate, " and decode_rate ", policy.decode_rate);
-    }
-    if (!(policy.prefill_share >= 0.0F && policy.prefill_share <= 1.0F)) fail<ValueError>("Oja: prefill_share is in [0, 1], given ", policy.prefill_share);
-    if (policy.importance_window < 1) fail<ValueError>("Oja: importance_window is at least 1, given ", policy.importance_window);
-    if (policy.importance_kernel < 1 || policy.importance_kernel % 2 == 0) fail<ValueError>("Oja: importance_kernel is odd and at least 1, given ", policy.importance_kernel);
-    if (!(policy.decode_decay >= 0.0F)) fail<ValueError>("Oja: decode_decay is at least 0, given ", policy.decode_decay);
-  }
+  static void validate(const Oja& policy) { check_oja(policy); }
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
 
   static void observe(const Oja&, State& state, MatrixView rows, MatrixView, Phase) {

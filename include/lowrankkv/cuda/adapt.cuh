@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/adapt.cuh  Leaving rows move bases: which rows are observed, when an epoch is published, under which segment rows go on.
+///
+/// All of it follows from counts and is decided on the host; scores, moments, bases and maps are made by kernels in the order of the stream.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/cuda/launch.cuh"
+#include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/snapkv_scores.cuh"
+#include "lowrankkv/cuda/top_rows.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+struct Cuda;
+
+namespace cuda {
+
+/// @brief Sequences whose bases move in one launch: their moments are large.
+inline constexpr int kAdaptBatch = 16;
+/// @brief Shares in which the moment of a prompt is summed.
+inline constexpr int kMomentSplits = 8;
+
+/// @brief Where the scratch memory of a call stands.
+struct CompressScratch {
+  std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
+  float2* sums = nullptr;            ///< of score_sums_kernel
+  float* scores = nullptr;           ///< [heads, rows], then pooled ones
+  std::int32_t* chosen = nullptr;    ///< [heads, rows], then the others
+  float* moments = nullptr;          ///< of moment_kernel
+  float* transitions = nullptr;      ///< of transition_kernel
+  std::int32_t rows = 0;             ///< of the prompt, the tail's included
+};
+
+/// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
+inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns) {
+  const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
+  const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
+  std::size_t end = 0;
+  const auto reserve = [&](std::size_t bytes) {
+    const std::size_t begin = end;
+    end += (bytes + 127) / 128 * 128;
+    return begin;
+  };
+  const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
+  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), scores = reserve(columns == 0 ? 0 : 2 * heads * count * sizeof(float));
+  const std::size_t chosen = reserve(columns == 0 ? 0 : 2 * heads * count * sizeof(std::int32_t));
+  const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
+  const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
+  std::uint8_t* base = layer.pool().scratch(end);
+  return {base + packed,
+          reinterpret_cast<float2*>(base + sums),
+          reinterpret_cast<float*>(base + scores),
+          reinterpret_cast<std::int32_t*>(base + chosen),
+          reinterpret_cast<float*>(base + moments),
+          reinterpret_cast<float*>(base + transitions),
+          static_cast<std::int32_t>(rows)};
+}
+
+namespace detail {
+
+/// Calls f with the units of channels that a scoring kernel is compiled for.
+template <class Function>
+void with_score_units(int units, Function&& function) {
+  if (units <= 8) {
+    function(std::integral_constant<int, 8>{});
+  } else {
+    function(std::integral_constant<int, 16>{});
+  }
+}
+
+}  // namespace detail
+
+/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the first `leaving` of them: [heads, rows].
+inline const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, std::int64_t leaving, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
+  const unsigned heads = static_cast<unsigned>(tables.num_heads);
+  const std::size_t bytes = score_bytes(tables.head_dim);
+  detail::with_type(tables.full_type, [&](auto type) {
+    detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
+      const dim3 pieces(static_cast<unsigned>(queries.pieces()), heads, static_cast<unsigned>((queries.columns() + kScoreColumns - 1) / kScoreColumns));
+      const dim3 rows(static_cast<unsigned>((queries.total + kScoreRows - 1) / kScoreRows), heads);
+      detail::launch_early(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, false, "score_sums_kernel", stream, tables, source, queries, scratch.sums);
+      detail::launch_early(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, false, "score_rows_kernel", stream, tables, source, queries, static_cast<const float2*>(scratch.sums), scratch.scores);
+    });
+  });
+  if (wanted.kernel <= 1) return scratch.scores;
+  float* pooled = scratch.scores + static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(scratch.rows);
+  pool_scores_kernel<><<<dim3(static_cast<unsigned>((leaving + 255) / 256), heads), 256, 0, stream>>>(scratch.scores, scratch.rows, static_cast<int>(leaving), wanted.kernel,
+                                                                                                  wanted.pooling == Pooling::maximum, pooled);
+  check(cudaGetLastError(), "pool_scores_kernel");
+  return pooled;
+}
+
+/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
+inline void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
+  HostSequence& now = layer.sequence(slot);
+  HostEpochs& own = now.epochs;
+  if (!own.segments.empty() && own.segments.back().epoch == own.current) return;
+  const int merge = layer.epochs().merge_for_new_segment(own);
+  own.segments.push_back({own.current, now.rows.num_compressed, 0, 0});
+  if (merge >= 0) {
+    Segment& from = own.segments[static_cast<std::size_t>(merge)];
+    Segment& into = own.segments[static_cast<std::size_t>(merge) + 1];
+    const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads, most = layer.epochs().most();
+    if (end > first) {
+      transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), 2), kStoreThreads, 0, stream>>>(
+          layer.tables(), from.epoch, into.epoch, most, scratch.transitions);
+      check(cudaGetLastError(), "transition_kernel");
+      const dim3 pieces(static_cast<unsigned>((end - 1) / kStoreRows - first / kStoreRows + 1), static_cast<unsigned>(heads));
+      detail::launch_early(merge_kernel<>, pieces, kStoreThreads, merge_bytes(most), false, "merge_kernel", stream, layer.tables(), slot, first, end, most, static_cast<const float*>(scratch.transitions),
+                           layer.tiles().coded_type);
+      for (int head = 0; head < heads; ++head) statistics.bytes_reprojected += 2 * std::int64_t{end - first} * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows;
+      statistics.rows_reprojected += std::int64_t{end - first} * heads;
+    }
+    into.first_row = from.first_row;
+    into.level = (std::max)(into.level, from.level) + 1;
+    own.segments.erase(own.segments.begin() + merge);
+    ++statistics.merges;
+  }
+  layer.epochs().free_unused(slot, own);
+  layer.write_lengths(slot, stream);
+}
+
+/// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them.
+/// @param scores  of a packed prompt; null: all rows are observed
+/// @param share   of the prompt's rows, those with the highest scores are observed
+template <class Updater>
+void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const float* scores, float share,
+           CacheStatistics& statistics, cudaStream_t stream) {
+  using Rule = Impl<Updater, Cuda>;
+  const Tables& tables = layer.tables();
+  const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
+  ObservedRows observed{};
+  OjaSteps steps{};
+  for (int i = 0; i < count; ++i) {
+    const int from = first_sequence + i, slot = leaving.slots[from];
+    HostEpochs& own = layer.sequence(slot).epochs;
+    const std::int64_t rows = leaving.compressed[from];
+    observed.slots[i] = steps.slots[i] = slot;
+    observed.first[i] = leaving.full[from];
+    observed.count[i] = leaving.compressed[from];
+    steps.moved[i] = own.moved;
+    steps.epoch[i] = -1;
+    steps.rate[i] = -1.0F;
+    if (rows == 0) continue;
+    if (scores != nullptr) {
+      const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
+      const Candidates candidates{scores, scratch.rows, leaving.full[from], leaving.full[from] + leaving.compressed[from], static_cast<std::int32_t>((std::min)(wanted, rows))};
+      top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, nullptr);
+      check(cudaGetLastError(), "top_rows_kernel");
+      observed.order = {scratch.chosen, scratch.rows};
+      observed.first[i] = 0;
+      observed.count[i] = candidates.wanted;
+    }
+    if (observed.count[i] > 0) {
+      steps.rate[i] = Rule::rate(updater, phase, own.decode_steps);
+      if (phase == Phase::decode) ++own.decode_steps;
+      own.moved = true;
+    }
+    const std::int64_t since = own.rows_since_publication + rows;
+    std::size_t bytes = 0;
+    for (int head = 0; head < heads; ++head) bytes += static_cast<std::size_t>(rows * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows);
+    const bool due = own.moved && (since >= layer.publish_interval() || (phase == Phase::prefill && bytes > layer.epochs().epoch_bytes()));
+    own.rows_since_publication = due ? 0 : since;
+    if (!due) continue;
+    steps.epoch[i] = layer.epochs().take(slot);
+    own.current = steps.epoch[i];
+    ++statistics.publications;
+  }
+  const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+  detail::launch_early(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), false, "moment_kernel", stream, tables, source, observed, splits, scratch.moments);
+  const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
+  if (dim <= 128) {
+    oja_kernel<8, 4><<<matrices, kOjaThreads, 0, stream>>>(tables, steps, layer.epochs().bases(), scratch.moments, splits);
+  } else {
+    oja_kernel<16, 8><<<matrices, kOjaThreads, 0, stream>>>(tables, steps, layer.epochs().bases(), scratch.moments, splits);
+  }
+  check(cudaGetLastError(), "oja_kernel");
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

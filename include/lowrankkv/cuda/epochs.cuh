@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/epochs.cuh  Epochs of sequences on the device: memory for their maps and working bases, which of it is used, merges.
+///
+/// The host decides from counts when an epoch is published, which segments merge, and where maps go; kernels fill them in.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/cuda/merge_segments.cuh"
+#include "lowrankkv/cuda/oja.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief How many epochs of its own a sequence may have, as the cache's EpochPolicy says; 0: bases never move.
+struct EpochLimits {
+  int own = 0;
+  bool rotates_calibrated_rows = false;
+};
+
+/// @brief What a sequence has published, as the host knows it.
+struct HostEpochs {
+  std::vector<Segment> segments;  ///< epochs are numbers in Tables::maps
+  std::int32_t current = 0;       ///< the epoch that rows are written under
+  std::int64_t rows_since_publication = 0;
+  std::int64_t decode_steps = 0;
+  bool moved = false;             ///< the working bases are no longer the calibrated ones
+};
+
+/// @brief The maps of all epochs of a layer, and the bases that updaters move.
+class EpochStore {
+ public:
+  EpochStore() = default;
+  EpochStore(const CacheConfig& config, const LayerBasis& basis, const LayerMaps& calibrated, EpochLimits limits)
+      : limits_(limits), slots_per_sequence_(limits.own == 0 ? 0 : limits.own + 2), heads_(config.shape.num_kv_heads), head_dim_(config.shape.head_dim), type_(config.epoch_type) {
+    std::vector<HeadMaps> table = calibrated.heads();
+    if (limits.own > 0) {
+      std::size_t bytes = 0;
+      for (HeadMaps& maps : table) {
+        for (const PartMaps* part : {&maps.key, &maps.value}) {
+          most_ = (std::max)(most_, static_cast<int>(part->rank));
+          bytes += own_bytes(*part);
+          if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
+          stored_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+        }
+      }
+      const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(slots_per_sequence_);
+      own_ = DeviceArray<std::uint8_t>(epochs * bytes);
+      std::uint8_t* next = own_.data();
+      for (std::size_t epoch = 0; epoch < epochs; ++epoch) {
+        for (int head = 0; head < heads_; ++head) {
+          HeadMaps maps = table[static_cast<std::size_t>(head)];
+          for (PartMaps* part : {&maps.key, &maps.value}) {
+            part->encoder = part->reader = next;
+            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part));
+            next += own_bytes(*part);
+          }
+          table.push_back(maps);
+        }
+      }
+      used_.resize(epochs, false);
+      make_bases(config, basis);
+    }
+    maps_ = DeviceArray<HeadMaps>(table);
+  }
+
+  const HeadMaps* maps() const { return maps_.data(); }
+  bool adapts() const { return limits_.own > 0; }
+  /// @brief Segments that a sequence can have.
+  int max_segments() const { return limits_.own == 0 ? 1 : limits_.own + 2; }
+  const WorkingBases& bases() const { return bases_; }
+  int most() const { return most_; }
+  /// @brief Bytes of an epoch's maps over all heads.
+  std::size_t epoch_bytes() const { return stored_bytes_ + mean_bytes_; }
+  /// @brief Bytes of a sequence's own epochs, and of its working bases.
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return stored_bytes_ * static_cast<std::size_t>(count_own(epochs)); }
+  std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? stored_bytes_ : 0; }
+  std::size_t reserved_bytes() const { return own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
+
+  /// @brief A free epoch of a slot.
+  std::int32_t take(int slot) {
+    for (int i = 0; i < slots_per_sequence_; ++i) {
+      const std::size_t index = static_cast<std::size_t>(slot * slots_per_sequence_ + i);
+      if (used_[index]) continue;
+      used_[index] = true;
+      return static_cast<std::int32_t>(index) + 1;
+    }
+    ::lowrankkv::detail::fail<CapacityError>("epochs: a sequence has ", slots_per_sequence_, ", all in use");
+    return 0;
+  }
+  /// @brief Frees the epochs of a slot that no segment uses and no row will be written under.
+  void free_unused(int slot, const HostEpochs& epochs) {
+    for (int i = 0; i < slots_per_sequence_; ++i) {
+      const std::int32_t epoch = slot * slots_per_sequence_ + i + 1;
+      const bool needed = epoch == epochs.current || std::any_of(epochs.segments.begin(), epochs.segments.end(), [&](const Segment& segment) { return segment.epoch == epoch; });
+      if (!needed) used_[static_cast<std::size_t>(epoch - 1)] = false;
+    }
+  }
+  /// @brief Which segment a new one would push over the edge: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of
+  /// equal level first (the newest such pair), else the two newest.
+  int merge_for_new_segment(const HostEpochs& epochs) const {
+    const std::vector<Segment>& segments = epochs.segments;
+    int first_own = 0;
+    if (!limits_.rotates_calibrated_rows) {
+      while (first_own < static_cast<int>(segments.size()) && segments[static_cast<std::size_t>(first_own)].epoch == 0) ++first_own;
+    }
+    const int count = static_cast<int>(segments.size());
+    if (count - first_own + 1 <= limits_.own) return -1;
+    for (int index = count - 2; index >= first_own; --index) {
+      if (segments[static_cast<std::size_t>(index)].level == segments[static_cast<std::size_t>(index + 1)].level) return index;
+    }
+    return count - first_own >= 2 ? count - 2 : count - 1;
+  }
+
+ private:
+  std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size(part.rank, head_dim_)) * size_of(type_) + 15) / 16 * 16; }
+  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  int count_own(const HostEpochs& epochs) const {
+    std::vector<std::int32_t> own;
+    for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);
+    own.push_back(epochs.current);
+    std::sort(own.begin(), own.end());
+    own.erase(std::unique(own.begin(), own.end()), own.end());
+    return static_cast<int>(own.size()) - (own.front() == 0 ? 1 : 0);
+  }
+  void make_bases(const CacheConfig& config, const LayerBasis& basis) {
+    const std::size_t part_size = static_cast<std::size_t>(most_) * static_cast<std::size_t>(head_dim_), layer_size = 2 * static_cast<std::size_t>(heads_) * part_size;
+    std::vector<std::uint8_t> start(layer_size * size_of(type_));
+    for (int head = 0; head < heads_; ++head) {
+      const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
+      for (const bool key : {true, false}) {
+        const int rank = key ? maps.key_rank : maps.value_rank;
+        for (int channel = 0; channel < rank; ++channel) {
+          for (int row = 0; row < head_dim_; ++row) {
+            const float value = (key ? maps.key_down : maps.value_down)[static_cast<std::size_t>(row * rank + channel)];
+            const std::size_t index = static_cast<std::size_t>(head * 2 + (key ? 0 : 1)) * part_size + static_cast<std::size_t>(channel * head_dim_ + row);
+            write_as(type_, value, start.data() + index * size_of(type_));
+          }
+        }
+      }
+    }
+    start_ = DeviceArray<std::uint8_t>(start);
+    moved_ = DeviceArray<std::uint8_t>(static_cast<std::size_t>(config.max_sequences) * start.size());
+    bases_ = {moved_.data(), start_.data(), most_, type_};
+  }
+
+  EpochLimits limits_;
+  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1;
+  DType type_ = DType::f16;
+  std::size_t stored_bytes_ = 0, mean_bytes_ = 0;
+  DeviceArray<std::uint8_t> own_, moved_, start_;
+  DeviceArray<HeadMaps> maps_;
+  std::vector<bool> used_;
+  WorkingBases bases_;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

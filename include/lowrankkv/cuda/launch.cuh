@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/launch.cuh  How kernels are launched, and types known at run time become template arguments.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "lowrankkv/cuda/device.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Launches a kernel that may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on).
+template <class... Parameters, class... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+}
+
+/// Calls f with f16 or bf16 as a constant.
+template <class Function>
+void with_type(DType type, Function&& function) {
+  if (type == DType::f16) {
+    function(std::integral_constant<DType, DType::f16>{});
+  } else {
+    function(std::integral_constant<DType, DType::bf16>{});
+  }
+}
+
+}  // namespace detail
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

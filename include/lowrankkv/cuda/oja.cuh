@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/oja.cuh  The Oja step on the device: K^T K of the observed rows, U <- orth(U + eta s K^T K U), and U as an epoch's maps.
+///
+/// Symbols as in updater/oja.hpp; s = d / ||K||_F^2. One block a basis, of all heads, keys and values, and sequences of a batch at once.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/row_source.cuh"
+#include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/tile_ring.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kMomentSide = 128;  ///< channels of a block of moment_kernel, both ways
+
+/// @brief The rows that updaters observe: of every sequence of the batch, and head.
+struct ObservedRows {
+  RowOrder order;                      ///< null: rows first, first + 1, ...
+  std::int32_t count[kMaxBatch];       ///< by sequence of the batch
+  std::int32_t first[kMaxBatch];
+  std::int32_t slots[kMaxBatch];
+};
+
+/// @brief Shared memory of moment_kernel in bytes.
+inline std::size_t moment_bytes(int head_dim) { return sizeof(float) * static_cast<std::size_t>(kStoreRows * (head_dim + 8)); }
+/// @brief Blocks of channels, both ways, that cover a moment.
+constexpr int moment_blocks(int head_dim) { return (head_dim + kMomentSide - 1) / kMomentSide * ((head_dim + kMomentSide - 1) / kMomentSide); }
+
+/// @brief moments [sequence, head, part, split, head_dim, head_dim] = sum of (x - mean)^T (x - mean) over a share of the observed rows, f32. Products of 16-bit
+/// rows are exact; centred rows enter as sums of two tf32. Grid: (splits x blocks of channels) x (heads x 2) x sequences.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, RowSource source, ObservedRows observed, int splits, float* moments) {
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  float* rows = reinterpret_cast<float*>(shared_memory);
+  const int dim = tables.head_dim, stride = dim + 8, sides = (dim + kMomentSide - 1) / kMomentSide;
+  const int split = static_cast<int>(blockIdx.x) % splits, quadrant = static_cast<int>(blockIdx.x) / splits, head = static_cast<int>(blockIdx.y) / 2, sequence = static_cast<int>(blockIdx.z);
+  const Part part = blockIdx.y % 2 == 0 ? Part::key : Part::value;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, slot = observed.slots[sequence];
+  const int m0 = quadrant / sides * kMomentSide + 16 * warp, n0 = quadrant % sides * kMomentSide;
+  const int count = observed.count[sequence], pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
+  const float* mean = tables.maps[head].of(part).mean;
+  const SourceRows from(tables, source, slot, head);
+  const std::int32_t* order = observed.order.rows == nullptr ? nullptr : observed.order.rows + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(observed.order.stride);
+  float sums[kMomentSide / 8][4] = {};
+  for (int piece = split * per_split; piece < min(pieces, (split + 1) * per_split); ++piece) {
+    const int first = piece * kStoreRows, used = min(kStoreRows, count - first);
+    from.load(part, order, observed.first[sequence] + first, 0, used, dim, rows, stride);
+    for (int item = static_cast<int>(threadIdx.x); item < (kStoreRows - used) * dim; item += kStoreThreads) rows[(used + item / dim) * stride + item % dim] = 0.0F;
+    __syncthreads();
+    if (mean != nullptr) {
+      for (int item = static_cast<int>(threadIdx.x); item < used * dim; item += kStoreThreads) rows[item / dim * stride + item % dim] -= mean[item % dim];
+      __syncthreads();
+    }
+    for (int step = 0; step < (used + 7) / 8 && m0 < dim; ++step) {
+      const float* low = rows + (8 * step + t) * stride + g;
+      const float* high = low + 4 * stride;
+      const float4 a = {low[m0], low[m0 + 8], high[m0], high[m0 + 8]};
+      const float4 a_rest = {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)};
+      #pragma unroll
+      for (int n = 0; n < kMomentSide / 8; ++n) {
+        if (n0 + 8 * n >= dim) break;
+        const float b0 = low[n0 + 8 * n], b1 = high[n0 + 8 * n];
+        if (mean != nullptr) {
+          mma_tf32(sums[n], a_rest, b0, b1);
+          mma_tf32(sums[n], a, beyond_tf32(b0), beyond_tf32(b1));
+        }
+        mma_tf32(sums[n], a, b0, b1);
+      }
+    }
+    __syncthreads();
+  }
+  float* target = moments + (static_cast<std::size_t>((sequence * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(splits) + static_cast<std::size_t>(split)) * static_cast<std::size_t>(dim * dim);
+  #pragma unroll
+  for (int n = 0; n < kMomentSide / 8; ++n) {
+    if (m0 >= dim || n0 + 8 * n >= dim) break;
+    float* own = target + (m0 + g) * dim + n0 + 8 * n + 2 * t;
+    own[0] = sums[n][0];
+    own[1] = sums[n][1];
+    own[8 * dim] = sums[n][2];
+    own[8 * dim + 1] = sums[n][3];
+  }
+}
+
+/// @brief Bases of sequences: [slot, head, part, rank, head_dim] of `type`, the columns of U one after the other; `start`: where a sequence's stand until
+/// they move.
+struct WorkingBases {
+  void* moved = nullptr;        ///< [slots, heads, 2, most, head_dim]
+  const void* start = nullptr;  ///< [heads, 2, most, head_dim]
+  std::int32_t most = 0;        ///< largest rank
+  DType type = DType::f16;
+};
+
+/// @brief What happens to the bases of each sequence of a batch.
+struct OjaSteps {
+  std::int32_t slots[kMaxBatch];
+  float rate[kMaxBatch];            ///< negative: no step
+  std::int32_t epoch[kMaxBatch];    ///< in Tables::maps, to be written; -1: none
+  bool moved[kMaxBatch];            ///< the bases have moved before
+};
+
+/// @brief Threads of oja_kernel.
+inline constexpr int kOjaThreads = 512;
+
+/// @brief Moves bases and publishes them. moments: of moment_kernel; their splits are summed into the first. A basis whose rows have no energy, or
+/// that would not come out finite and orthonormal, stays. Grid: 2 x heads x sequences.
+/// @tparam columns  columns of U that a warp has, at most  @tparam parts  channels that a lane has of each, at most
+///
+/// Gram-Schmidt, one column after the other, what is left of the others in registers.
+template <int columns, int parts>
+__global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, float* moments, int splits) {
+  constexpr int kWarps = kOjaThreads / 32;
+  __shared__ float column[2][kMaxHeadDim];
+  __shared__ float partial[kWarps];
+  __shared__ float energy;
+  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = steps.slots[sequence], dim = tables.head_dim;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const PartMaps& calibrated = tables.maps[head].of(part);
+  const int rank = calibrated.rank;
+  const std::size_t basis_size = static_cast<std::size_t>(bases.most) * static_cast<std::size_t>(dim), which = static_cast<std::size_t>(head * 2 + static_cast<int>(part));
+  const auto at = [&](const void* base, std::size_t index) { return bases.type == DType::f32 ? static_cast<const float*>(base)[index] : from_bits(bases.type, static_cast<const std::uint16_t*>(base)[index]); };
+  const std::size_t own_basis = (static_cast<std::size_t>(slot * tables.num_heads * 2) + which) * basis_size;
+  const void* from = steps.moved[sequence] ? bases.moved : bases.start;
+  const std::size_t offset = steps.moved[sequence] ? own_basis : which * basis_size;
+  float u[columns][parts] = {};  // column warp + kWarps i, channel lane + 32 q
+  #pragma unroll
+  for (int i = 0; i < columns; ++i) {
+    #pragma unroll
+    for (int q = 0; q < parts; ++q) {
+      const int c = warp + kWarps * i, d = lane + 32 * q;
+      if (c < rank && d < dim) u[i][q] = at(from, offset + static_cast<std::size_t>(c * dim + d));
+    }
+  }
+  bool step = steps.rate[sequence] >= 0.0F;
+  if (step) {
+    float* moment = moments + (static_cast<std::size_t>(sequence * tables.num_heads * 2) + which) * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
+    float trace = 0.0F;
+    for (int item = thread; item < dim * dim; item += kOjaThreads) {
+      float total = moment[item];
+      for (int split = 1; split < splits; ++split) total += moment[static_cast<std::size_t>(split) * static_cast<std::size_t>(dim * dim) + static_cast<std::size_t>(item)];
+      moment[item] = total;
+      if (item / dim == item % dim) trace += total;
+    }
+    for (int distance = 16; distance > 0; distance /= 2) trace += __shfl_xor_sync(~0U, trace, distance);
+    if (lane == 0) partial[warp] = trace;
+    __syncthreads();
+    if (thread == 0) {
+      float total = 0.0F;
+      for (int i = 0; i < kWarps; ++i) total += partial[i];
+      energy = total;
+    }
+    __syncthreads();
+    step = energy > 0.0F && energy < 3e38F;
+    if (step) {
+      const float rate = steps.rate[sequence], keep = 1.0F / (1.0F + rate), scale = (1.0F - keep) * static_cast<float>(dim) / energy;
+      float pull[columns][parts] = {};  // K^T K U
+      for (int first = 0; first < dim; first += 32) {
+        float own[columns];
+        #pragma unroll
+        for (int i = 0; i < columns; ++i) {
+          const int c = warp + kWarps * i;
+          own[i] = c < rank && first + lane < dim ? at(from, offset + static_cast<std::size_t>(c * dim + first + lane)) : 0.0F;
+        }
+        #pragma unroll 4
+        for (int k = 0; k < min(32, dim - first); ++k) {
+          float m[parts];
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) m[q] = lane + 32 * q < dim ? moment[(first + k) * dim + lane + 32 * q] : 0.0F;
+          #pragma unroll
+          for (int i = 0; i < columns; ++i) {
+            const float other = __shfl_sync(~0U, own[i], k);
+            #pragma unroll
+            for (int q = 0; q < parts; ++q) pull[i][q] = fmaf(m[q], other, pull[i][q]);
+          }
+        }
+      }
+      #pragma unroll
+      for (int i = 0; i < columns; ++i) {
+        #pragma unroll
+        for (int q = 0; q < parts; ++q) pull[i][q] = fmaf(scale, pull[i][q], keep * u[i][q]);
+      }
+      bool usable = true;
+      #pragma unroll
+      for (int i = 0; i < columns; ++i) {
+        for (int owner = 0; owner < kWarps; ++owner) {
+          const int c = owner + kWarps * i;
+          if (c >= rank) break;
+          float* shared = column[c % 2];
+          if (warp == owner) {
+            float norm = 0.0F;
+            #pragma unroll
+            for (int q = 0; q < parts; ++q) norm = fmaf(pull[i][q], pull[i][q], norm);
+            for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
+            const float inverse = rsqrtf(norm);
+            usable = usable && norm > 1e-12F && norm < 3e38F;
+            #pragma unroll
+            for (int q = 0; q < parts; ++q) {
+              pull[i][q] *= inverse;
+              if (lane + 32 * q < dim) shared[lane + 32 * q] = pull[i][q];
+            }
+          }
+          __syncthreads();
+          float done[parts];
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) done[q] = lane + 32 * q < dim ? shared[lane + 32 * q] : 0.0F;
+          #pragma unroll
+          for (int j = i; j < columns; ++j) {
+            if (warp + kWarps * j <= c || warp + kWarps * j >= rank) continue;
+            float dot = 0.0F;
+            #pragma unroll
+            for (int q = 0; q < parts; ++q) dot = fmaf(done[q], pull[j][q], dot);
+            for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0U, dot, distance);
+            #pragma unroll
+            for (int q = 0; q < parts; ++q) pull[j][q] = fmaf(-dot, done[q], pull[j][q]);
+          }
+        }
+      }
+      step = __syncthreads_and(usable) != 0;
+      if (step) {
+        #pragma unroll
+        for (int i = 0; i < columns; ++i) {
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) u[i][q] = pull[i][q];
+        }
+      }
+    }
+  }
+  const auto put = [&](void* base, std::size_t index, float value) {
+    if (bases.type == DType::f32) static_cast<float*>(base)[index] = value;
+    else static_cast<std::uint16_t*>(base)[index] = to_bits(bases.type, value);
+  };
+  const PartMaps* target = steps.epoch[sequence] < 0 ? nullptr : &tables.maps[steps.epoch[sequence] * tables.num_heads + head].of(part);
+  #pragma unroll
+  for (int i = 0; i < columns; ++i) {
+    const int c = warp + kWarps * i;
+    if (c >= rank) break;
+    float shift = 0.0F;
+    #pragma unroll
+    for (int q = 0; q < parts; ++q) {
+      const int d = lane + 32 * q;
+      if (d >= dim) continue;
+      put(bases.moved, own_basis + static_cast<std::size_t>(c * dim + d), u[i][q]);
+      if (target == nullptr) continue;
+      put(const_cast<void*>(target->encoder), static_cast<std::size_t>(place_in_map(c, d, dim)), u[i][q]);
+      if (target->mean != nullptr) shift = fmaf(target->mean[d], bases.type == DType::f32 ? u[i][q] : from_bits(bases.type, to_bits(bases.type, u[i][q])), shift);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
+    if (target != nullptr && lane == 0) const_cast<float*>(target->offset)[c] = shift;
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

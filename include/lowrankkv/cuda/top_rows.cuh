@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/top_rows.cuh  Choosing rows by score on the device, as cpu/top_rows.hpp does: of equal scores the earlier row wins.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include <cstdint>
+
+#include "lowrankkv/cuda/device.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kSelectThreads = 1024;  ///< of a block of top_rows_kernel
+
+/// @brief The rows that are chosen among, of every (sequence, head) alike.
+struct Candidates {
+  const float* scores = nullptr;  ///< [lists, stride]; not negative
+  std::int32_t stride = 0;
+  std::int32_t first = 0, end = 0;  ///< rows that can be chosen
+  std::int32_t wanted = 0;        ///< of them
+};
+
+/// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [lists, stride], and those of the other candidates,
+/// ascending, to rest (if not null), after the numbers of `rest_before` rows that come before the candidates. Grid: lists.
+///
+/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores five times.
+template <class = void>
+__global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates from, std::int32_t* chosen, std::int32_t* rest) {
+  using Scan = cub::BlockScan<int, kSelectThreads>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ int histogram[256];
+  __shared__ std::uint32_t prefix;
+  __shared__ int still_wanted;
+  const float* scores = from.scores + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
+  const int thread = static_cast<int>(threadIdx.x);
+  // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
+  const auto key_of = [&](int row) { return scores[row] >= 0.0F ? __float_as_uint(scores[row] + 0.0F) : 0U; };
+  if (thread == 0) {
+    prefix = 0;
+    still_wanted = from.wanted;
+  }
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    if (thread < 256) histogram[thread] = 0;
+    __syncthreads();
+    const std::uint32_t known = prefix;
+    for (int row = from.first + thread; row < from.end; row += kSelectThreads) {
+      const std::uint32_t key = key_of(row);
+      if (shift == 24 || key >> (shift + 8) == known) atomicAdd(&histogram[key >> shift & 0xffU], 1);
+    }
+    __syncthreads();
+    if (thread == 0) {
+      int digit = 255, left = still_wanted;
+      for (; digit > 0 && histogram[digit] < left; --digit) left -= histogram[digit];
+      prefix = known << 8 | static_cast<std::uint32_t>(digit);
+      still_wanted = left;
+    }
+    __syncthreads();
+  }
+  const std::uint32_t smallest = prefix;
+  int equals_left = still_wanted, written = 0, others = 0;  // of the smallest score only so many, the first ones, are chosen
+  std::int32_t* own = chosen + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
+  std::int32_t* own_rest = rest == nullptr ? nullptr : rest + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
+  for (int base = from.first; base < from.end; base += kSelectThreads) {
+    const int row = base + thread;
+    const std::uint32_t key = row < from.end ? key_of(row) : 0U;
+    const bool equal = row < from.end && key == smallest && from.wanted > 0;
+    int rank = 0, equals = 0;
+    Scan(storage).ExclusiveSum(equal ? 1 : 0, rank, equals);
+    __syncthreads();
+    const bool taken = row < from.end && from.wanted > 0 && (key > smallest || (equal && rank < equals_left));
+    int place = 0, count = 0;
+    Scan(storage).ExclusiveSum(taken ? 1 : 0, place, count);
+    __syncthreads();
+    if (taken) own[written + place] = row;
+    if (!taken && row < from.end && own_rest != nullptr) own_rest[others + thread - place] = row;
+    written += count;
+    others += min(kSelectThreads, from.end - base) - count;
+    equals_left -= min(equals_left, equals);
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
