@@ -9,19 +9,25 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/token_policy/residual_outliers.hpp"
 
 namespace support {
 
 /// The compositions that both sides know.
-enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating };
+enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_outliers, outliers, budgeted };
 
 /// Whether bases move.
-inline bool adapts(Method method) { return method >= Method::oja; }
+inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_outliers; }
+/// Whether rows of large errors stay full.
+inline bool by_errors(Method method) { return method >= Method::oja_outliers; }
+/// Whether coefficients are codes.
+inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted; }
 
 struct Settings {
   Method method = Method::full;
   lowrankkv::PerHead basis;
   int sinks = 4, recent = 32;
+  lowrankkv::ResidualOutliers outliers;
   float share = 1.0F;  ///< of a prompt, what an updater observes
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
 };

@@ -98,6 +98,40 @@ inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& sha
         for (int i = 0; i < shape.head_dim; ++i) (key ? head.key_mean : head.value_mean).push_back(0.5F * normal(random));
       }
     }
+    // Metrics: symmetric, of eigenvalues 1/2 to 2; then maps are R U and R^-1 U.
+    for (const bool key : {true, false}) {
+      if (!(key ? settings.basis.key_metric == lowrankkv::KeyMetric::query_aware : settings.basis.value_metric == lowrankkv::ValueMetric::output_aware)) continue;
+      const int dim = shape.head_dim, own = key ? head.key_rank : head.value_rank;
+      const std::vector<float> axes = orthonormal(random, dim, dim);
+      std::vector<float> metric(static_cast<std::size_t>(dim * dim)), inverse(metric.size());
+      for (int a = 0; a < dim; ++a) {
+        const float eigenvalue = std::exp2(2.0F * static_cast<float>(a) / static_cast<float>(dim) - 1.0F);
+        for (int i = 0; i < dim; ++i) {
+          for (int j = 0; j < dim; ++j) {
+            const float product = axes[static_cast<std::size_t>(i * dim + a)] * axes[static_cast<std::size_t>(j * dim + a)];
+            metric[static_cast<std::size_t>(i * dim + j)] += eigenvalue * product;
+            inverse[static_cast<std::size_t>(i * dim + j)] += product / eigenvalue;
+          }
+        }
+      }
+      std::vector<float>& down = key ? head.key_down : head.value_down;
+      const std::vector<float> basis_before = down;
+      std::vector<float> up(down.size());
+      for (int i = 0; i < dim; ++i) {
+        for (int c = 0; c < own; ++c) {
+          double with_metric = 0.0, with_inverse = 0.0;
+          for (int j = 0; j < dim; ++j) {
+            with_metric += static_cast<double>(metric[static_cast<std::size_t>(i * dim + j)]) * basis_before[static_cast<std::size_t>(j * own + c)];
+            with_inverse += static_cast<double>(inverse[static_cast<std::size_t>(i * dim + j)]) * basis_before[static_cast<std::size_t>(j * own + c)];
+          }
+          down[static_cast<std::size_t>(i * own + c)] = static_cast<float>(with_metric);
+          up[static_cast<std::size_t>(key ? i * own + c : c * dim + i)] = static_cast<float>(with_inverse);
+        }
+      }
+      (key ? head.query_down : head.output_up) = up;
+      (key ? head.key_metric : head.value_metric) = metric;
+      (key ? head.key_metric_inverse : head.value_metric_inverse) = inverse;
+    }
     if (settings.method == Method::projector) {
       head.query_down = head.key_down;
       for (float& x : head.query_down) x += 0.02F * normal(random);

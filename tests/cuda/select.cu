@@ -34,7 +34,8 @@ TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists a
     for (float& score : scores) score = static_cast<float>(random() % static_cast<unsigned>(levels)) * (trial % 2 == 0 ? 1e-7F : 3.0F);
     const gpu::DeviceArray<float> device(scores);
     const gpu::DeviceArray<std::int32_t> chosen(std::vector<std::int32_t>(scores.size(), -1)), rest(std::vector<std::int32_t>(scores.size(), -1));
-    gpu::top_rows_kernel<><<<lists, gpu::kSelectThreads>>>(gpu::Candidates{device.data(), stride, first, end, wanted}, chosen.data(), rest.data());
+    gpu::Candidates candidates{device.data(), stride, false, {first}, {end}, {wanted}};
+    gpu::top_rows_kernel<><<<lists, gpu::kSelectThreads>>>(candidates, chosen.data(), rest.data());
     gpu::check(cudaDeviceSynchronize(), "top_rows_kernel");
     const auto found = host(chosen), others = host(rest);
     for (int list = 0; list < lists; ++list) {
@@ -70,13 +71,13 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim));
       tiles.full.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
-      gpu::LayerState layer(config, tiles, {}, 100, {}, nullptr);
+      gpu::LayerState layer(config, tiles, {}, 100, {}, false, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
       for (float& x : query) x = 2.0F * normal(random);
       const gpu::DeviceArray<float> k(key), q(query);
       const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
-      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns());
+      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n);
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
       gpu::detail::launch_early(gpu::pack_rows_kernel<>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), false, "pack", nullptr, layer.tables(), 0, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);

@@ -3,27 +3,19 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <numeric>
 #include <span>
 #include <vector>
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// A score above all others.
 inline constexpr float kAlways = std::numeric_limits<float>::infinity();
-
-/// @brief Rows of [first, first + count) that fall to a share, such that neighbouring batches add up to the whole's:
-/// floor(share (first + count)) - floor(share first).
-inline std::int64_t share_of_rows(float share, std::int64_t first, std::int64_t count) {
-  const auto below = [&](std::int64_t rows) { return static_cast<std::int64_t>(std::floor(static_cast<double>(share) * static_cast<double>(rows))); };
-  return below(first + count) - below(first);
-}
 
 /// @brief The indices of the `count` largest scores, ascending; of equal scores the earlier row wins. Cost: O(n log count).
 inline std::vector<std::int64_t> top_rows(std::span<const float> scores, std::int64_t count) {

@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/row_errors.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
 
@@ -30,15 +32,17 @@ inline constexpr int kMomentSplits = 8;
 struct CompressScratch {
   std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
   float2* sums = nullptr;            ///< of score_sums_kernel
-  float* scores = nullptr;           ///< [heads, rows], then pooled ones
-  std::int32_t* chosen = nullptr;    ///< [heads, rows], then the others
+  float* scores = nullptr;           ///< [lists, rows], then pooled ones
+  std::int32_t* chosen = nullptr;    ///< [lists, rows]
+  std::int32_t* rest = nullptr;      ///< the same
   float* moments = nullptr;          ///< of moment_kernel
   float* transitions = nullptr;      ///< of transition_kernel
-  std::int32_t rows = 0;             ///< of the prompt, the tail's included
+  std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 };
 
 /// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
-inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns) {
+/// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be
+inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows) {
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
   const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
   std::size_t end = 0;
@@ -48,8 +52,8 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
     return begin;
   };
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
-  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), scores = reserve(columns == 0 ? 0 : 2 * heads * count * sizeof(float));
-  const std::size_t chosen = reserve(columns == 0 ? 0 : 2 * heads * count * sizeof(std::int32_t));
+  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
+  const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
   std::uint8_t* base = layer.pool().scratch(end);
@@ -57,9 +61,10 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<float2*>(base + sums),
           reinterpret_cast<float*>(base + scores),
           reinterpret_cast<std::int32_t*>(base + chosen),
+          reinterpret_cast<std::int32_t*>(base + rest),
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + transitions),
-          static_cast<std::int32_t>(rows)};
+          static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
 }
 
 namespace detail {
@@ -142,22 +147,25 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i, slot = leaving.slots[from];
     HostEpochs& own = layer.sequence(slot).epochs;
-    const std::int64_t rows = leaving.compressed[from];
+    const std::int64_t rows = leaving.candidates(from);
     observed.slots[i] = steps.slots[i] = slot;
-    observed.first[i] = leaving.full[from];
-    observed.count[i] = leaving.compressed[from];
+    observed.first[i] = leaving.pinned[from];
+    observed.count[i] = leaving.candidates(from);
     steps.moved[i] = own.moved;
     steps.epoch[i] = -1;
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
     if (scores != nullptr) {
       const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
-      const Candidates candidates{scores, scratch.rows, leaving.full[from], leaving.full[from] + leaving.compressed[from], static_cast<std::int32_t>((std::min)(wanted, rows))};
+      Candidates candidates{scores, scratch.rows, false, {}, {}, {}};  // a prompt is alone
+      candidates.first[0] = leaving.pinned[from];
+      candidates.end[0] = leaving.pinned[from] + leaving.candidates(from);
+      candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
       top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, nullptr);
       check(cudaGetLastError(), "top_rows_kernel");
       observed.order = {scratch.chosen, scratch.rows};
       observed.first[i] = 0;
-      observed.count[i] = candidates.wanted;
+      observed.count[i] = candidates.wanted[0];
     }
     if (observed.count[i] > 0) {
       steps.rate[i] = Rule::rate(updater, phase, own.decode_steps);
@@ -183,6 +191,36 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     oja_kernel<16, 8><<<matrices, kOjaThreads, 0, stream>>>(tables, steps, layer.epochs().bases(), scratch.moments, splits);
   }
   check(cudaGetLastError(), "oja_kernel");
+}
+
+/// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
+/// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
+inline std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowSource& source, const CompressScratch& scratch,
+                                                     cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
+  ErrorRows wanted{};
+  Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};
+  int most_rows = 0, most_channels = 0;
+  for (int i = 0; i < leaving.count; ++i) {
+    wanted.slots[i] = leaving.slots[i];
+    wanted.first[i] = candidates.first[i] = leaving.pinned[i];
+    wanted.count[i] = leaving.candidates(i);
+    candidates.end[i] = leaving.pinned[i] + wanted.count[i];
+    candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
+    most_rows = (std::max)(most_rows, static_cast<int>(wanted.count[i]));
+  }
+  for (const HeadTiles& tiles : layer.tiles().compressed) most_channels = (std::max)({most_channels, static_cast<int>(tiles.channels(Part::key)), static_cast<int>(tiles.channels(Part::value))});
+  const dim3 pieces(static_cast<unsigned>((most_rows + kErrorRows - 1) / kErrorRows), heads, sequences);
+  const std::size_t bytes = detail::error_bytes(tables.head_dim, most_channels);
+  const auto launch = [&](auto* kernel) {
+    detail::launch_early(kernel, pieces, kStoreThreads, bytes, false, "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, scratch.scores, static_cast<int>(scratch.rows));
+  };
+  if (layer.tiles().form == CodedForm::codes) launch(row_errors_kernel<StoreForm::codes>);
+  else launch(row_errors_kernel<StoreForm::coefficients>);
+  top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
+  check(cudaGetLastError(), "top_rows_kernel");
+  return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
 }
 
 }  // namespace cuda

@@ -34,8 +34,13 @@ class CacheBase {
   static_assert(EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), std::move(pool)),
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), by_errors, std::move(pool)),
         sequences_(config.max_sequences) {}
+
+  /// Whether the largest errors decide which rows stay full.
+  static constexpr bool by_errors = requires { Tokens::by_errors; };
+  /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
+  std::size_t lists_of(std::size_t sequences, bool scored) const { return by_errors || scored ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0; }
 
   static constexpr EpochLimits limits() { return {Rule::adapts && Tokens::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows}; }
 
@@ -162,6 +167,11 @@ class CacheBase {
     const HostSequence& now = layer_.sequence(slot);
     return Tokens::full_rows(policies_.token_policy, now.num_tokens - now.tail_length, count);
   }
+  /// Those of them whose values do not matter.
+  std::int64_t pinned_of(int slot, std::int64_t count) const {
+    if constexpr (by_errors) return Tokens::pinned_rows(policies_.token_policy, layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length, count);
+    return full_of(slot, count);
+  }
   std::int64_t pages_to_store(int slot, std::int64_t count) const {
     const std::int64_t full = full_of(slot, count);
     return layer_.pages_to_add(slot, full, count - full);
@@ -229,6 +239,8 @@ class CacheBase {
         leaving.slots[i] = slot;
         leaving.full[i] = static_cast<std::int32_t>(full);
         leaving.compressed[i] = static_cast<std::int32_t>(count - full);
+        leaving.pinned[i] = static_cast<std::int32_t>(pinned_of(slot, count));
+        leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length);
         most_full = (std::max)(most_full, full);
         most_compressed = (std::max)(most_compressed, count - full);
         layer_.add_pages(slot, full, count - full, stream);
@@ -236,7 +248,12 @@ class CacheBase {
       if constexpr (Rule::adapts) {
         if (most_compressed > 0) adapt_leaving(leaving, source, scratch, phase, queries, stream);
       }
-      launch_store(leaving, source, most_full, most_compressed, stream);
+      std::pair<RowOrder, RowOrder> orders;
+      if constexpr (by_errors) {
+        const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
+        if (any) orders = exempt_outliers(layer_, leaving, Tokens::relative_errors(policies_.token_policy), source, scratch, stream);
+      }
+      launch_store(leaving, source, orders, most_full, most_compressed, stream);
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
@@ -252,7 +269,7 @@ class CacheBase {
   /// Packs a prompt behind the rows that are still in its sequence's tail. Returns where.
   CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, columns > 0), rows);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
                          static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), limit());
@@ -312,22 +329,22 @@ class CacheBase {
       if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);
     }
   }
-  void launch_store(const Leaving& leaving, const RowSource& source, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
+  void launch_store(const Leaving& leaving, const RowSource& source, const std::pair<RowOrder, RowOrder>& orders, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
     const int dim = config_.shape.head_dim;
     const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
       return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
     };
-    const auto launch = [&](auto* kernel, std::int64_t rows, std::size_t bytes, DType type) {
+    const auto launch = [&](auto* kernel, std::int64_t rows, const RowOrder& order, std::size_t bytes, DType type) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
-      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, RowOrder{}, type);
+      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, order, type);
       check(cudaGetLastError(), "store_rows_kernel");
     };
-    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, detail::store_bytes(dim, 0, 0), config_.full_type);
+    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, orders.first, detail::store_bytes(dim, 0, 0), config_.full_type);
     if (most_compressed == 0) return;
     if constexpr (Codec::form == CodedForm::codes) {
-      launch(store_rows_kernel<StoreForm::codes>, most_compressed, detail::store_bytes(dim, dim, layer_.tiles().max_tile_bytes()), layer_.tiles().coded_type);
+      launch(store_rows_kernel<StoreForm::codes>, most_compressed, orders.second, detail::store_bytes(dim, dim, layer_.tiles().max_tile_bytes()), layer_.tiles().coded_type);
     } else {
-      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, detail::store_bytes(dim, dim, 0), layer_.tiles().coded_type);
+      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, detail::store_bytes(dim, dim, 0), layer_.tiles().coded_type);
     }
   }
 };

@@ -157,7 +157,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
       if (slots.empty()) return;
-      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0), Phase::decode, {}, stream);
+      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), false), interval), Phase::decode, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
@@ -192,6 +192,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief The shortest length that truncate() reaches exactly.
   std::int64_t rollback_limit(SequenceId seq) const { return num_tokens(seq) - tail_length(seq); }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
+  /// @throws StateError deeper than the tail, but for 0, where values decided which rows stayed full (the host does not know how many go)
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
     const int slot = sequences_.find(seq);
@@ -199,6 +200,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = rollback_limit(seq);
     const bool exact = length >= first_tail;
+    if (!exact && Base::by_errors && length > 0) detail::fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
     now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
     now.num_tokens = length;
     if (!exact) {
@@ -250,6 +252,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
     }
     usage.slack_bytes = pages * layer_.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+    if (Base::by_errors) usage.position_bytes = static_cast<std::size_t>(now.rows.num_full * heads) * sizeof(std::int32_t);
     usage.epoch_bytes = layer_.epochs().epoch_bytes(now.epochs);
     usage.updater_bytes = layer_.epochs().updater_bytes(now.epochs);
     return usage;
@@ -258,7 +261,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   MemoryUsage memory() const {
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
-    usage.shared_bytes = layer_.maps().bytes();
+    usage.shared_bytes = layer_.shared_map_bytes();
     usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
     return usage;
   }

@@ -177,5 +177,43 @@ class LayerMaps {
   std::vector<HeadMaps> heads_;
 };
 
+/// @brief The metrics in which errors of rows are taken, as maps [head_dim, head_dim]; owned.
+class LayerMetrics {
+ public:
+  LayerMetrics() = default;
+  LayerMetrics(const LayerBasis& basis, int head_dim) {
+    std::vector<float> values;
+    const std::size_t size = static_cast<std::size_t>(map_size(head_dim, head_dim));
+    std::vector<std::size_t> offsets;
+    for (const HeadBasis& head : basis.heads) {
+      for (const std::vector<float>* metric : {&head.key_metric, &head.value_metric}) {
+        offsets.push_back(values.size());
+        if (metric->empty()) continue;
+        values.resize(values.size() + size);
+        for (int row = 0; row < head_dim; ++row) {
+          for (int channel = 0; channel < head_dim; ++channel) {
+            values[offsets.back() + static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = (*metric)[static_cast<std::size_t>(row * head_dim + channel)];
+          }
+        }
+      }
+    }
+    values_ = DeviceArray<float>(values);
+    std::vector<HeadMaps> heads(basis.heads.size());
+    for (std::size_t part = 0; part < offsets.size(); ++part) {
+      PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
+      const HeadBasis& head = basis.heads[part / 2];
+      if (!(part % 2 == 0 ? head.key_metric : head.value_metric).empty()) maps.encoder = values_.data() + offsets[part];
+      maps.rank = head_dim;
+    }
+    heads_ = DeviceArray<HeadMaps>(heads);
+  }
+  const HeadMaps* heads() const { return heads_.data(); }
+  std::size_t bytes() const { return values_.bytes() + heads_.bytes(); }
+
+ private:
+  DeviceArray<float> values_;
+  DeviceArray<HeadMaps> heads_;
+};
+
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

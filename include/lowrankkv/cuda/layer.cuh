@@ -95,7 +95,7 @@ inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
 class LayerState {
  public:
   /// @param max_full  rows that a sequence of config.max_tokens may have in the full list
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, std::shared_ptr<PagePool> shared_pool)
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, bool by_errors, std::shared_ptr<PagePool> shared_pool)
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
@@ -134,6 +134,13 @@ class LayerState {
     tables_.max_segments = epochs_.max_segments();
     if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
+    if (by_errors) {
+      metrics_ = LayerMetrics(basis, config.shape.head_dim);
+      tables_.metrics = metrics_.heads();
+      positions_ = DeviceArray<std::int32_t>(rows * static_cast<std::size_t>(max_full));
+      tables_.positions[0] = positions_.data();
+      tables_.max_rows[0] = static_cast<std::int32_t>(max_full);
+    }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
@@ -174,7 +181,8 @@ class LayerState {
   const CacheConfig& config() const { return config_; }
   const LayerTiles& tiles() const { return tiles_; }
   const Tables& tables() const { return tables_; }
-  const LayerMaps& maps() const { return maps_; }
+  /// @brief Device memory of what all sequences share.
+  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes(); }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
   PagePool& pool() const { return *pool_; }
@@ -295,7 +303,7 @@ class LayerState {
   /// @brief Device memory of the workspace, prompt buffers included.
   std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
 
  private:
   void make_workspace() {
@@ -341,8 +349,10 @@ class LayerState {
   DeviceArray<HeadTiles> compressed_;
   DeviceArray<std::uint8_t> tails_;
   LayerMaps maps_;
+  LayerMetrics metrics_;
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
+  DeviceArray<std::int32_t> positions_;
   std::vector<HostSequence> sequences_;
   AttentionStep workspace_;
   DeviceArray<uint2> queries_;

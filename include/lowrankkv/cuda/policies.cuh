@@ -6,6 +6,8 @@
 /// and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// A token policy that decides by counts alone: `static constexpr bool compresses`, `static int recent(const P&)`, and
 /// `static std::int64_t full_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many stay full.
+/// One that keeps the rows with the largest errors full, too: `static constexpr bool by_errors = true`, `static bool relative_errors(const P&)` and
+/// `static std::int64_t pinned_rows(const P&, first_position, count)`: of the full rows, the first so many are full whatever their errors.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
 /// `static std::vector<float> steps(const Q&, bits, rms)`; without, `static DType type(const Q&)`.
 #pragma once
@@ -27,6 +29,7 @@
 #include "lowrankkv/token_policy/compress_all.hpp"
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/updater/epoch_policy.hpp"
 #include "lowrankkv/updater/oja.hpp"
@@ -99,18 +102,25 @@ struct Impl<SinkRecent, Cuda> {
   }
 };
 
-/// Outliers are found by their errors, on the device: not there yet, so their share must be 0.
+/// Which rows are outliers is found on the device; how many follows from counts.
 template <>
-struct Impl<Compose<SinkRecent, ResidualOutliers>, Cuda> : Impl<SinkRecent, Cuda> {
+struct Impl<Compose<SinkRecent, ResidualOutliers>, Cuda> {
   using Policy = Compose<SinkRecent, ResidualOutliers>;
+  static constexpr bool compresses = true;
+  static constexpr bool by_errors = true;
   static void validate(const Policy& policy) {
+    using ::lowrankkv::detail::fail;
     Impl<SinkRecent, Cuda>::validate(policy.get<SinkRecent>());
-    const float share = policy.get<ResidualOutliers>().share;
-    if (share != 0.0F) ::lowrankkv::detail::fail<ValueError>("ResidualOutliers: share ", share, ", 0 expected on this backend");
+    const ResidualOutliers& outliers = policy.get<ResidualOutliers>();
+    if (!(outliers.share >= 0.0F && outliers.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", outliers.share);
+    if (outliers.threshold != 0.0F) fail<ValueError>("ResidualOutliers: threshold ", outliers.threshold, ", 0 expected on this backend, where counts are known beforehand");
   }
   static int recent(const Policy& policy) { return Impl<SinkRecent, Cuda>::recent(policy.get<SinkRecent>()); }
+  static bool relative_errors(const Policy& policy) { return policy.get<ResidualOutliers>().error == OutlierError::relative; }
+  static std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) { return Impl<SinkRecent, Cuda>::full_rows(policy.get<SinkRecent>(), first_position, count); }
   static std::int64_t full_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) {
-    return Impl<SinkRecent, Cuda>::full_rows(policy.get<SinkRecent>(), first_position, count);
+    const std::int64_t pinned = pinned_rows(policy, first_position, count);
+    return (std::min)(count, pinned + share_of_rows(policy.get<ResidualOutliers>().share, first_position, count));
   }
 };
 

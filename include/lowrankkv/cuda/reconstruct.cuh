@@ -18,7 +18,30 @@ struct DeviceTarget {
   std::int64_t token_stride = 0, head_stride = 0;
 };
 
+/// @brief Where a token's row of a head is.
+struct RowPlace {
+  RowList list = RowList::full;
+  bool in_tail = false;
+  int row = 0;  ///< of the list, or of the tail
+};
+
 namespace detail {
+
+/// Where the row of a position is.
+__device__ inline RowPlace place_of(const Tables& tables, int slot, int head, const HeadRows& lists, std::int64_t position) {
+  const std::int32_t* full = tables.row_positions(RowList::full, slot, head);
+  const int stored = lists.num_full + lists.num_compressed, at = static_cast<int>(position);
+  if (position >= stored) return {RowList::full, true, static_cast<int>(position - stored)};
+  if (full == nullptr) return at < lists.num_full ? RowPlace{RowList::full, false, at} : RowPlace{RowList::compressed, false, at - lists.num_full};
+  int low = 0, high = lists.num_full;  // the first full row that is not before
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (full[middle] < at) low = middle + 1;
+    else high = middle;
+  }
+  if (low < lists.num_full && full[low] == at) return {RowList::full, false, low};
+  return {RowList::compressed, false, at - low};
+}
 
 /// Element (row, channel) of a plain tile.
 __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, DType type, int row, int channel) {
@@ -40,7 +63,7 @@ __device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& 
 }  // namespace detail
 
 /// @brief Writes K and V of tokens [first, first + count): full rows as stored, others decoded. Grid: pieces of 16 tokens x KV heads.
-/// Positions are in the order full, compressed, tail: what policies that decide by counts alone give.
+/// Positions are in the order full, compressed, tail, or those of the full rows are listed and the others are compressed in between.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count,
                                                                            DeviceTarget key, DeviceTarget value) {
@@ -53,35 +76,36 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
   const DeviceLengths lengths = tables.lengths[slot];
   const std::int32_t* full_pages = tables.page_table(RowList::full, slot, head);
   const std::int32_t* coded_pages = tables.page_table(RowList::compressed, slot, head);
+  __shared__ RowPlace places[kReconstructRows];
+  if (static_cast<int>(threadIdx.x) < rows) places[threadIdx.x] = detail::place_of(tables, slot, head, lists, first + begin + threadIdx.x);
+  __syncthreads();
   for (const Part part : {Part::key, Part::value}) {
     const DeviceTarget& target = part == Part::key ? key : value;
     const HeadTiles* layout = form == CodedForm::none ? nullptr : tables.compressed + head;
     const int channels = layout == nullptr ? 0 : layout->channels(part);
     for (int item = static_cast<int>(threadIdx.x); item < rows * channels; item += kStoreThreads) {
-      const std::int64_t place = first + begin + item / channels - lists.num_full;
-      if (place < 0 || place >= lists.num_compressed) continue;
-      const int row = static_cast<int>(place), channel = item % channels;
+      const RowPlace place = places[item / channels];
+      if (place.list != RowList::compressed || place.in_tail) continue;
+      const int row = place.row, channel = item % channels;
       const std::uint8_t* tile = tables.tile(coded_pages, *layout, row / layout->rows);
       coefficients[item] = form == CodedForm::codes ? detail::code_element(tile, *layout, part, row % layout->rows, channel)
                                                     : detail::plain_element(tile, *layout, part, coded_type, row % layout->rows, channel);
     }
     __syncthreads();
     for (int item = static_cast<int>(threadIdx.x); item < rows * dim; item += kStoreThreads) {
-      const int local = item / dim, channel = item % dim;
-      const std::int64_t position = first + begin + local, coded = position - lists.num_full, recent = coded - lists.num_compressed;
+      const int local = item / dim, channel = item % dim, row = places[local].row;
       float result = 0.0F;
-      if (coded < 0) {
-        const int row = static_cast<int>(position);
+      if (places[local].in_tail) {
+        const int place = (lengths.tail_first + row) % tables.ring_rows();
+        result = detail::plain_element(tables.tail_tile(slot, head, place), tables.full, part, tables.full_type, place % tables.full.rows, channel);
+      } else if (places[local].list == RowList::full) {
         result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
-      } else if (recent < 0) {
+      } else {
         int segment = 0;
-        while (segment + 1 < tables.num_segments(slot, lists.num_compressed) && coded >= tables.segment(slot, lists.num_compressed, segment, 0).end) ++segment;
+        while (segment + 1 < tables.num_segments(slot, lists.num_compressed) && row >= tables.segment(slot, lists.num_compressed, segment, 0).end) ++segment;
         const PartMaps& maps = tables.maps[tables.segment(slot, lists.num_compressed, segment, 0).epoch * tables.num_heads + head].of(part);
         for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], maps.element(maps.reader, k, channel, dim), result);
         if (maps.mean != nullptr) result += maps.mean[channel];
-      } else {
-        const int place = (lengths.tail_first + static_cast<int>(recent)) % tables.ring_rows();
-        result = detail::plain_element(tables.tail_tile(slot, head, place), tables.full, part, tables.full_type, place % tables.full.rows, channel);
       }
       target.data[(begin + local) * target.token_stride + head * target.head_stride + channel] = result;
     }

@@ -32,23 +32,28 @@ __host__ __device__ inline std::size_t store_bytes(int head_dim, int max_rank, i
   return sizeof(float) * static_cast<std::size_t>(kStoreRows * (row_stride(head_dim) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
 }
 
-/// coefficients [kStoreRows, rank + 1] = rows [kStoreRows, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of all
-/// rows at a time.
-__device__ inline void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients) {
-  constexpr int kRowBlocks = kStoreRows / 16;
+/// coefficients [16 row_blocks, coefficient_stride] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of
+/// all rows at a time. exact_rows: they are numbers of 16 bits, tf32 as they are; others are the sum of two.
+template <int row_blocks, bool exact_rows>
+__device__ void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients, int coefficient_stride) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int stride = row_stride(head_dim), steps = head_dim / 8;
   const bool exact = maps.type != DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
   for (int block = warp; block < (maps.rank + 15) / 16; block += kStoreThreads / 32) {
-    float sums[kRowBlocks][2][4] = {};
+    float sums[row_blocks][2][4] = {};
     #pragma unroll 2
     for (int k = 0; k < steps; ++k) {
       const float4 map = maps.quad(maps.encoder, (block * steps + k) * 32 + lane);
       const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z), beyond_tf32(map.w)};
       #pragma unroll
-      for (int m = 0; m < kRowBlocks; ++m) {
+      for (int m = 0; m < row_blocks; ++m) {
         const float* own = rows + (16 * m + g) * stride + 8 * k + t;
         const float4 a = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
+        if constexpr (!exact_rows) {
+          const float4 a_rest = {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)};
+          mma_tf32(sums[m][0], a_rest, map.x, map.z);
+          mma_tf32(sums[m][1], a_rest, map.y, map.w);
+        }
         if (!exact) {
           mma_tf32(sums[m][0], a, rest.x, rest.z);
           mma_tf32(sums[m][1], a, rest.y, rest.w);
@@ -63,11 +68,11 @@ __device__ inline void project_rows(const float* rows, int head_dim, const PartM
       for (int i = 0; i < 2; ++i) {
         const int channel = 16 * block + 8 * n + 2 * t + i;
         if (channel >= maps.rank) continue;
-        const float offset = maps.offset[channel];
+        const float offset = maps.offset == nullptr ? 0.0F : maps.offset[channel];
         #pragma unroll
-        for (int m = 0; m < kRowBlocks; ++m) {
-          coefficients[(16 * m + g) * (maps.rank + 1) + channel] = sums[m][n][i] - offset;
-          coefficients[(16 * m + g + 8) * (maps.rank + 1) + channel] = sums[m][n][2 + i] - offset;
+        for (int m = 0; m < row_blocks; ++m) {
+          coefficients[(16 * m + g) * coefficient_stride + channel] = sums[m][n][i] - offset;
+          coefficients[(16 * m + g + 8) * coefficient_stride + channel] = sums[m][n][2 + i] - offset;
         }
       }
     }
@@ -112,6 +117,12 @@ __device__ inline int gain_code(float gain) {
 }
 __device__ inline float gain_of(int code) { return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F); }
 
+/// The code of so many bits of a coefficient in steps, gains taken out.
+__device__ inline std::uint32_t code_of(float coefficient, int bits) {
+  const float half_range = static_cast<float>(1U << (bits - 1));
+  return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range), 2.0F * half_range - 1.0F));  // NaN becomes the lowest
+}
+
 /// Gains of the rows, into the tile and as inverses.
 __device__ inline void store_gains(const PartMaps& maps, Part part, const StoreMemory& memory, int begin, int end) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -151,9 +162,7 @@ __device__ inline void store_codes(const HeadTiles& layout, const PartMaps& maps
   for_each_code(layout, part, begin, end, [&](int index, int row, int word, int shift) {
     const TileChannel channel = maps.channels[index];
     if (channel.source < 0) return;
-    const float half_range = static_cast<float>(1U << (channel.bits - 1));
-    const float level = floorf(memory.coefficients[row * (maps.rank + 1) + channel.source] * memory.inverse_gains[row]) + half_range;
-    const std::uint32_t code = static_cast<std::uint32_t>(fminf(fmaxf(0.0F, level), 2.0F * half_range - 1.0F));  // NaN becomes the lowest level
+    const std::uint32_t code = code_of(memory.coefficients[row * (maps.rank + 1) + channel.source] * memory.inverse_gains[row], channel.bits);
     atomicOr(memory.tile + word, (code >> channel.shift & ((1U << channel.width) - 1U)) << shift);
   });
 }
@@ -210,6 +219,12 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   }
   const SourceRows rows(tables, source, slot, head);
   const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) {
+    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) {
+      const int from = (chosen == nullptr ? skipped : 0) + tile_row - first + row;
+      positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from : chosen[from]);
+    }
+  }
   for (const Part part : {Part::key, Part::value}) {
     rows.load(part, chosen, (chosen == nullptr ? skipped : 0) + tile_row - first, begin, end, dim, memory.rows, detail::row_stride(dim));
     __syncthreads();
@@ -217,7 +232,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
       detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end, true);
     } else {
       const PartMaps& maps = maps_now->of(part);
-      detail::project_rows(memory.rows, dim, maps, memory.coefficients);
+      detail::project_rows<kStoreRows / 16, true>(memory.rows, dim, maps, memory.coefficients, maps.rank + 1);
       __syncthreads();
       if constexpr (form == StoreForm::coefficients) {
         detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end, true);

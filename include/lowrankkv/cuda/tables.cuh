@@ -52,6 +52,9 @@ struct Tables {
   HeadTiles full;                              ///< tiles of rows at full rank; the tail's are the same
   const HeadTiles* compressed = nullptr;       ///< [heads]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
+  const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
+  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], ascending, where policies decide by values; else the order full, compressed, tail
+  std::int32_t max_rows[2] = {};
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
 
@@ -69,6 +72,11 @@ struct Tables {
   __device__ int num_rows(RowList list, int slot, int head) const {
     const HeadRows& counts = rows[index(slot, head)];
     return list == RowList::full ? counts.num_full : counts.num_compressed;
+  }
+  /// @brief Positions of the rows of a list, or null.
+  __device__ std::int32_t* row_positions(RowList list, int slot, int head) const {
+    const int which = static_cast<int>(list);
+    return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Segments of a compressed list of so many rows.
   __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
@@ -123,6 +131,11 @@ struct Leaving {
   std::int32_t slots[kMaxBatch];
   std::int32_t full[kMaxBatch];
   std::int32_t compressed[kMaxBatch];
+  std::int32_t pinned[kMaxBatch];    ///< of the full ones, those that are full whatever their values: the oldest
+  std::int32_t position[kMaxBatch];  ///< of the oldest
+
+  /// @brief Rows of a sequence that could be compressed.
+  __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
 };
 
 /// @brief Entries of a page table.

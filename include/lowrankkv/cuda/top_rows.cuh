@@ -6,33 +6,38 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 inline constexpr int kSelectThreads = 1024;  ///< of a block of top_rows_kernel
 
-/// @brief The rows that are chosen among, of every (sequence, head) alike.
+/// @brief The rows that are chosen among: of every sequence of a batch, the same in all heads.
 struct Candidates {
-  const float* scores = nullptr;  ///< [lists, stride]; not negative
+  const float* scores = nullptr;  ///< [sequences, heads, stride]; not negative
   std::int32_t stride = 0;
-  std::int32_t first = 0, end = 0;  ///< rows that can be chosen
-  std::int32_t wanted = 0;        ///< of them
+  bool keeps_earlier = false;     ///< rows before the candidates are chosen too
+  std::int32_t first[kMaxBatch], end[kMaxBatch];  ///< rows that can be chosen
+  std::int32_t wanted[kMaxBatch];                 ///< of them
 };
 
-/// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [lists, stride], and those of the other candidates,
-/// ascending, to rest (if not null), after the numbers of `rest_before` rows that come before the candidates. Grid: lists.
+/// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads, stride], and those of the other
+/// candidates, ascending, to rest (if not null). Grid: heads x sequences.
 ///
 /// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores five times.
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates from, std::int32_t* chosen, std::int32_t* rest) {
+__global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
   __shared__ typename Scan::TempStorage storage;
   __shared__ int histogram[256];
   __shared__ std::uint32_t prefix;
   __shared__ int still_wanted;
-  const float* scores = from.scores + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
+  const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(all.stride);
+  const float* scores = all.scores + list;
+  struct {
+    int first, end, wanted;
+  } const from{all.first[blockIdx.y], all.end[blockIdx.y], all.wanted[blockIdx.y]};
   const int thread = static_cast<int>(threadIdx.x);
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
   const auto key_of = [&](int row) { return scores[row] >= 0.0F ? __float_as_uint(scores[row] + 0.0F) : 0U; };
@@ -58,9 +63,10 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates fro
     __syncthreads();
   }
   const std::uint32_t smallest = prefix;
-  int equals_left = still_wanted, written = 0, others = 0;  // of the smallest score only so many, the first ones, are chosen
-  std::int32_t* own = chosen + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
-  std::int32_t* own_rest = rest == nullptr ? nullptr : rest + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(from.stride);
+  int equals_left = still_wanted, written = all.keeps_earlier ? from.first : 0, others = 0;  // of the smallest score only so many, the first ones, are chosen
+  std::int32_t* own = chosen + list;
+  std::int32_t* own_rest = rest == nullptr ? nullptr : rest + list;
+  for (int row = thread; row < written; row += kSelectThreads) own[row] = row;
   for (int base = from.first; base < from.end; base += kSelectThreads) {
     const int row = base + thread;
     const std::uint32_t key = row < from.end ? key_of(row) : 0U;

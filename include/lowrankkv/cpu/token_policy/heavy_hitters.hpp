@@ -28,7 +28,7 @@ struct Impl<HeavyHitters, Cpu> {
   static void classify(const HeavyHitters&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::compressed); }
 
   static void evict(const HeavyHitters& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
-    std::int64_t kept = policy.budget > 0 ? policy.budget : cpu::share_of_rows(policy.keep, 0, batch.first_position + batch.num_rows);
+    std::int64_t kept = policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, batch.first_position + batch.num_rows);
     std::vector<float> masses;
     const auto add = [&](float mass, bool pinned) {
       masses.push_back(pinned ? cpu::kAlways : mass);  // pinned rows stay and take nobody's place

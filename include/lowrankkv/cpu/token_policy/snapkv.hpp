@@ -31,7 +31,7 @@ struct Impl<SnapKV, Cpu> {
   static void classify(const SnapKV& policy, const RowBatch& batch, std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     if (batch.phase == Phase::decode || batch.attention.empty()) return;
-    const std::int64_t kept = policy.budget > 0 ? policy.budget : cpu::share_of_rows(policy.keep, 0, batch.num_rows);
+    const std::int64_t kept = policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, batch.num_rows);
     std::fill(fates.begin(), fates.end(), RowFate::dropped);
     for (const std::int64_t row : cpu::top_rows(batch.attention, kept)) fates[static_cast<std::size_t>(row)] = RowFate::compressed;
   }
