@@ -2,6 +2,7 @@
 // Storing one layer's prompt, and moving decoded rows out of full rank, on CompressedKVCache<Cuda, ...>: one layer of Llama-3.1-8B's shape (32 query
 // heads, 8 KV heads, head_dim 128). For every method: ingest() of a prompt whose K and V lie in device memory in f16, and maintain() of 16 sequences
 // whose tails are full, a token of each. Medians of 15.
+// Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/prompt.cu
 //
 // Floor of a prompt: its K and V read once and the result written, at 4.2 TB/s (an H200's copy): 0.032 ms for the reading at 32768 tokens.
@@ -9,6 +10,7 @@
 #include <cstdio>
 #include <functional>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "lowrankkv/cuda/presets.cuh"
@@ -19,6 +21,7 @@ namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda 
 namespace {
 
 constexpr int kDim = 128, kHeads = 8, kQueryHeads = 32;
+std::string only;  // the beginning of the names of the methods that are measured
 
 float milliseconds(const std::function<void()>& before, const std::function<void()>& call) {
   cudaEvent_t begin, end;
@@ -59,11 +62,12 @@ LayerBasis basis(int rank, const std::vector<std::uint8_t>& bits) {
 
 template <class Cache>
 void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+  if (std::string(name).rfind(only, 0) != 0) return;
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal;
   std::vector<__half> samples(65536);
   for (__half& x : samples) x = __float2half(normal(random));
-  for (const std::int64_t tokens : {8192, 32768}) {
+  for (const std::int64_t tokens : {32768, 8192}) {
     CacheConfig config;
     config.shape = {kQueryHeads, kHeads, kDim};
     config.max_sequences = 16;
@@ -108,7 +112,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) only = arguments[1];
   const std::vector<std::uint8_t> two(kDim, 2);
   measure<FullKV<Cuda>>("FullKV", {}, {});
   measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 32", basis(32, {}), {{}, {}, {4, 32}, {}});

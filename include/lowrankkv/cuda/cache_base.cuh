@@ -283,7 +283,7 @@ class CacheBase {
     const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
     if (leaving > 0) compress(std::span(&slot, 1), leaving, source, scratch, Phase::prefill, queries, stream);
     const int kept = static_cast<int>(rows - leaving);
-    renew_tail_kernel<><<<static_cast<unsigned>(config_.shape.num_kv_heads), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
+    renew_tail_kernel<><<<dim3(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
     check(cudaGetLastError(), "renew_tail_kernel");
     now.tail_length = kept;
     now.num_tokens += n;
@@ -334,17 +334,19 @@ class CacheBase {
     const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
       return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
     };
-    const auto launch = [&](auto* kernel, std::int64_t rows, const RowOrder& order, std::size_t bytes, DType type) {
+    const auto launch = [&](auto* kernel, std::int64_t rows, const RowOrder& order, bool stages_rows, int rank, int tile_bytes, DType type) {
+      const std::size_t bytes = detail::store_bytes(dim, stages_rows, rank, tile_bytes);
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
-      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, order, type);
+      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, order, stages_rows, type);
       check(cudaGetLastError(), "store_rows_kernel");
     };
-    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, orders.first, detail::store_bytes(dim, 0, 0), config_.full_type);
+    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, orders.first, true, 0, 0, config_.full_type);
     if (most_compressed == 0) return;
+    const int rank = layer_.most_rank();
     if constexpr (Codec::form == CodedForm::codes) {
-      launch(store_rows_kernel<StoreForm::codes>, most_compressed, orders.second, detail::store_bytes(dim, dim, layer_.tiles().max_tile_bytes()), layer_.tiles().coded_type);
+      launch(store_rows_kernel<StoreForm::codes>, most_compressed, orders.second, true, rank, layer_.tiles().max_tile_bytes(), layer_.tiles().coded_type);
     } else {
-      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, detail::store_bytes(dim, dim, 0), layer_.tiles().coded_type);
+      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, orders.second.rows != nullptr || config_.epoch_type != config_.full_type, rank, 0, layer_.tiles().coded_type);
     }
   }
 };

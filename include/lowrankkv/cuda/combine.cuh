@@ -43,7 +43,7 @@ __device__ inline float4 sum_over_rows(float4 x) { return {column_sum(x.x), colu
 /// results repeat bit for bit.
 ///
 /// A warp makes eight channels of the output at a time: lane (g, t) adds up the coefficients g and g + 8 of every 16, and every eighth entry at full
-/// rank, for channels t and t + 4.
+/// rank, for channels 2t and 2t + 1.
 template <class = void>
 __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
     }
   }
   __syncthreads();
-  float4 totals[kBlocksPerWarp][2] = {};  // channels t and t + 4 of each block of eight, all columns
+  float4 totals[kBlocksPerWarp][2] = {};  // channels 2t and 2t + 1 of each block of eight, all columns
   for (int index = 0; index < segments; ++index) {
     if (index > 0) {
       range = tables.segment(slot, coded_rows, index, range.first_split + range.splits);
@@ -166,8 +166,8 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       const auto add = [&](int step_of_16, const float4& map) {
         const float4 low = coefficients[16 * step_of_16 + g], high = coefficients[16 * step_of_16 + 8 + g];
         detail::add_scaled(totals[i][0], map.x, low);
-        detail::add_scaled(totals[i][0], map.y, high);
-        detail::add_scaled(totals[i][1], map.z, low);
+        detail::add_scaled(totals[i][0], map.z, high);
+        detail::add_scaled(totals[i][1], map.y, low);
         detail::add_scaled(totals[i][1], map.w, high);
       };
       const bool fetched = i == 0 && index == 0;
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.quad(maps.reader, (k * (dim / 8) + channel_block) * 32 + lane));
       if (g == 0 && maps.mean != nullptr) {
         const float4 weights = {segment_sums[0][0], segment_sums[0][1], segment_sums[0][2], segment_sums[0][3]};
-        detail::add_scaled(totals[i][0], maps.mean[8 * channel_block + t], weights);
-        detail::add_scaled(totals[i][1], maps.mean[8 * channel_block + t + 4], weights);
+        detail::add_scaled(totals[i][0], maps.mean[8 * channel_block + 2 * t], weights);
+        detail::add_scaled(totals[i][1], maps.mean[8 * channel_block + 2 * t + 1], weights);
       }
     }
     __syncthreads();
@@ -189,15 +189,15 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
     const int first_channel = 8 * (warp + i * (kStepThreads / 32));
     if (first_channel >= dim) break;
     for (int entry = coded + g; entry < entries; entry += 8) {
-      const float4* state = reinterpret_cast<const float4*>(state_of(entry)) + 3 + first_channel + t;
+      const float4* state = reinterpret_cast<const float4*>(state_of(entry)) + 3 + first_channel + 2 * t;
       detail::add_scaled(totals[i][0], factors[entry], state[0]);
-      detail::add_scaled(totals[i][1], factors[entry], state[4]);
+      detail::add_scaled(totals[i][1], factors[entry], state[1]);
     }
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float4 total = detail::sum_over_rows(totals[i][half]);
       if (g >= kBlockColumns) continue;  // lane (g, t) writes column g
-      const int index = block * kBlockColumns + g, channel = first_channel + 4 * half + t;
+      const int index = block * kBlockColumns + g, channel = first_channel + 2 * t + half;
       if (index >= step.columns()) continue;
       const std::int64_t token = first_row + static_cast<std::int64_t>(blockIdx.z) * step.m + index / step.group;
       const int query_head = head * step.group + index % step.group;

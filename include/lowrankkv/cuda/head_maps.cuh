@@ -31,10 +31,10 @@ struct PartTiles {
   int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is their norm
 };
 
-/// @brief Where element (channel, channel of rows) of a map stands: operands of mma.m16n8k8, [channels / 16, head_dim / 8, 32 lanes, 4]. The four
-/// elements of a lane are channels g and g + 8 (g: lane / 4) at rows' channel t, then at t + 4 (t: lane % 4).
+/// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
+/// four elements of a lane are rows' channels 2t and 2t + 1 (t: lane % 4) of channel g (lane / 4), then of g + 8: the order of packed rows.
 __host__ __device__ constexpr int place_in_map(int channel, int row, int head_dim) {
-  return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 4) * 4 + channel % 16 / 8 + 2 * (row % 8 / 4);
+  return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 8 / 2) * 4 + channel % 16 / 8 * 2 + row % 2;
 }
 /// @brief Elements of a map of so many channels.
 __host__ __device__ constexpr int map_size(int channels, int head_dim) { return (channels + 15) / 16 * 16 * head_dim; }

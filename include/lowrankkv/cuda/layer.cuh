@@ -269,6 +269,12 @@ class LayerState {
     step.set_tokens(m);
     return step;
   }
+  /// @brief The largest rank of a head's keys or values.
+  int most_rank() const {
+    int most = 1;
+    for (const HeadMaps& maps : maps_.heads()) most = (std::max)({most, static_cast<int>(maps.key.rank), static_cast<int>(maps.value.rank)});
+    return most;
+  }
   /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.
   std::int64_t publish_interval() const { return config_.publish_interval > 0 ? config_.publish_interval : 4 * std::int64_t{epochs_.most()}; }
   /// @brief Tiles of a head that so many packed rows fill.

@@ -45,13 +45,13 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
     for (int block = 0; block < blocks; ++block) {
       float sums[4] = {};
       if (own < share.channel_blocks) {
-        const float* query = plain + (block * head_dim + 8 * share.first + t) * kBlockColumns + g % 4;
+        const float* query = plain + (block * head_dim + 8 * share.first + 2 * t) * kBlockColumns + g % 4;
         const auto add = [&](const float4& a, int step) {
           // Columns 0 to 3 are the queries' first bits, 4 to 7 what is left.
-          const float q0 = query[8 * kBlockColumns * step], q1 = query[(8 * step + 4) * kBlockColumns];
+          const float q0 = query[8 * kBlockColumns * step], q1 = query[(8 * step + 1) * kBlockColumns];
           const float b0 = g < 4 ? q0 : beyond_tf32(q0), b1 = g < 4 ? q1 : beyond_tf32(q1);
-          mma_tf32(sums, {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)}, b0, b1);
-          mma_tf32(sums, a, b0, b1);
+          mma_tf32(sums, {beyond_tf32(a.x), beyond_tf32(a.z), beyond_tf32(a.y), beyond_tf32(a.w)}, b0, b1);
+          mma_tf32(sums, {a.x, a.z, a.y, a.w}, b0, b1);
         };
         #pragma unroll
         for (int i = 0; i < kMapTiles; ++i) {

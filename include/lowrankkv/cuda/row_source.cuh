@@ -39,9 +39,23 @@ class SourceRows {
     if (end <= begin) return;
     const int threads = static_cast<int>(blockDim.x);
     if (order != nullptr) {
-      for (int item = static_cast<int>(threadIdx.x); item < (end - begin) * head_dim; item += threads) {
-        const int row = begin + item / head_dim, channel = item % head_dim;
-        rows[row * stride + channel] = element(part, order[first + row], channel);
+      const int all_units = head_dim / kPlainUnit;
+      #pragma unroll 2
+      for (int item = static_cast<int>(threadIdx.x); item < (end - begin) * all_units; item += threads) {
+        const int row = begin + item / all_units, unit = item % all_units, place = (offset_ + order[first + row]) % ring_, in_tile = place % layout_.rows, in_step = in_tile % kPlainRows;
+        const std::uint8_t* from = tile(place / layout_.rows) + layout_.offset(part) + (in_tile / kPlainRows * all_units + unit) * kPlainUnitBytes;
+        float* target = rows + row * stride + unit * kPlainUnit;
+        #pragma unroll
+        for (int channel = 0; channel < kPlainUnit; channel += 2) {
+          if (part == Part::key) {  // two channels of a row are a word
+            const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(from + plain_place(Part::key, in_step, channel));
+            target[channel] = from_bits(type_, static_cast<std::uint16_t>(word));
+            target[channel + 1] = from_bits(type_, static_cast<std::uint16_t>(word >> 16));
+          } else {
+            target[channel] = from_bits(type_, *reinterpret_cast<const std::uint16_t*>(from + plain_place(Part::value, in_step, channel)));
+            target[channel + 1] = from_bits(type_, *reinterpret_cast<const std::uint16_t*>(from + plain_place(Part::value, in_step, channel + 1)));
+          }
+        }
       }
       return;
     }
@@ -62,10 +76,14 @@ class SourceRows {
       }
     }
   }
-  /// @brief Sixteen bytes of a lane: rows [16 step, 16 step + 16) of unit `unit`, for a packed source.
-  __device__ uint4 words(Part part, int step, int unit) const {
-    const int steps_per_tile = layout_.rows / kPlainRows, units = part == Part::key ? layout_.key_units : layout_.value_units;
-    return __ldg(reinterpret_cast<const uint4*>(tile(step / steps_per_tile) + layout_.offset(part) + (step % steps_per_tile * units + unit) * kPlainUnitBytes) + threadIdx.x % 32);
+  /// @brief Which sixteen rows, as they lie, a row is in; steps go on where a ring begins anew.
+  __device__ int step_of(int row) const { return (offset_ + row) / kPlainRows; }
+  /// @brief Where row 0 lies, so that step s begins with row 16 s - offset().
+  __device__ int offset() const { return offset_; }
+  /// @brief This lane's sixteen bytes of a step's first unit; those of the next units are 32 further on each.
+  __device__ const uint4* words(Part part, int step) const {
+    const int steps_per_tile = layout_.rows / kPlainRows, units = part == Part::key ? layout_.key_units : layout_.value_units, physical = step % (ring_ / kPlainRows);
+    return reinterpret_cast<const uint4*>(tile(physical / steps_per_tile) + layout_.offset(part) + physical % steps_per_tile * units * kPlainUnitBytes) + threadIdx.x % 32;
   }
 
  private:
@@ -148,19 +166,21 @@ __global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables,
   }
 }
 
-/// @brief A tail becomes rows [first, first + count) of a packed source. Grid: KV heads.
+inline constexpr int kRenewRows = 8;  ///< of a block of renew_tail_kernel
+
+/// @brief A tail becomes rows [first, first + count) of a packed source. Grid: pieces of kRenewRows rows (at least one) x KV heads.
 template <class = void>
 __global__ void renew_tail_kernel(Tables tables, int slot, RowSource source, int first, int count) {
-  const int head = static_cast<int>(blockIdx.x), dim = tables.head_dim, begin = tables.lengths[slot].tail_first;
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, begin = tables.lengths[slot].tail_first, piece = static_cast<int>(blockIdx.x) * kRenewRows;
   const SourceRows rows(tables, source, slot, head);
-  for (int item = static_cast<int>(threadIdx.x); item < count * dim; item += static_cast<int>(blockDim.x)) {
-    const int row = item / dim, channel = item % dim, place = (begin + row) % tables.ring_rows();
+  for (int item = static_cast<int>(threadIdx.x); item < min(kRenewRows, count - piece) * dim; item += static_cast<int>(blockDim.x)) {
+    const int row = piece + item / dim, channel = item % dim, place = (begin + row) % tables.ring_rows();
     for (const Part part : {Part::key, Part::value}) {
       *reinterpret_cast<std::uint16_t*>(tables.tail_tile(slot, head, place) + tables.full.plain_byte(part, place % tables.full.rows, channel)) =
           to_bits(tables.full_type, rows.element(part, first + row, channel));
     }
   }
-  if (head == 0 && threadIdx.x == 0) tables.lengths[slot].tail_length = count;
+  if (head == 0 && piece == 0 && threadIdx.x == 0) tables.lengths[slot].tail_length = count;
 }
 
 }  // namespace cuda

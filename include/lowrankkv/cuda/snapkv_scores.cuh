@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(kStoreThreads) score_sums_kernel(Tables tables
     const int row = static_cast<int>(blockIdx.x) * kScorePiece + step * kPlainRows;
     if (row >= queries.total) break;
     uint4 keys[max_units];
+    const uint4* words = rows.words(Part::key, row / kPlainRows);
     #pragma unroll
-    for (int unit = 0; unit < max_units; ++unit) keys[unit] = unit < units ? rows.words(Part::key, row / kPlainRows, unit) : uint4{};
+    for (int unit = 0; unit < max_units; ++unit) keys[unit] = unit < units ? words[32 * unit] : uint4{};
     #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       float logits[4];
@@ -135,8 +136,9 @@ __global__ void __launch_bounds__(kStoreThreads) score_rows_kernel(Tables tables
   const int row = static_cast<int>(blockIdx.x) * kScoreRows + warp * kPlainRows;
   const SourceRows rows(tables, source, 0, head);
   uint4 keys[max_units];
+  const uint4* words = rows.words(Part::key, row / kPlainRows);
   #pragma unroll
-  for (int unit = 0; unit < max_units; ++unit) keys[unit] = unit < units && row < queries.total ? rows.words(Part::key, row / kPlainRows, unit) : uint4{};
+  for (int unit = 0; unit < max_units; ++unit) keys[unit] = unit < units && row < queries.total ? words[32 * unit] : uint4{};
   float own[2] = {};
   for (int first_column = 0; first_column < queries.columns(); first_column += kScoreColumns) {
     __syncthreads();

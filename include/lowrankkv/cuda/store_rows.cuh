@@ -17,9 +17,9 @@ enum class StoreForm : std::uint8_t { full, coefficients, codes };
 
 namespace detail {
 
-/// Shared memory of a block, in order: rows, coefficients, gains, a tile of codes.
+/// Shared memory of a block, in order: rows, where they do not go straight from their words into products; coefficients, gains, a tile of codes.
 struct StoreMemory {
-  float* rows;           // [kStoreRows, row_stride(head_dim)]
+  float* rows;           // [kStoreRows, row_stride(head_dim)], or nothing
   float* coefficients;   // [kStoreRows, rank + 1]
   float* inverse_gains;  // [kStoreRows]
   std::uint32_t* tile;
@@ -28,8 +28,8 @@ struct StoreMemory {
 /// Elements from a row to the next: no two lanes of a fragment meet in a bank.
 __host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4; }
 
-__host__ __device__ inline std::size_t store_bytes(int head_dim, int max_rank, int tile_bytes) {
-  return sizeof(float) * static_cast<std::size_t>(kStoreRows * (row_stride(head_dim) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
+__host__ __device__ inline std::size_t store_bytes(int head_dim, bool stages_rows, int max_rank, int tile_bytes) {
+  return sizeof(float) * static_cast<std::size_t>(kStoreRows * ((stages_rows ? row_stride(head_dim) : 0) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
 }
 
 /// coefficients [16 row_blocks, coefficient_stride] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of
@@ -47,19 +47,19 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
       const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z), beyond_tf32(map.w)};
       #pragma unroll
       for (int m = 0; m < row_blocks; ++m) {
-        const float* own = rows + (16 * m + g) * stride + 8 * k + t;
-        const float4 a = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
+        const float* own = rows + (16 * m + g) * stride + 8 * k + 2 * t;
+        const float4 a = {own[0], own[8 * stride], own[1], own[8 * stride + 1]};
         if constexpr (!exact_rows) {
           const float4 a_rest = {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)};
-          mma_tf32(sums[m][0], a_rest, map.x, map.z);
-          mma_tf32(sums[m][1], a_rest, map.y, map.w);
+          mma_tf32(sums[m][0], a_rest, map.x, map.y);
+          mma_tf32(sums[m][1], a_rest, map.z, map.w);
         }
         if (!exact) {
-          mma_tf32(sums[m][0], a, rest.x, rest.z);
-          mma_tf32(sums[m][1], a, rest.y, rest.w);
+          mma_tf32(sums[m][0], a, rest.x, rest.y);
+          mma_tf32(sums[m][1], a, rest.z, rest.w);
         }
-        mma_tf32(sums[m][0], a, map.x, map.z);
-        mma_tf32(sums[m][1], a, map.y, map.w);
+        mma_tf32(sums[m][0], a, map.x, map.y);
+        mma_tf32(sums[m][1], a, map.z, map.w);
       }
     }
     #pragma unroll
@@ -73,6 +73,47 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
         for (int m = 0; m < row_blocks; ++m) {
           coefficients[(16 * m + g) * coefficient_stride + channel] = sums[m][n][i] - offset;
           coefficients[(16 * m + g + 8) * coefficient_stride + channel] = sums[m][n][2 + i] - offset;
+        }
+      }
+    }
+  }
+}
+
+/// The same for rows first + i, i in [begin, end), of a source as they lie there, and maps of the rows' own type: straight from their words, exact
+/// products of 16-bit numbers. A warp has sixteen rows, 128 channels of them at a time, and makes a third of their coefficients.
+template <DType type>
+__device__ void project_source(const SourceRows& source, Part part, int first, int begin, int end, int head_dim, const PartMaps& maps, float* coefficients, int coefficient_stride) {
+  constexpr int kUnits = 8, kShares = 3;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int units = head_dim / kPlainUnit, blocks = (maps.rank + 15) / 16, first_step = source.step_of(first + begin), row_steps = source.step_of(first + end - 1) - first_step + 1;
+  for (int item = warp; item < row_steps * kShares; item += kStoreThreads / 32) {
+    const int step = first_step + item / kShares, row = step * kPlainRows + g - source.offset() - first;
+    const uint4* words = source.words(part, step);
+    for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
+      uint4 a[kUnits];
+      #pragma unroll
+      for (int i = 0; i < kUnits; ++i) a[i] = first_unit + i < units ? words[32 * (first_unit + i)] : uint4{0, 0, 0, 0};
+      if (part == Part::value) {
+        #pragma unroll
+        for (int i = 0; i < kUnits; ++i) a[i] = {transposed(a[i].x), transposed(a[i].z), transposed(a[i].y), transposed(a[i].w)};
+      }
+      for (int block = item % kShares; block < blocks; block += kShares) {
+        const uint2* map = static_cast<const uint2*>(maps.encoder) + (block * 2 * units + 2 * first_unit) * 32 + lane;
+        float sums[2][4] = {};
+        #pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          if (first_unit + i >= units) continue;
+          const uint2 low = __ldg(map + 64 * i), high = __ldg(map + 64 * i + 32);
+          mma_plain<type>(sums[0], a[i], low.x, high.x);
+          mma_plain<type>(sums[1], a[i], low.y, high.y);
+        }
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int own = row + 8 * (i / 2 % 2), channel = 16 * block + 8 * (i / 4) + 2 * t + i % 2;
+          if (own < begin || own >= end || channel >= maps.rank) continue;
+          float& target = coefficients[own * coefficient_stride + channel];
+          const float base = first_unit > 0 ? target : maps.offset == nullptr ? 0.0F : -maps.offset[channel];
+          target = base + sums[i / 4][i % 4];
         }
       }
     }
@@ -106,6 +147,31 @@ __device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const*
   for (int item = static_cast<int>(threadIdx.x); item < (head + max(0, padded_end - first_left)) * channels; item += kStoreThreads) {
     const int index = item / channels, row = index < head ? begin + index : first_left + index - head, channel = item % channels;
     *reinterpret_cast<std::uint16_t*>(tiles[row / layout.rows] + layout.plain_byte(part, row % layout.rows, channel)) = to_bits(type, value_at(row, channel));
+  }
+}
+
+/// Copies rows of a source whose sixteens are those of the tiles. Rows past the end become zeros.
+__device__ inline void copy_rows(const HeadTiles& layout, std::uint8_t* const* tiles, const SourceRows& source, int first, int begin, int end) {
+  const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
+  for (const Part part : {Part::key, Part::value}) {
+    const int units = part == Part::key ? layout.key_units : layout.value_units;
+    #pragma unroll 4
+    for (int item = static_cast<int>(threadIdx.x); item < (padded_end - begin) / kPlainRows * units * 32; item += kStoreThreads) {  // whole warps
+      const int lane = item % 32, unit = item / 32 % units, row = begin + item / 32 / units * kPlainRows, left = end - row;  // rows that are there
+      uint4 words = {0, 0, 0, 0};
+      if (left > 0) words = source.words(part, source.step_of(first + row))[32 * unit];
+      if (left < kPlainRows) {
+        std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+        #pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const int m = lane / 4 + 8 * (word % 2), k = 2 * (lane % 4) + 8 * (word / 2);
+          if (part == Part::key) all[word] = m < left ? all[word] : 0U;
+          else all[word] &= (k < left ? 0xffffU : 0U) | (k + 1 < left ? 0xffff0000U : 0U);
+        }
+        words = {all[0], all[1], all[2], all[3]};
+      }
+      *reinterpret_cast<uint4*>(tiles[row / layout.rows] + layout.offset(part) + (row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) = words;
+    }
   }
 }
 
@@ -177,9 +243,9 @@ struct RowOrder {
 };
 
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
-/// those before. Grid: 64-row pieces of a list x KV heads x sequences.
+/// those before. stages_rows: rows go through shared memory, which chosen rows must, and those whose maps are of another type. Grid: 64-row pieces of a list x KV heads x sequences.
 template <StoreForm form>
-__global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, DType type) {
+__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, bool stages_rows, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
@@ -195,7 +261,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   const int max_rank = form == StoreForm::full ? 0 : max(maps_now->key.rank, maps_now->value.rank);
   detail::StoreMemory memory;
   memory.rows = reinterpret_cast<float*>(shared_memory);
-  memory.coefficients = memory.rows + kStoreRows * detail::row_stride(dim);
+  memory.coefficients = memory.rows + (stages_rows ? kStoreRows * detail::row_stride(dim) : 0);
   memory.inverse_gains = memory.coefficients + kStoreRows * (max_rank + 1);
   memory.tile = reinterpret_cast<std::uint32_t*>(memory.inverse_gains + kStoreRows);
   __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];  // plain ones
@@ -221,18 +287,30 @@ __global__ void __launch_bounds__(kStoreThreads) store_rows_kernel(Tables tables
   const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
   if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) {
     for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) {
-      const int from = (chosen == nullptr ? skipped : 0) + tile_row - first + row;
-      positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from : chosen[from]);
+      const int at = (chosen == nullptr ? skipped : 0) + tile_row - first + row;
+      positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? at : chosen[at]);
     }
   }
+  const int from = (chosen == nullptr ? skipped : 0) + tile_row - first;  // the source's row for row 0 of this piece
+  if (form == StoreForm::full && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
+    detail::copy_rows(layout, tiles, rows, from, begin, end);
+    return;
+  }
   for (const Part part : {Part::key, Part::value}) {
-    rows.load(part, chosen, (chosen == nullptr ? skipped : 0) + tile_row - first, begin, end, dim, memory.rows, detail::row_stride(dim));
-    __syncthreads();
     if constexpr (form == StoreForm::full) {
+      rows.load(part, chosen, from, begin, end, dim, memory.rows, detail::row_stride(dim));
+      __syncthreads();
       detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end, true);
     } else {
       const PartMaps& maps = maps_now->of(part);
-      detail::project_rows<kStoreRows / 16, true>(memory.rows, dim, maps, memory.coefficients, maps.rank + 1);
+      if (form == StoreForm::codes || stages_rows) {
+        rows.load(part, chosen, from, begin, end, dim, memory.rows, detail::row_stride(dim));
+        __syncthreads();
+        detail::project_rows<kStoreRows / 16, true>(memory.rows, dim, maps, memory.coefficients, maps.rank + 1);
+      } else if constexpr (form == StoreForm::coefficients) {
+        if (tables.full_type == DType::f16) detail::project_source<DType::f16>(rows, part, from, begin, end, dim, maps, memory.coefficients, maps.rank + 1);
+        else detail::project_source<DType::bf16>(rows, part, from, begin, end, dim, maps, memory.coefficients, maps.rank + 1);
+      }
       __syncthreads();
       if constexpr (form == StoreForm::coefficients) {
         detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end, true);

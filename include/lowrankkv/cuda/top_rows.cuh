@@ -29,8 +29,9 @@ struct Candidates {
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
+  constexpr int kCopies = 16;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ int histogram[256];
+  __shared__ int histogram[kCopies][256];  // scores are alike in their first bits: lanes would wait for each other
   __shared__ std::uint32_t prefix;
   __shared__ int still_wanted;
   const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(all.stride);
@@ -46,17 +47,23 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
     still_wanted = from.wanted;
   }
   for (int shift = 24; shift >= 0; shift -= 8) {
-    if (thread < 256) histogram[thread] = 0;
+    for (int item = thread; item < kCopies * 256; item += kSelectThreads) histogram[item / 256][item % 256] = 0;
     __syncthreads();
     const std::uint32_t known = prefix;
     for (int row = from.first + thread; row < from.end; row += kSelectThreads) {
       const std::uint32_t key = key_of(row);
-      if (shift == 24 || key >> (shift + 8) == known) atomicAdd(&histogram[key >> shift & 0xffU], 1);
+      if (shift == 24 || key >> (shift + 8) == known) atomicAdd(&histogram[thread % kCopies][key >> shift & 0xffU], 1);
+    }
+    __syncthreads();
+    if (thread < 256) {
+      int total = 0;
+      for (int copy = 0; copy < kCopies; ++copy) total += histogram[copy][thread];
+      histogram[0][thread] = total;
     }
     __syncthreads();
     if (thread == 0) {
       int digit = 255, left = still_wanted;
-      for (; digit > 0 && histogram[digit] < left; --digit) left -= histogram[digit];
+      for (; digit > 0 && histogram[0][digit] < left; --digit) left -= histogram[0][digit];
       prefix = known << 8 | static_cast<std::uint32_t>(digit);
       still_wanted = left;
     }
