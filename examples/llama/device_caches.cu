@@ -28,9 +28,9 @@ class Caches final : public DeviceCaches {
     cache(layer).prefill(seq, queries(n), keys(n), values(n), outputs(n));
     receive(n, out);
   }
-  void ingest(int layer, SequenceId seq, std::int64_t n, const float* key, const float* value) override {
-    send(n, nullptr, key, value);
-    cache(layer).ingest(seq, keys(n), values(n));
+  void ingest(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) override {
+    send(n, query, key, value);
+    cache(layer).ingest(seq, keys(n), values(n), queries(n));
   }
   void decode(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
     send(n, query, key, value);
@@ -93,6 +93,12 @@ std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, cons
 }
 std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const Budgeted<Cuda>::PolicySet& policies) {
   return std::make_unique<Caches<Budgeted<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const OjaKV<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<OjaKV<Cuda>>>(config, bases, policies);
+}
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const OjaKVv2<Cuda>::PolicySet& policies) {
+  return std::make_unique<Caches<OjaKVv2<Cuda>>>(config, bases, policies);
 }
 
 }  // namespace llama

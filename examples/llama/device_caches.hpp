@@ -19,6 +19,7 @@
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
 namespace llama {
@@ -30,7 +31,7 @@ class DeviceCaches {
   virtual void create(lowrankkv::SequenceId seq) = 0;
   virtual void erase(lowrankkv::SequenceId seq) = 0;
   virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
-  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* key, const float* value) = 0;
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) = 0;
   virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
   virtual void maintain(lowrankkv::SequenceId seq) = 0;
   virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
@@ -51,6 +52,11 @@ std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& c
 std::unique_ptr<DeviceCaches> make_device_caches(
     const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
     const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>, lowrankkv::TransformCode>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Oja, lowrankkv::SinkRecent, lowrankkv::NoQuantizer>& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(
+    const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
+    const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Oja, lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>, lowrankkv::NoQuantizer>& policies);
 #endif
 
 }  // namespace llama

@@ -68,7 +68,7 @@ class DeviceStore final : public KvStore {
   void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
   void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
   void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->prefill(layer, seq, n, rows.query, rows.key, rows.value, out); }
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.key, rows.value); }
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.query, rows.key, rows.value); }
   void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->decode(layer, seq, n, rows.query, rows.key, rows.value, out); }
   void maintain(lowrankkv::SequenceId seq) override { caches_->maintain(seq); }
   lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return caches_->memory(seq); }
@@ -112,7 +112,7 @@ struct Recipe {
       on_device.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies));
     }
-    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, Dlrp, Budgeted");
+    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, Dlrp, Budgeted");
 #else
     static_cast<void>(bases);
     static_cast<void>(policies);
