@@ -118,6 +118,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const cuda::ScoreQueries queries = this->score_queries(q_window, layer_.sequence(slot).tail_length + key.num_tokens);
     this->store_prompt(slot, key.num_tokens, this->pack(slot, key, value, queries.columns(), stream), queries, stream);
   }
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
