@@ -495,26 +495,22 @@ TEST_CASE("heads whose keys, or values, have no bits at all") {
   compare(settings, config, *device, 1, *cpu, query, out, lse, worst);
 }
 
-TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
-  Random random(7);
-  Settings settings;
-  settings.method = Method::codes;
-  CacheConfig config;
-  config.shape = {8, 2, 128};
+namespace {
+
+/// A graph of append and attend, replayed, against plain calls: bit for bit, whatever maintain does in between.
+template <class Cache>
+void replay_graph(const support::RandomLayer& layer, CacheConfig config, const typename Cache::PolicySet& policies, Random& random, std::int64_t& publications, std::int64_t& merges) {
+  config.shape = layer.shape;
   config.max_tokens = 3000;
   config.max_sequences = 2;
-  config.epoch_type = DType::f32;
-  const auto layer = support::random_layer(random, config.shape, settings, 128);
-  Codes::PolicySet policies;
-  policies.token_policy = {4, 32};
-  Codes cache(config, layer.basis, policies), plain(config, layer.basis, policies);
+  Cache cache(config, layer.basis, policies), plain(config, layer.basis, policies);
   const std::vector<SequenceId> seqs{5, 6};
-  const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false);
-  const gpu::DeviceArray<float> pk(prompt_key), pv(prompt_value);
+  const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false), window = layer.queries(random, 32);
+  const gpu::DeviceArray<float> pk(prompt_key), pv(prompt_value), pq(window);
   for (const SequenceId seq : seqs) {
-    for (Codes* each : {&cache, &plain}) {
+    for (Cache* each : {&cache, &plain}) {
       each->create(seq);
-      each->ingest(seq, {pk.data(), 700, 2, 128}, {pv.data(), 700, 2, 128});
+      each->ingest(seq, {pk.data(), 700, 2, 128}, {pv.data(), 700, 2, 128}, {pq.data(), 32, 8, 128});
     }
   }
   const std::size_t row = 2 * 2 * 128, heads = 2 * 8 * 128;
@@ -546,6 +542,33 @@ TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
+  publications = cache.statistics().publications;
+  merges = cache.statistics().merges;
+}
+
+}  // namespace
+
+TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
+  Random random(7);
+  Settings settings;
+  settings.method = Method::codes;
+  CacheConfig config;
+  config.epoch_type = DType::f32;
+  std::int64_t publications = 0, merges = 0;
+  const auto layer = support::random_layer(random, {8, 2, 128}, settings, 128);
+  replay_graph<Codes>(layer, config, {{}, {}, {4, 32}, {}}, random, publications, merges);
+  // Bases that move: the graph knows how many segments there may be, not how many there are.
+  config.epoch_type = DType::f16;
+  config.publish_interval = 40;
+  using Merging = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+  const auto narrow = support::random_layer(random, {8, 2, 128}, settings, 40);
+  replay_graph<Merging>(narrow, config, {{}, {}, {4, 32}, {}}, random, publications, merges);
+  CHECK(publications > 6);
+  CHECK(merges > 2);
+  OjaKVv2<Cuda>::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {4, 32};
+  policies.token_policy.get<ResidualOutliers>().share = 0.05F;
+  replay_graph<OjaKVv2<Cuda>>(narrow, config, policies, random, publications, merges);
 }
 
 TEST_CASE("bad input is refused with both values, and values that are not finite never reach the store") {

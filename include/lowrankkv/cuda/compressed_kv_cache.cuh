@@ -32,8 +32,7 @@ struct Cuda {
 /// good until one of its sequences is erased. Everything else is refused during capture.
 /// Works with the policies of cuda/policies.cuh. One thread calls a cache at a time, and its calls are on one stream or
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
-/// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head; a prompt's own attention sees zeros in
-/// place of the values alone.)
+/// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
   using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
