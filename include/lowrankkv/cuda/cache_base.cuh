@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "lowrankkv/core/calls.hpp"
-#include "lowrankkv/core/views.hpp"
 #include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/policies.cuh"
@@ -31,7 +31,8 @@ class CacheBase {
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Updater, Cuda>;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
-  static_assert(EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
+  static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
+  static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
       : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), by_errors, std::move(pool)),
