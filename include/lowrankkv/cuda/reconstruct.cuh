@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
