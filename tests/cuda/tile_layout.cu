@@ -95,7 +95,8 @@ TEST_CASE("what this backend cannot do is refused with both values, before any d
   plain.quantizer.type = DType::f32;
   CHECK(message({}, plain) == "NoQuantizer: type f32, f16 or bf16 expected on this backend");
   Budgeted<Cuda>::PolicySet budgeted;
-  CHECK(message({}, budgeted) == "ResidualOutliers: share 0.02, 0 expected on this backend");
+  budgeted.token_policy.get<ResidualOutliers>().threshold = 0.5F;
+  CHECK(message({}, budgeted) == "ResidualOutliers: threshold 0.5, 0 expected on this backend, where counts are known beforehand");
 }
 
 TEST_CASE("pages hold the largest tile, and waste the least of those considered") {
