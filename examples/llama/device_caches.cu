@@ -79,26 +79,10 @@ class Caches final : public DeviceCaches {
 
 }  // namespace
 
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const FullKV<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<FullKV<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const StaticPCA<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<StaticPCA<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const StaticPCAHybrid<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<StaticPCAHybrid<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const Dlrp<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<Dlrp<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const Budgeted<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<Budgeted<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const OjaKV<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<OjaKV<Cuda>>>(config, bases, policies);
-}
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const OjaKVv2<Cuda>::PolicySet& policies) {
-  return std::make_unique<Caches<OjaKVv2<Cuda>>>(config, bases, policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const device::AnyPolicies& policies) {
+  return std::visit([&]<class Basis, class Updater, class TokenPolicy, class Quantizer>(const Policies<Basis, Updater, TokenPolicy, Quantizer>& own) -> std::unique_ptr<DeviceCaches> {
+    return std::make_unique<Caches<CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer>>>(config, bases, own);
+  }, policies);
 }
 
 }  // namespace llama

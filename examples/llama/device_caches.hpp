@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
@@ -12,6 +13,7 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/quantizer/int8.hpp"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_code.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
@@ -19,6 +21,8 @@
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/token_policy/sliding_window.hpp"
+#include "lowrankkv/token_policy/snapkv.hpp"
 #include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
@@ -39,24 +43,20 @@ class DeviceCaches {
   virtual std::int64_t num_tokens(lowrankkv::SequenceId seq) const = 0;
 };
 
+namespace device {
+using namespace lowrankkv;
+/// The compositions that the Cuda backend is built with here, in the order of lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKVSnapKV,
+/// SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, Budgeted.
+using AnyPolicies =
+    std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>, Policies<PerHead, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, SinkRecent, NoQuantizer>,
+                 Policies<PerHead, Oja, SinkRecent, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, CompressAll, Int8>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
+}  // namespace device
+
 #ifdef LOWRANKKV_LLAMA_CUDA
-/// Caches on the current GPU, one per layer: the compositions that the Cuda backend has.
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::KeepFull, lowrankkv::NoQuantizer>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::CompressAll, lowrankkv::NoQuantizer>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::SinkRecent, lowrankkv::NoQuantizer>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-                                                 const lowrankkv::Policies<lowrankkv::Projector, lowrankkv::Static, lowrankkv::CompressAll, lowrankkv::NoQuantizer>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(
-    const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-    const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Static, lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>, lowrankkv::TransformCode>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-                                                 const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Oja, lowrankkv::SinkRecent, lowrankkv::NoQuantizer>& policies);
-std::unique_ptr<DeviceCaches> make_device_caches(
-    const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases,
-    const lowrankkv::Policies<lowrankkv::PerHead, lowrankkv::Oja, lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>, lowrankkv::NoQuantizer>& policies);
+/// Caches on the current GPU, one per layer.
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases, const device::AnyPolicies& policies);
 #endif
 
 }  // namespace llama

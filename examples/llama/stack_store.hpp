@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -105,14 +106,14 @@ struct Recipe {
   template <class PolicySet>
   std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::LayerBasis>& bases, const PolicySet& policies) const {
 #ifdef LOWRANKKV_LLAMA_CUDA
-    if constexpr (requires { make_device_caches(config, bases, policies); }) {
+    if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
       lowrankkv::CacheConfig on_device = config;
       on_device.full_row_bits = 0;   // full rows are of full_type there
       on_device.page_bytes = 0;      // pages of the tiles' size
       on_device.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies));
     }
-    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, Dlrp, Budgeted");
+    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, Budgeted");
 #else
     static_cast<void>(bases);
     static_cast<void>(policies);

@@ -48,15 +48,7 @@ class Side : public CpuSide {
 
 std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
   const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
-    if constexpr (requires { policies.basis.centred; }) policies.basis = settings.basis;
-    if constexpr (requires { policies.token_policy.sinks; }) policies.token_policy = {settings.sinks, settings.recent};
-    if constexpr (requires { policies.token_policy.template get<ResidualOutliers>(); }) {
-      policies.token_policy.template get<SinkRecent>() = {settings.sinks, settings.recent};
-      policies.token_policy.template get<ResidualOutliers>() = settings.outliers;
-    }
-    if constexpr (requires { policies.updater.prefill_share; }) policies.updater.prefill_share = settings.share;
-    if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
-    return std::make_unique<Side<Cache>>(config, basis, policies);
+    return std::make_unique<Side<Cache>>(config, basis, configured(policies, settings));
   };
   switch (settings.method) {
     case Method::full: return make.template operator()<FullKV<>>({});
@@ -67,6 +59,11 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::oja_merging: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
     case Method::oja_rotating: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
     case Method::oja_outliers: return make.template operator()<OjaKVv2<>>({});
+    case Method::oja_snapkv: return make.template operator()<OjaKVSnapKV<>>({});
+    case Method::snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
+    case Method::snapkv_only: return make.template operator()<SnapKVOnly<>>({});
+    case Method::streaming: return make.template operator()<StreamingLLM<>>({});
+    case Method::int8: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Int8>>({});
     case Method::outliers: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>>({});
     case Method::budgeted: return make.template operator()<Budgeted<>>({});
     case Method::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>>({});

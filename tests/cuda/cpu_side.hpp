@@ -4,33 +4,61 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
+#include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/token_policy/snapkv.hpp"
 
 namespace support {
 
 /// The compositions that both sides know.
-enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_outliers, outliers, budgeted };
+enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_snapkv, oja_outliers, outliers, budgeted, snapkv, snapkv_only, streaming, int8 };
+inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "projector", "codes", "oja", "oja_merging", "oja_rotating", "oja_snapkv", "oja_outliers", "outliers", "budgeted", "snapkv", "snapkv_only", "streaming", "int8"};
 
 /// Whether bases move.
 inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_outliers; }
 /// Whether rows of large errors stay full.
-inline bool by_errors(Method method) { return method >= Method::oja_outliers; }
+inline bool by_errors(Method method) { return method >= Method::oja_outliers && method <= Method::budgeted; }
+/// Whether rows are dropped, and whether it is their scores that decide.
+inline bool by_scores(Method method) { return method == Method::oja_snapkv || method == Method::snapkv || method == Method::snapkv_only; }
+inline bool drops(Method method) { return by_scores(method) || method == Method::streaming; }
 /// Whether coefficients are codes.
-inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted; }
+inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted || method == Method::int8; }
 
 struct Settings {
   Method method = Method::full;
   lowrankkv::PerHead basis;
   int sinks = 4, recent = 32;
   lowrankkv::ResidualOutliers outliers;
+  lowrankkv::SnapKV snapkv;
   float share = 1.0F;  ///< of a prompt, what an updater observes
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
 };
+
+template <class Policy, class Member>
+inline constexpr bool has_member = false;
+template <class... Members, class Member>
+inline constexpr bool has_member<lowrankkv::Compose<Members...>, Member> = (std::is_same_v<Members, Member> || ...);
+
+/// Gives a cache's policies what the settings say of them.
+template <class PolicySet>
+PolicySet configured(PolicySet policies, const Settings& settings) {
+  using Tokens = decltype(policies.token_policy);
+  if constexpr (requires { policies.basis.centred; }) policies.basis = settings.basis;
+  if constexpr (requires { policies.token_policy.sinks; }) policies.token_policy = {settings.sinks, settings.recent};
+  if constexpr (has_member<Tokens, lowrankkv::SinkRecent>) policies.token_policy.template get<lowrankkv::SinkRecent>() = {settings.sinks, settings.recent};
+  if constexpr (has_member<Tokens, lowrankkv::ResidualOutliers>) policies.token_policy.template get<lowrankkv::ResidualOutliers>() = settings.outliers;
+  if constexpr (has_member<Tokens, lowrankkv::SnapKV>) policies.token_policy.template get<lowrankkv::SnapKV>() = settings.snapkv;
+  if constexpr (requires { policies.updater.prefill_share; }) policies.updater.prefill_share = settings.share;
+  if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
+  return policies;
+}
 
 /// One sequence in a CPU cache.
 class CpuSide {

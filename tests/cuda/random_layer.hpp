@@ -145,14 +145,19 @@ inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& sha
   return layer;
 }
 
-/// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse and the largest value it met.
+/// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse. drops: rows that are all zeros are not there.
 inline void attend_f64(const lowrankkv::CacheShape& shape, double scale, const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& query, std::vector<double>& out,
-                       std::vector<double>& lse) {
+                       std::vector<double>& lse, bool drops = false) {
   const int dim = shape.head_dim, heads = shape.num_kv_heads, queries = shape.num_qo_heads;
   const std::int64_t tokens = static_cast<std::int64_t>(key.size()) / (heads * dim), m = static_cast<std::int64_t>(query.size()) / (queries * dim);
   out.assign(query.size(), 0.0);
   lse.assign(static_cast<std::size_t>(m * queries), 0.0);
   std::vector<double> logits(static_cast<std::size_t>(tokens));
+  std::vector<bool> gone(static_cast<std::size_t>(tokens * heads), false);
+  for (std::size_t row = 0; drops && row < gone.size(); ++row) {
+    const auto zeros = [&](const std::vector<float>& all) { return std::all_of(all.begin() + static_cast<std::ptrdiff_t>(row) * dim, all.begin() + static_cast<std::ptrdiff_t>(row + 1) * dim, [](float x) { return x == 0.0F; }); };
+    gone[row] = zeros(key) && zeros(value);
+  }
   for (std::int64_t j = 0; j < m; ++j) {
     for (int h = 0; h < queries; ++h) {
       const std::int64_t seen = tokens - m + j + 1;
@@ -163,11 +168,13 @@ inline void attend_f64(const lowrankkv::CacheShape& shape, double scale, const s
         double dot = 0.0;
         for (int i = 0; i < dim; ++i) dot += static_cast<double>(q[i]) * k[i];
         logits[static_cast<std::size_t>(t)] = scale * dot;
+        if (gone[static_cast<std::size_t>(t * heads + h / shape.group_size())]) continue;
         top = std::max(top, scale * dot);
       }
       double sum = 0.0;
       double* o = out.data() + (j * queries + h) * dim;
       for (std::int64_t t = 0; t < seen; ++t) {
+        if (gone[static_cast<std::size_t>(t * heads + h / shape.group_size())]) continue;
         const double e = std::exp(logits[static_cast<std::size_t>(t)] - top);
         const float* v = value.data() + (t * heads + h / shape.group_size()) * dim;
         sum += e;

@@ -71,7 +71,7 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim));
       tiles.full.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
-      gpu::LayerState layer(config, tiles, {}, 100, {}, false, nullptr);
+      gpu::LayerState layer(config, tiles, {}, 100, {}, {}, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
       for (float& x : query) x = 2.0F * normal(random);

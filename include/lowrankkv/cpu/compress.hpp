@@ -87,6 +87,12 @@ void decide_group(State& state, int slot, int group, std::vector<LeavingRows>& r
     for (std::size_t row = 0; row < leader.scores.size(); ++row) leader.scores[row] += other.scores[row];
   }
   RowBatch batch{first, state.first_tail_position(slot), leader.count, phase};
+  if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
+    // Rows that stay in any case take nobody's place.
+    for (std::size_t row = 0; row < leader.scores.size(); ++row) {
+      if (State::TokenImpl::pinned(state.token_policy, batch.first_position + static_cast<std::int64_t>(row))) leader.scores[row] = -1.0F;
+    }
+  }
   batch.attention = leader.scores;
   State::TokenImpl::classify(state.token_policy, batch, leader.fates);
   if constexpr (State::keeps_mass) evict_rows(state, slot, first, leader, phase);

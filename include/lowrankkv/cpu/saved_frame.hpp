@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/saved_frame.hpp  What surrounds a saved sequence, and the decision whether it belongs here.
-///
-/// Format, version 1, little-endian: "LRKVSEQ1", u64 total size, u64 checksum of all that follows; a description of the layer
-/// (shape, types, layouts, fingerprint of the calibrated maps), which must equal the reader's; then cpu/state_io.hpp.
+/// @file cpu/saved_frame.hpp  A saved sequence of the CPU backend: core/saved_frame.hpp around cpu/state_io.hpp, and what describes a layer
+/// (shape, types, layouts, fingerprint of the calibrated maps).
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/core/saved_frame.hpp"
 #include "lowrankkv/cpu/state_io.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,10 +21,9 @@ inline constexpr std::string_view kSavedMagic = "LRKVSEQ1";
 
 namespace detail {
 
-/// What must be equal for saved rows to mean the same here: named values, compared one by one.
 template <class State>
-std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& state) {
-  std::vector<std::pair<const char*, std::uint64_t>> all;
+LayerDescription describe_layer(const State& state) {
+  LayerDescription all;
   const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
   add("num_kv_heads", state.num_kv_heads());
   add("num_qo_heads", state.config.shape.num_qo_heads);
@@ -76,47 +71,16 @@ std::vector<std::pair<const char*, std::uint64_t>> describe_layer(const State& s
 
 }  // namespace detail
 
-/// @brief Frames a sequence: magic, size, checksum, description, contents. @return bytes written (or counted)
+/// @brief Frames a sequence. @return bytes written (or counted)
 template <class State>
 std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buffer, bool count_only) {
-  ByteWriter out = count_only ? ByteWriter() : ByteWriter(buffer);
-  out.bytes(kSavedMagic.data(), kSavedMagic.size());
-  std::byte* frame = out.reserve(2 * sizeof(std::uint64_t));
-  const std::size_t begin = out.size();
-  const auto description = detail::describe_layer(state);
-  out.value(static_cast<std::uint64_t>(description.size()));
-  for (const auto& [name, value] : description) out.value(value);
-  write_sequence(state, slot, out);
-  if (frame != nullptr) {
-    const std::uint64_t values[2] = {out.size(), checksum(std::span<const std::byte>(buffer).subspan(begin, out.size() - begin))};
-    std::memcpy(frame, values, sizeof values);
-  }
-  return out.size();
+  return save_framed(kSavedMagic, detail::describe_layer(state), buffer, count_only, [&](ByteWriter& out) { write_sequence(state, slot, out); });
 }
 
-/// @brief Opens a frame and checks that it belongs to a layer like this. @return the reader at the contents
-/// @throws FormatError if it is damaged or no saved sequence, ShapeError naming both values if it belongs to another layer
+/// @brief Opens a frame. @throws as open_framed()
 template <class State>
 ByteReader open_saved(const State& state, std::span<const std::byte> buffer) {
-  using ::lowrankkv::detail::fail;
-  ByteReader in(buffer);
-  const std::span<const std::byte> magic = in.bytes(kSavedMagic.size());
-  if (std::memcmp(magic.data(), kSavedMagic.data(), magic.size()) != 0) {
-    fail<FormatError>("saved state: begins with '", std::string_view(reinterpret_cast<const char*>(magic.data()), magic.size()), "', expected '", kSavedMagic, "'");
-  }
-  const auto size = in.value<std::uint64_t>();
-  const auto sum = in.value<std::uint64_t>();
-  if (size != buffer.size()) fail<FormatError>("saved state: ", size, " bytes were saved, ", buffer.size(), " are given");
-  const std::uint64_t found = checksum(buffer.subspan(buffer.size() - in.left()));
-  if (found != sum) fail<FormatError>("saved state: checksum ", found, ", expected ", sum);
-  const auto expected = detail::describe_layer(state);
-  const auto count = in.value<std::uint64_t>();
-  for (std::size_t i = 0; i < (std::min)(static_cast<std::size_t>(count), expected.size()); ++i) {
-    const auto value = in.value<std::uint64_t>();
-    if (value != expected[i].second) fail<ShapeError>(expected[i].first, ": cache ", expected[i].second, ", saved ", value);
-  }
-  if (count != expected.size()) fail<ShapeError>("layer description: cache ", expected.size(), " entries, saved ", count);
-  return in;
+  return open_framed(kSavedMagic, detail::describe_layer(state), buffer);
 }
 
 }  // namespace cpu

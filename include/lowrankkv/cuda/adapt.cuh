@@ -35,14 +35,18 @@ struct CompressScratch {
   float* scores = nullptr;           ///< [lists, rows], then pooled ones
   std::int32_t* chosen = nullptr;    ///< [lists, rows]
   std::int32_t* rest = nullptr;      ///< the same
+  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
   float* moments = nullptr;          ///< of moment_kernel
   float* transitions = nullptr;      ///< of transition_kernel
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
+
+  /// @brief The second half of a prompt's scores.
+  float* second_scores(int heads) const { return scores + static_cast<std::size_t>(heads) * static_cast<std::size_t>(rows); }
 };
 
 /// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
-/// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be
-inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows) {
+/// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be  @param keeps  rows are dropped by score
+inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, bool keeps = false) {
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
   const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
   std::size_t end = 0;
@@ -54,6 +58,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
+  const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
   std::uint8_t* base = layer.pool().scratch(end);
@@ -62,6 +67,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<float*>(base + scores),
           reinterpret_cast<std::int32_t*>(base + chosen),
           reinterpret_cast<std::int32_t*>(base + rest),
+          reinterpret_cast<std::int32_t*>(base + kept),
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + transitions),
           static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
@@ -81,6 +87,18 @@ void with_score_units(int units, Function&& function) {
 
 }  // namespace detail
 
+/// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the others are dropped. Returns the order of the ones that stay.
+/// @param with_pinned  pinned rows stand in that order too: all go to one list
+inline RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
+  Candidates candidates{scores, scratch.rows, with_pinned, {}, {}, {}};
+  candidates.first[0] = leaving.pinned[0];
+  candidates.end[0] = leaving.rows[0];
+  candidates.wanted[0] = leaving.candidates(0);
+  top_rows_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kSelectThreads, 0, stream>>>(candidates, scratch.kept, nullptr);
+  check(cudaGetLastError(), "top_rows_kernel");
+  return {scratch.kept, scratch.rows};
+}
+
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the first `leaving` of them: [heads, rows].
 inline const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, std::int64_t leaving, cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -96,11 +114,20 @@ inline const float* enqueue_scores(const LayerState& layer, const CompressScratc
     });
   });
   if (wanted.kernel <= 1) return scratch.scores;
-  float* pooled = scratch.scores + static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(scratch.rows);
+  float* pooled = scratch.second_scores(tables.num_heads);
   pool_scores_kernel<><<<dim3(static_cast<unsigned>((leaving + 255) / 256), heads), 256, 0, stream>>>(scratch.scores, scratch.rows, static_cast<int>(leaving), wanted.kernel,
                                                                                                   wanted.pooling == Pooling::maximum, pooled);
   check(cudaGetLastError(), "pool_scores_kernel");
   return pooled;
+}
+
+/// @brief The scores of the rows of an order, those of the others lower than any, in the half of the scores that `scores` are not in.
+inline const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
+  const int heads = layer.tables().num_heads;
+  float* target = scores == scratch.scores ? scratch.second_scores(heads) : scratch.scores;
+  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(leaving), kept.rows, kept.stride, num_kept, target);
+  check(cudaGetLastError(), "mask_scores_kernel");
+  return target;
 }
 
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
@@ -115,6 +142,7 @@ inline void open_segment(LayerState& layer, int slot, const CompressScratch& scr
     Segment& into = own.segments[static_cast<std::size_t>(merge) + 1];
     const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads, most = layer.epochs().most();
     if (end > first) {
+      layer.own_pages(slot, RowList::compressed, first, end, stream);
       transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), 2), kStoreThreads, 0, stream>>>(
           layer.tables(), from.epoch, into.epoch, most, scratch.transitions);
       check(cudaGetLastError(), "transition_kernel");
@@ -134,10 +162,11 @@ inline void open_segment(LayerState& layer, int slot, const CompressScratch& scr
 }
 
 /// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them.
+/// @param kept    the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones
 /// @param scores  of a packed prompt; null: all rows are observed
 /// @param share   of the prompt's rows, those with the highest scores are observed
 template <class Updater>
-void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const float* scores, float share,
+void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const float* scores, float share,
            CacheStatistics& statistics, cudaStream_t stream) {
   using Rule = Impl<Updater, Cuda>;
   const Tables& tables = layer.tables();
@@ -151,15 +180,19 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     observed.slots[i] = steps.slots[i] = slot;
     observed.first[i] = leaving.pinned[from];
     observed.count[i] = leaving.candidates(from);
+    if (kept.rows != nullptr) {  // of a prompt, which is alone
+      observed.order = kept;
+      observed.first[i] = 0;
+    }
     steps.moved[i] = own.moved;
     steps.epoch[i] = -1;
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
     if (scores != nullptr) {
       const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
-      Candidates candidates{scores, scratch.rows, false, {}, {}, {}};  // a prompt is alone
+      Candidates candidates{scores, scratch.rows, false, {}, {}, {}};
       candidates.first[0] = leaving.pinned[from];
-      candidates.end[0] = leaving.pinned[from] + leaving.candidates(from);
+      candidates.end[0] = leaving.rows[from];
       candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
       top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, nullptr);
       check(cudaGetLastError(), "top_rows_kernel");

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
   const int first = split * per_split, last = min(tiles, first + per_split);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
+  const bool wide_gains = layout.gain_bytes() == 2;
   const int key_units = layout.key_units, used_blocks = min(column_blocks, step.blocks - first_block);
   const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
   TileRing<kCodeStages> ring(memory + warp * kCodeStages * max(key_bytes, value_bytes), barriers[warp], max(key_bytes, value_bytes));
@@ -84,8 +85,13 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
   }
   for (int tile = first + warp; tile < last; tile += warps) {
     const std::uint8_t* here = ring.wait();
+    if (wide_gains) {
+      const __half* stored = reinterpret_cast<const __half*>(here);
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) gains[warp][lane + 32 * i] = {__half2float(stored[lane + 32 * i]), __half2float(stored[kCodeRows + lane + 32 * i])};
+    }
     #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2 && !wide_gains; ++i) {
       const int key_gain = here[lane + 32 * i], value_gain = here[kCodeRows + lane + 32 * i];
       gains[warp][lane + 32 * i] = {key_gain == 0 ? 0.0F : exp2_fast((static_cast<float>(key_gain) - 128.0F) * 0.0625F),
                                     value_gain == 0 ? 0.0F : exp2_fast((static_cast<float>(value_gain) - 128.0F) * 0.0625F)};

@@ -17,6 +17,7 @@
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/policies.cuh"
+#include "lowrankkv/cuda/token_rules.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -27,7 +28,7 @@ template <class Basis, class Updater, class TokenPolicy, class Quantizer, class 
 class CacheBase {
  public:  // CompressedKVCache inherits it privately
   using Codec = Impl<Quantizer, Cuda>;
-  using Tokens = Impl<TokenPolicy, Cuda>;
+  using Rows = TokenRules<TokenPolicy>;
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Updater, Cuda>;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
@@ -35,21 +36,24 @@ class CacheBase {
   static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), by_errors, std::move(pool)),
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), listed(), std::move(pool)),
         sequences_(config.max_sequences) {}
 
-  /// Whether the largest errors decide which rows stay full.
-  static constexpr bool by_errors = requires { Tokens::by_errors; };
+  /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
+  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors}; }
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
-  std::size_t lists_of(std::size_t sequences, bool scored) const { return by_errors || scored ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0; }
+  std::size_t lists_of(std::size_t sequences, Phase phase) const {
+    const bool any = Rows::choice == RowChoice::errors || (phase == Phase::prefill && scoring_window() > 0);
+    return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
+  }
 
-  static constexpr EpochLimits limits() { return {Rule::adapts && Tokens::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows}; }
+  static constexpr EpochLimits limits() { return {Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows}; }
 
   /// Fills in defaults, or raises what is wrong.
   static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies, const PagePool* pool) {
     using ::lowrankkv::detail::fail;
     ::lowrankkv::detail::validate(config);
-    Tokens::validate(policies.token_policy);
+    validate_tokens(policies.token_policy);
     Codec::validate(policies.quantizer);
     if constexpr (Rule::adapts) {
       Rule::validate(policies.updater);
@@ -62,24 +66,26 @@ class CacheBase {
     if (config.rope.keys == Rope::pre) fail<ValueError>("rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
     if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
-    if (Tokens::compresses) {
+    if (Rows::compresses) {
       Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
     }
-    ::lowrankkv::detail::complete_tail(config, Tokens::recent(policies.token_policy));
+    ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
   }
 
   /// Rows that a sequence may have in the full list.
-  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) { return Tokens::full_rows(policies.token_policy, 0, config.max_tokens); }
+  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) {
+    return (std::max)(row_counts(policies.token_policy, 0, config.max_tokens, Phase::prefill).full, row_counts(policies.token_policy, 0, config.max_tokens, Phase::decode).full);
+  }
 
   /// The tiles of all lists, and the size of pages that hold them.
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     LayerTiles tiles;
     tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
     tiles.page_bytes = config.page_bytes;
-    if constexpr (Tokens::compresses) {
+    if constexpr (Rows::compresses) {
       tiles.form = Codec::form;
       int most_units = 0;
       for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), plain_units(head.value_rank)});
@@ -150,7 +156,7 @@ class CacheBase {
     if (key.num_tokens > config_.max_tokens - now.num_tokens) {
       ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", key.num_tokens);
     }
-    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens)));
+    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens), Phase::prefill));
     return slot;
   }
   void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
@@ -161,21 +167,16 @@ class CacheBase {
     ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
   }
   /// Rows that leave full rank when a prompt of n tokens has come.
-  std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - Tokens::recent(policies_.token_policy)); }
+  std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - recent_rows(policies_.token_policy)); }
 
-  /// Rows of a sequence's next `count` leaving rows that stay full.
-  std::int64_t full_of(int slot, std::int64_t count) const {
+  /// What becomes of a sequence's next `count` leaving rows.
+  RowCounts counts_of(int slot, std::int64_t count, Phase phase) const {
     const HostSequence& now = layer_.sequence(slot);
-    return Tokens::full_rows(policies_.token_policy, now.num_tokens - now.tail_length, count);
+    return row_counts(policies_.token_policy, now.num_tokens - now.tail_length, count, phase);
   }
-  /// Those of them whose values do not matter.
-  std::int64_t pinned_of(int slot, std::int64_t count) const {
-    if constexpr (by_errors) return Tokens::pinned_rows(policies_.token_policy, layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length, count);
-    return full_of(slot, count);
-  }
-  std::int64_t pages_to_store(int slot, std::int64_t count) const {
-    const std::int64_t full = full_of(slot, count);
-    return layer_.pages_to_add(slot, full, count - full);
+  std::int64_t pages_to_store(int slot, std::int64_t count, Phase phase) const {
+    const RowCounts counts = counts_of(slot, count, phase);
+    return layer_.pages_to_add(slot, counts.full, counts.compressed);
   }
 
   /// Raises unless m more tokens fit each sequence.
@@ -236,23 +237,31 @@ class CacheBase {
       std::int64_t most_full = 0, most_compressed = 0;
       for (int i = 0; i < leaving.count; ++i) {
         const int slot = slots[first + static_cast<std::size_t>(i)];
-        const std::int64_t full = full_of(slot, count);
+        const RowCounts counts = counts_of(slot, count, phase);
         leaving.slots[i] = slot;
-        leaving.full[i] = static_cast<std::int32_t>(full);
-        leaving.compressed[i] = static_cast<std::int32_t>(count - full);
-        leaving.pinned[i] = static_cast<std::int32_t>(pinned_of(slot, count));
+        leaving.rows[i] = static_cast<std::int32_t>(count);
+        leaving.full[i] = static_cast<std::int32_t>(counts.full);
+        leaving.compressed[i] = static_cast<std::int32_t>(counts.compressed);
+        leaving.pinned[i] = static_cast<std::int32_t>(counts.pinned);
         leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length);
-        most_full = (std::max)(most_full, full);
-        most_compressed = (std::max)(most_compressed, count - full);
-        layer_.add_pages(slot, full, count - full, stream);
+        most_full = (std::max)(most_full, counts.full);
+        most_compressed = (std::max)(most_compressed, counts.compressed);
+        layer_.add_pages(slot, counts.full, counts.compressed, stream);
+      }
+      std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
+      if constexpr (Rows::choice == RowChoice::scores) {
+        if (phase == Phase::prefill && leaving.candidates(0) > 0) {
+          const AttentionScores wanted = attention_scores(policies_.token_policy);
+          const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, count, stream), !Rows::compresses, stream);
+          (Rows::compresses ? orders.second : orders.first) = kept;
+        }
       }
       if constexpr (Rule::adapts) {
-        if (most_compressed > 0) adapt_leaving(leaving, source, scratch, phase, queries, stream);
+        if (most_compressed > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
       }
-      std::pair<RowOrder, RowOrder> orders;
-      if constexpr (by_errors) {
+      if constexpr (Rows::choice == RowChoice::errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any) orders = exempt_outliers(layer_, leaving, Tokens::relative_errors(policies_.token_policy), source, scratch, stream);
+        if (any) orders = exempt_outliers(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
       }
       launch_store(leaving, source, orders, most_full, most_compressed, stream);
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
@@ -270,7 +279,7 @@ class CacheBase {
   /// Packs a prompt behind the rows that are still in its sequence's tail. Returns where.
   CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, columns > 0), rows);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, Phase::prefill), rows, Rows::choice == RowChoice::scores);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
                          static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), limit());
@@ -292,11 +301,12 @@ class CacheBase {
 
   /// Queries at the end of a prompt by which somebody chooses among its rows.
   int scoring_window() const {
-    if constexpr (Rule::adapts && Tokens::compresses) {
+    int window = attention_scores(policies_.token_policy).window;
+    if constexpr (Rule::adapts && Rows::compresses) {
       const PromptSelection selection = Rule::prompt_selection(policies_.updater);
-      return selection.share < 1.0F ? selection.scores.window : 0;
+      if (selection.share < 1.0F) window = (std::max)(window, selection.scores.window);
     }
-    return 0;
+    return window;
   }
   /// Raises unless the last queries of a prompt of so many tokens are enough to choose by.
   void check_query_window(const QueryView& window, std::int64_t tokens) const {
@@ -320,11 +330,15 @@ class CacheBase {
   CacheStatistics statistics_;
 
  private:
-  void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
+  void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const ScoreQueries& queries, cudaStream_t stream) {
     const PromptSelection selection = Rule::prompt_selection(policies_.updater);
-    const float* scores = queries.count == 0 ? nullptr : enqueue_scores(layer_, scratch, queries, selection.scores, leaving.full[0] + leaving.compressed[0], stream);
+    const float* scores = nullptr;
+    if (queries.count > 0 && selection.share < 1.0F) {
+      scores = enqueue_scores(layer_, scratch, queries.last(selection.scores.window), selection.scores, leaving.rows[0], stream);
+      if (kept.rows != nullptr) scores = mask_scores(layer_, scratch, scores, kept, leaving.candidates(0), leaving.rows[0], stream);
+    }
     for (int first = 0; first < leaving.count; first += kAdaptBatch) {
-      adapt(layer_, policies_.updater, leaving, first, (std::min)(kAdaptBatch, leaving.count - first), source, scratch, phase, scores, selection.share, statistics_, stream);
+      adapt(layer_, policies_.updater, leaving, first, (std::min)(kAdaptBatch, leaving.count - first), source, scratch, phase, kept, scores, selection.share, statistics_, stream);
     }
     for (int i = 0; i < leaving.count; ++i) {
       if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);

@@ -15,7 +15,9 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
+#include "lowrankkv/cuda/saved_state.cuh"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -36,7 +38,6 @@ struct Cuda {
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
   using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using typename Base::Tokens;
   using Base::config_;
   using Base::layer_;
   using Base::policies_;
@@ -65,6 +66,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("create", stream);
     layer_.clear(sequences_.add(seq), stream);
+  }
+  /// @brief Starts `target` as a copy of `source`. Pages are shared until one of the two writes to them; the tail, tables and the sequence's own epochs are copied.
+  /// @throws SequenceError if target exists, CapacityError beyond max_sequences
+  void fork(SequenceId source, SequenceId target, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("fork", stream);
+    const int from = sequences_.find(source);
+    cuda::fork_sequence(layer_, from, sequences_.add(target), stream);
   }
   bool contains(SequenceId seq) const { return sequences_.contains(seq); }
   std::int64_t num_tokens(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).num_tokens; }
@@ -148,16 +156,16 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
     }
     std::int64_t pages = 0;
-    const int interval = config_.flush_interval, kept = Tokens::recent(policies_.token_policy) + interval;
+    const int interval = config_.flush_interval, kept = cuda::recent_rows(policies_.token_policy) + interval;
     for (const int slot : slots) {
       const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
-      if (rounds > 0) pages += this->pages_to_store(slot, rounds * interval);
+      if (rounds > 0) pages += this->pages_to_store(slot, rounds * interval, Phase::decode);
     }
     layer_.pool().allocator().require(pages);
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
       if (slots.empty()) return;
-      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), false), interval), Phase::decode, {}, stream);
+      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval), Phase::decode, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
@@ -200,12 +208,12 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = rollback_limit(seq);
     const bool exact = length >= first_tail;
-    if (!exact && Base::by_errors && length > 0) detail::fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
+    if (!exact && Base::Rows::choice != cuda::RowChoice::none && length > 0) detail::fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
     now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
     now.num_tokens = length;
     if (!exact) {
       now.rows.num_full = static_cast<std::int32_t>((std::min)(length, std::int64_t{now.rows.num_full}));
-      now.rows.num_compressed = static_cast<std::int32_t>(length) - now.rows.num_full;
+      now.rows.num_compressed = (std::min)(static_cast<std::int32_t>(length) - now.rows.num_full, now.rows.num_compressed);  // others were dropped
     }
     layer_.settle(slot, stream);
     return exact ? TruncateResult::exact : TruncateResult::inexact;
@@ -224,7 +232,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (const cuda::HeadTiles& tiles : layer_.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
     const dim3 grid(static_cast<unsigned>((count + cuda::kReconstructRows - 1) / cuda::kReconstructRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     cuda::detail::launch_early(cuda::reconstruct_kernel<>, grid, cuda::kStoreThreads, sizeof(float) * static_cast<std::size_t>(cuda::kReconstructRows * channels), false, "reconstruct_kernel", stream,
-                                     layer_.tables(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
+                                     layer_.tables(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, tokens - tail_length(seq), cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
                                      cuda::DeviceTarget{value.data, value.token_stride, value.head_stride});
   }
 
@@ -236,7 +244,25 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     return count;
   }
 
-  /// @brief Bytes of one sequence; padding of codes to whole units is counted with them.
+  /// @brief Bytes that save() writes for a sequence.
+  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_, sequences_.find(seq), {}, true, nullptr); }
+  /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of page size; own epochs included, the calibrated maps
+  /// as a fingerprint. Loaded, it goes on bit for bit as the original. Waits for the stream; scratch memory may be allocated. The bytes are this backend's own.
+  /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer, cudaStream_t stream = nullptr) const {
+    Base::refuse_capture("save", stream);
+    return cuda::save_sequence(layer_, sequences_.find(seq), buffer, false, stream);
+  }
+  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps, policies and tail capacity; max_tokens, pages and other
+  /// sequences may differ. Waits for the stream.
+  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer, CapacityError if they do not fit
+  void load(SequenceId seq, std::span<const std::byte> saved, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("load", stream);
+    const cuda::SavedSequence sequence = cuda::read_sequence(layer_, saved);
+    cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
+  }
+
+  /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
   MemoryUsage memory(SequenceId seq) const {
     const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
     const std::int64_t row = 2 * std::int64_t{config_.shape.head_dim} * static_cast<std::int64_t>(size_of(config_.full_type)), heads = config_.shape.num_kv_heads;
@@ -252,7 +278,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
     }
     usage.slack_bytes = pages * layer_.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
-    if (Base::by_errors) usage.position_bytes = static_cast<std::size_t>(now.rows.num_full * heads) * sizeof(std::int32_t);
+    const std::int64_t positions = (Base::listed().full ? now.rows.num_full : 0) + (Base::listed().compressed ? now.rows.num_compressed : 0);
+    usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
     usage.epoch_bytes = layer_.epochs().epoch_bytes(now.epochs);
     usage.updater_bytes = layer_.epochs().updater_bytes(now.epochs);
     return usage;

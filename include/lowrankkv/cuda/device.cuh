@@ -79,6 +79,12 @@ struct DeviceRows {
     if (dtype == DType::f16) return __half2float(static_cast<const __half*>(data)[index]);
     return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
   }
+  /// @brief The rows from a token on.
+  DeviceRows from(std::int64_t token) const {
+    DeviceRows rest = *this;
+    rest.data = static_cast<const std::uint8_t*>(data) + token * token_stride * static_cast<std::int64_t>(size_of(dtype));
+    return rest;
+  }
 };
 
 /// @brief A view (whose pointer is to device memory) as kernels see it.

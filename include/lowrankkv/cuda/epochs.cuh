@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/core/cache_config.hpp"
@@ -48,6 +49,7 @@ class EpochStore {
           stored_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
         }
       }
+      own_size_ = bytes;
       const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(slots_per_sequence_);
       own_ = DeviceArray<std::uint8_t>(epochs * bytes);
       std::uint8_t* next = own_.data();
@@ -100,6 +102,29 @@ class EpochStore {
       if (!needed) used_[static_cast<std::size_t>(epoch - 1)] = false;
     }
   }
+  /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs` becomes those of `target`.
+  void fork(HostEpochs& epochs, int source, int target, cudaStream_t stream) {
+    if (!adapts()) return;
+    std::vector<std::pair<std::int32_t, std::int32_t>> copies{{0, 0}};
+    const auto copy_of = [&](std::int32_t epoch) {
+      for (const auto& [from, to] : copies) {
+        if (from == epoch) return to;
+      }
+      const std::int32_t copy = take(target);
+      check(cudaMemcpyAsync(own_epoch(copy), own_epoch(epoch), own_size_, cudaMemcpyDeviceToDevice, stream), "fork");
+      copies.emplace_back(epoch, copy);
+      return copy;
+    };
+    for (Segment& segment : epochs.segments) segment.epoch = copy_of(segment.epoch);
+    epochs.current = copy_of(epochs.current);
+    if (epochs.moved) check(cudaMemcpyAsync(bases_of(target), bases_of(source), bases_size(), cudaMemcpyDeviceToDevice, stream), "fork");
+  }
+  /// @brief Device memory of an epoch of a sequence's own: own_size() bytes.
+  std::uint8_t* own_epoch(std::int32_t epoch) const { return own_.data() + static_cast<std::size_t>(epoch - 1) * own_size_; }
+  std::size_t own_size() const { return own_size_; }
+  /// @brief Device memory of the bases that updaters have moved of a slot: bases_size() bytes.
+  std::uint8_t* bases_of(int slot) const { return moved_.data() + static_cast<std::size_t>(slot) * bases_size(); }
+  std::size_t bases_size() const { return start_.bytes(); }
   /// @brief Which segment a new one would push over the edge: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of
   /// equal level first (the newest such pair), else the two newest.
   int merge_for_new_segment(const HostEpochs& epochs) const {
@@ -151,7 +176,7 @@ class EpochStore {
   EpochLimits limits_;
   int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1;
   DType type_ = DType::f16;
-  std::size_t stored_bytes_ = 0, mean_bytes_ = 0;
+  std::size_t own_size_ = 0, stored_bytes_ = 0, mean_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;

@@ -4,9 +4,11 @@
 
 #include <bit>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/cuda/device.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
@@ -26,9 +28,10 @@ struct TileChannel {
 struct PartTiles {
   std::vector<TileChannel> channels;   ///< tiles of codes: one entry a channel; plain tiles: empty
   std::vector<std::uint8_t> widths;    ///< of the units of codes
-  float reference_norm = 1.0F;         ///< of a row's coefficients, in steps: what a gain of 1 stands for
+  ScaleKind gains = ScaleKind::norm_log8;
+  float reference = 1.0F;              ///< what a gain of 1 stands for: the norm of a row's coefficients, in steps, or the largest of them
   int padding_bits = 0;                ///< of a row: what rounding to whole units costs
-  int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is their norm
+  int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is of them
 };
 
 /// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
@@ -58,7 +61,8 @@ struct PartMaps {
   std::int32_t rank = 0;
   std::int32_t width = 0;                ///< channels of tiles, padding included
   std::int32_t coded = 0;                ///< of the coefficients, those with bits
-  float reference_norm = 1.0F;
+  ScaleKind gains = ScaleKind::norm_log8;
+  float reference = 1.0F;
   DType type = DType::f32;               ///< of the maps' elements
 
   /// @brief Elements [4 index, 4 index + 4) of a map, as f32.
@@ -140,6 +144,7 @@ class LayerMaps {
       channels.insert(channels.end(), tiles[part].channels.begin(), tiles[part].channels.end());
       offsets.push_back(at);
     }
+    checksum_ = ::lowrankkv::checksum(std::as_bytes(std::span(bytes)));
     bytes_ = DeviceArray<std::uint8_t>(bytes);
     channels_ = DeviceArray<TileChannel>(channels);
     heads_.resize(tiles.size() / 2);
@@ -153,13 +158,16 @@ class LayerMaps {
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
       maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
       maps.coded = tiles[part].coded;
-      maps.reference_norm = tiles[part].reference_norm;
+      maps.gains = tiles[part].gains;
+      maps.reference = tiles[part].reference;
       maps.type = tiles[part].channels.empty() ? type : DType::f32;
     }
   }
 
   /// @brief The descriptors, on the host; what they point to is on the device.
   const std::vector<HeadMaps>& heads() const { return heads_; }
+  /// @brief Fingerprint of the maps.
+  std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
   std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
@@ -175,6 +183,7 @@ class LayerMaps {
   DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
   std::vector<HeadMaps> heads_;
+  std::uint64_t checksum_ = 0;
 };
 
 /// @brief The metrics in which errors of rows are taken, as maps [head_dim, head_dim]; owned.

@@ -17,6 +17,7 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/layer_tiles.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
@@ -32,70 +33,11 @@ struct HostSequence {
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per head
 };
 
-/// @brief What the tiles of a layer are, found from maps and policies on the host.
-struct LayerTiles {
-  CodedForm form = CodedForm::none;
-  DType coded_type = DType::f16;           ///< of plain tiles of coefficients
-  HeadTiles full;
-  std::vector<HeadTiles> compressed;       ///< per head; empty: nothing is compressed
-  std::vector<PartTiles> parts;            ///< per head: keys, values
-  std::vector<std::vector<float>> steps;   ///< the same
-  std::size_t page_bytes = 0;
-
-  int max_units(Part part) const {
-    int most = 0;
-    for (const HeadTiles& tiles : compressed) most = (std::max)(most, part == Part::key ? tiles.key_units : tiles.value_units);
-    return most;
-  }
-  int max_tile_bytes() const {
-    int most = 0;
-    for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.bytes);
-    return most;
-  }
-};
-
-/// @brief Units that so many channels fill in a plain tile.
-constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit; }
-
-/// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill `most_units` units: of about 8 KiB, so that
-/// what is done once a tile weighs little.
-inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units) {
-  HeadTiles tiles;
-  tiles.key_units = plain_units(key_channels);
-  tiles.value_units = plain_units(value_channels);
-  tiles.rows = kPlainRows * plain_steps(most_units);
-  tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
-  tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
-  return tiles;
-}
-
-/// @brief Tiles of codes. @throws CapacityError beyond kMaxUnits
-inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
-  HeadTiles tiles;
-  tiles.codes = true;
-  tiles.rows = kCodeRows;
-  for (const PartTiles* part : {&key, &value}) {
-    if (part->widths.size() > kMaxUnits) ::lowrankkv::detail::fail<CapacityError>("tiles: codes fill ", part->widths.size(), " units of ", kCodeUnit, " channels, at most ", kMaxUnits);
-  }
-  tiles.key_units = static_cast<std::int32_t>(key.widths.size());
-  tiles.value_units = static_cast<std::int32_t>(value.widths.size());
-  std::copy(key.widths.begin(), key.widths.end(), tiles.key_widths);
-  std::copy(value.widths.begin(), value.widths.end(), tiles.value_widths);
-  tiles.key_pattern = code_pattern(tiles.key_widths, tiles.key_units);
-  tiles.value_pattern = code_pattern(tiles.value_widths, tiles.value_units);
-  tiles.key_offset = kGainBytes;
-  tiles.value_offset = tiles.key_offset;
-  for (const std::uint8_t width : key.widths) tiles.value_offset += code_unit_bytes(width);
-  tiles.bytes = tiles.value_offset;
-  for (const std::uint8_t width : value.widths) tiles.bytes += code_unit_bytes(width);
-  return tiles;
-}
-
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
 class LayerState {
  public:
   /// @param max_full  rows that a sequence of config.max_tokens may have in the full list
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, bool by_errors, std::shared_ptr<PagePool> shared_pool)
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool)
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
@@ -134,12 +76,15 @@ class LayerState {
     tables_.max_segments = epochs_.max_segments();
     if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
-    if (by_errors) {
+    if (listed.errors) {
       metrics_ = LayerMetrics(basis, config.shape.head_dim);
       tables_.metrics = metrics_.heads();
-      positions_ = DeviceArray<std::int32_t>(rows * static_cast<std::size_t>(max_full));
-      tables_.positions[0] = positions_.data();
-      tables_.max_rows[0] = static_cast<std::int32_t>(max_full);
+    }
+    for (int list = 0; list < 2; ++list) {
+      if (!(list == 0 ? listed.full : listed.compressed)) continue;
+      positions_[list] = DeviceArray<std::int32_t>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
+      tables_.positions[list] = positions_[list].data();
+      tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
     }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
@@ -181,6 +126,8 @@ class LayerState {
   const CacheConfig& config() const { return config_; }
   const LayerTiles& tiles() const { return tiles_; }
   const Tables& tables() const { return tables_; }
+  /// @brief Fingerprint of the calibrated maps, as they are stored.
+  std::uint64_t maps_checksum() const { return maps_.checksum(); }
   /// @brief Device memory of what all sequences share.
   std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes(); }
   EpochStore& epochs() { return epochs_; }
@@ -192,10 +139,42 @@ class LayerState {
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
-  /// @brief Pages that `full` and `compressed` more rows of a sequence take.
+  /// @brief Pages of a list from `first_row` up to `end_row` that other sequences read too.
+  std::int64_t shared_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row) const {
+    std::int64_t count = 0;
+    for_each_shared(slot, list, first_row, end_row, [&](int, std::size_t) { ++count; });
+    return count;
+  }
+  /// @brief Gives a sequence copies of these pages, since it is about to write to them. Pages were checked.
+  void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
+    HostSequence& now = sequence(slot);
+    PageCopies copies;
+    const auto flush = [&] {
+      if (copies.count == 0) return;
+      copy_pages_kernel<><<<static_cast<unsigned>(copies.count), 256, 0, stream>>>(tables_, copies);
+      check(cudaGetLastError(), "copy_pages_kernel");
+      copies.count = 0;
+    };
+    for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
+      std::int32_t& page = now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index];
+      if (copies.count == kMaxEdits) flush();
+      copies.from[copies.count] = page;
+      pool_->allocator().release(page);  // others have it
+      page = copies.to[copies.count++] = pool_->allocator().take();
+      edit(static_cast<int>(list), (slot * tables_.num_heads + head) * tables_.max_pages[static_cast<int>(list)] + static_cast<std::int32_t>(index), page, stream);
+    });
+    flush();
+    flush_edits(stream);
+  }
+  /// @brief Bytes of a sequence's tail over all heads.
+  std::size_t tail_bytes() const { return static_cast<std::size_t>(tables_.num_heads) * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes); }
+
+  /// @brief Pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
   std::int64_t pages_to_add(int slot, std::int64_t full, std::int64_t compressed) const {
     const HostSequence& now = sequence(slot);
-    std::int64_t pages = 0;
+    std::int64_t pages = full == 0 ? 0 : shared_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1);
+    // A merge rewrites rows.
+    if (compressed > 0) pages += shared_pages(slot, RowList::compressed, epochs_.adapts() ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
     for (int head = 0; head < tables_.num_heads; ++head) {
       pages += pages_for(RowList::full, head, now.rows.num_full + full) - static_cast<std::int64_t>(now.pages[0][static_cast<std::size_t>(head)].size());
       if (!tiles_.compressed.empty()) {
@@ -205,9 +184,17 @@ class LayerState {
     return pages;
   }
 
+  /// @brief Pages of a sequence of so many rows.
+  std::int64_t pages_of(const HeadRows& rows) const {
+    std::int64_t pages = 0;
+    for (int head = 0; head < tables_.num_heads; ++head) pages += pages_for(RowList::full, head, rows.num_full) + pages_for(RowList::compressed, head, rows.num_compressed);
+    return pages;
+  }
   /// @brief Gives a sequence the pages for its rows and so many more, and enqueues the new entries of the page tables.
   void add_pages(int slot, std::int64_t full, std::int64_t compressed, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
+    if (full > 0) own_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1, stream);
+    if (compressed > 0) own_pages(slot, RowList::compressed, now.rows.num_compressed, now.rows.num_compressed + 1, stream);
     for (int list = 0; list < (tiles_.compressed.empty() ? 1 : 2); ++list) {
       const std::int64_t rows = list == 0 ? now.rows.num_full + full : now.rows.num_compressed + compressed;
       for (int head = 0; head < tables_.num_heads; ++head) {
@@ -309,9 +296,21 @@ class LayerState {
   /// @brief Device memory of the workspace, prompt buffers included.
   std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
 
  private:
+  /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
+  template <class Function>
+  void for_each_shared(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, Function&& function) const {
+    if (list == RowList::compressed && tiles_.compressed.empty()) return;
+    for (int head = 0; head < tables_.num_heads; ++head) {
+      const std::vector<std::int32_t>& pages = sequence(slot).pages[static_cast<int>(list)][static_cast<std::size_t>(head)];
+      const std::int64_t rows = std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page;
+      for (std::size_t index = static_cast<std::size_t>(first_row / rows); index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row; ++index) {
+        if (pool_->allocator().shared(pages[index])) function(head, index);
+      }
+    }
+  }
   void make_workspace() {
     const int group = config_.shape.group_size(), dim = config_.shape.head_dim;
     workspace_.group = group;
@@ -358,7 +357,7 @@ class LayerState {
   LayerMetrics metrics_;
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
-  DeviceArray<std::int32_t> positions_;
+  DeviceArray<std::int32_t> positions_[2];
   std::vector<HostSequence> sequences_;
   AttentionStep workspace_;
   DeviceArray<uint2> queries_;

@@ -4,10 +4,7 @@
 /// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`.
 /// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`
 /// and `static float rate(const U&, Phase, decode_steps)` of its next step.
-/// A token policy that decides by counts alone: `static constexpr bool compresses`, `static int recent(const P&)`, and
-/// `static std::int64_t full_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many stay full.
-/// One that keeps the rows with the largest errors full, too: `static constexpr bool by_errors = true`, `static bool relative_errors(const P&)` and
-/// `static std::int64_t pinned_rows(const P&, first_position, count)`: of the full rows, the first so many are full whatever their errors.
+/// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
 /// `static std::vector<float> steps(const Q&, bits, rms)`; without, `static DType type(const Q&)`.
 #pragma once
@@ -23,22 +20,15 @@
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/token_rules.cuh"
+#include "lowrankkv/quantizer/int8.hpp"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_layout.hpp"
-#include "lowrankkv/token_policy/compose.hpp"
-#include "lowrankkv/token_policy/compress_all.hpp"
-#include "lowrankkv/token_policy/keep_full.hpp"
-#include "lowrankkv/token_policy/residual_outliers.hpp"
-#include "lowrankkv/token_policy/share_of_rows.hpp"
-#include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/updater/epoch_policy.hpp"
 #include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-
-/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
-struct Cuda;
 
 template <>
 struct Impl<PerHead, Cuda> {
@@ -77,54 +67,6 @@ struct Impl<Oja, Cuda> {
 };
 
 template <>
-struct Impl<KeepFull, Cuda> {
-  static constexpr bool compresses = false;
-  static void validate(const KeepFull&) {}
-  static int recent(const KeepFull& policy) { return policy.recent; }
-  static std::int64_t full_rows(const KeepFull&, std::int64_t, std::int64_t count) { return count; }
-};
-template <>
-struct Impl<CompressAll, Cuda> {
-  static constexpr bool compresses = true;
-  static void validate(const CompressAll&) {}
-  static int recent(const CompressAll&) { return CompressAll::recent; }
-  static std::int64_t full_rows(const CompressAll&, std::int64_t, std::int64_t) { return 0; }
-};
-template <>
-struct Impl<SinkRecent, Cuda> {
-  static constexpr bool compresses = true;
-  static void validate(const SinkRecent& policy) {
-    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
-  }
-  static int recent(const SinkRecent& policy) { return policy.recent; }
-  static std::int64_t full_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) {
-    return (std::clamp)(std::int64_t{policy.sinks} - first_position, std::int64_t{0}, count);
-  }
-};
-
-/// Which rows are outliers is found on the device; how many follows from counts.
-template <>
-struct Impl<Compose<SinkRecent, ResidualOutliers>, Cuda> {
-  using Policy = Compose<SinkRecent, ResidualOutliers>;
-  static constexpr bool compresses = true;
-  static constexpr bool by_errors = true;
-  static void validate(const Policy& policy) {
-    using ::lowrankkv::detail::fail;
-    Impl<SinkRecent, Cuda>::validate(policy.get<SinkRecent>());
-    const ResidualOutliers& outliers = policy.get<ResidualOutliers>();
-    if (!(outliers.share >= 0.0F && outliers.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", outliers.share);
-    if (outliers.threshold != 0.0F) fail<ValueError>("ResidualOutliers: threshold ", outliers.threshold, ", 0 expected on this backend, where counts are known beforehand");
-  }
-  static int recent(const Policy& policy) { return Impl<SinkRecent, Cuda>::recent(policy.get<SinkRecent>()); }
-  static bool relative_errors(const Policy& policy) { return policy.get<ResidualOutliers>().error == OutlierError::relative; }
-  static std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) { return Impl<SinkRecent, Cuda>::full_rows(policy.get<SinkRecent>(), first_position, count); }
-  static std::int64_t full_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) {
-    const std::int64_t pinned = pinned_rows(policy, first_position, count);
-    return (std::min)(count, pinned + share_of_rows(policy.get<ResidualOutliers>().share, first_position, count));
-  }
-};
-
-template <>
 struct Impl<NoQuantizer, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::plain;
   static DType type(const NoQuantizer& policy) { return policy.type; }
@@ -133,50 +75,62 @@ struct Impl<NoQuantizer, Cuda> {
   }
 };
 
+namespace cuda {
+
+/// @brief Codes as planes of 8, 4, 2 and 1 bits, most significant first; channels of one width fill units of 32. Codes of 8 bits
+/// are one plane, or two of 4 bits.
+inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
+  PartTiles result;
+  result.gains = layout.scale;
+  result.reference = layout.scale == ScaleKind::norm_log8 || layout.rank == 0 ? layout.reference_norm : static_cast<float>(1 << (layout.bits.front() - 1));
+  result.coded = layout.groups.empty() ? 0 : layout.groups.front().count;
+  std::vector<int> left(layout.bits.begin(), layout.bits.end());  // bits of every code that are not in a plane yet
+  for (const int width : {8, 4, 2, 1}) {
+    if (width == 8 && !whole_bytes) continue;
+    // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
+    std::vector<TileChannel> channels;
+    for (int round = 0; round < 2; ++round) {
+      for (std::size_t channel = 0; channel < left.size(); ++channel) {
+        if (left[channel] < width) continue;
+        left[channel] -= width;
+        channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel], static_cast<std::uint8_t>(left[channel]), static_cast<std::uint8_t>(width)});
+      }
+    }
+    while (channels.size() % kCodeUnit != 0) {
+      channels.push_back({});
+      result.padding_bits += width;
+    }
+    result.widths.insert(result.widths.end(), channels.size() / kCodeUnit, static_cast<std::uint8_t>(width));
+    result.channels.insert(result.channels.end(), channels.begin(), channels.end());
+  }
+  return result;
+}
+/// @brief The same, in whichever way leaves less padding.
+inline PartTiles code_planes(const CodeLayout& layout) {
+  PartTiles whole = code_planes(layout, true), split = code_planes(layout, false);
+  return whole.padding_bits <= split.padding_bits ? whole : split;
+}
+
+}  // namespace cuda
+
 template <>
 struct Impl<TransformCode, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
-
   static void validate(const TransformCode& policy) {
     if (!(policy.step_scale > 0.0F) || !std::isfinite(policy.step_scale)) {
       ::lowrankkv::detail::fail<ValueError>("TransformCode: step_scale is finite and positive, given ", policy.step_scale);
     }
   }
-  /// Codes become planes of 8, 4, 2 and 1 bits, most significant first; channels of one width fill units of 32. Codes of 8
-  /// bits are one plane, or two of 4 bits, whichever leaves less padding.
-  static cuda::PartTiles tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) {
-    const CodeLayout layout = transform_layout(policy, rank, bits);
-    cuda::PartTiles whole = planes_of(layout, true), split = planes_of(layout, false);
-    return whole.padding_bits <= split.padding_bits ? whole : split;
-  }
+  static cuda::PartTiles tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return cuda::code_planes(transform_layout(policy, rank, bits)); }
   static std::vector<float> steps(const TransformCode& policy, std::span<const std::uint8_t> bits, std::span<const float> rms) { return transform_steps(policy, bits, rms); }
+};
 
- private:
-  static cuda::PartTiles planes_of(const CodeLayout& layout, bool whole_bytes) {
-    cuda::PartTiles result;
-    result.reference_norm = layout.reference_norm;
-    result.coded = layout.groups.empty() ? 0 : layout.groups.front().count;
-    std::vector<int> left(layout.bits.begin(), layout.bits.end());  // bits of every code that are not in a plane yet
-    for (const int width : {8, 4, 2, 1}) {
-      if (width == 8 && !whole_bytes) continue;
-      // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
-      std::vector<cuda::TileChannel> channels;
-      for (int round = 0; round < 2; ++round) {
-        for (std::size_t channel = 0; channel < left.size(); ++channel) {
-          if (left[channel] < width) continue;
-          left[channel] -= width;
-          channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel], static_cast<std::uint8_t>(left[channel]), static_cast<std::uint8_t>(width)});
-        }
-      }
-      while (channels.size() % cuda::kCodeUnit != 0) {
-        channels.push_back({});
-        result.padding_bits += width;
-      }
-      result.widths.insert(result.widths.end(), channels.size() / cuda::kCodeUnit, static_cast<std::uint8_t>(width));
-      result.channels.insert(result.channels.end(), channels.begin(), channels.end());
-    }
-    return result;
-  }
+template <>
+struct Impl<Int8, Cuda> {
+  static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+  static void validate(const Int8&) {}
+  static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
+  static std::vector<float> steps(const Int8&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
 };
 
 LOWRANKKV_NAMESPACE_END

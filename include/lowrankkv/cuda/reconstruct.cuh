@@ -21,27 +21,35 @@ struct DeviceTarget {
 
 /// @brief Where a token's row of a head is.
 struct RowPlace {
-  RowList list = RowList::full;
+  RowState state = RowState::full;
   bool in_tail = false;
   int row = 0;  ///< of the list, or of the tail
 };
 
 namespace detail {
 
-/// Where the row of a position is.
-__device__ inline RowPlace place_of(const Tables& tables, int slot, int head, const HeadRows& lists, std::int64_t position) {
-  const std::int32_t* full = tables.row_positions(RowList::full, slot, head);
-  const int stored = lists.num_full + lists.num_compressed, at = static_cast<int>(position);
-  if (position >= stored) return {RowList::full, true, static_cast<int>(position - stored)};
-  if (full == nullptr) return at < lists.num_full ? RowPlace{RowList::full, false, at} : RowPlace{RowList::compressed, false, at - lists.num_full};
-  int low = 0, high = lists.num_full;  // the first full row that is not before
+/// The first of `count` ascending numbers that is not less than `wanted`.
+__device__ inline int lower_bound(const std::int32_t* numbers, int count, int wanted) {
+  int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (full[middle] < at) low = middle + 1;
+    if (numbers[middle] < wanted) low = middle + 1;
     else high = middle;
   }
-  if (low < lists.num_full && full[low] == at) return {RowList::full, false, low};
-  return {RowList::compressed, false, at - low};
+  return low;
+}
+
+/// Where the row of a position is, the tail beginning at `first_tail`.
+__device__ inline RowPlace place_of(const Tables& tables, int slot, int head, const HeadRows& lists, std::int64_t first_tail, std::int64_t position) {
+  const std::int32_t *full = tables.row_positions(RowList::full, slot, head), *compressed = tables.row_positions(RowList::compressed, slot, head);
+  const int at = static_cast<int>(position);
+  if (position >= first_tail) return {RowState::full, true, static_cast<int>(position - first_tail)};
+  if (full == nullptr) return at < lists.num_full ? RowPlace{RowState::full, false, at} : RowPlace{RowState::compressed, false, at - lists.num_full};
+  const int before = lower_bound(full, lists.num_full, at);
+  if (before < lists.num_full && full[before] == at) return {RowState::full, false, before};
+  if (compressed == nullptr) return {at - before < lists.num_compressed ? RowState::compressed : RowState::dropped, false, at - before};
+  const int row = lower_bound(compressed, lists.num_compressed, at);
+  return {row < lists.num_compressed && compressed[row] == at ? RowState::compressed : RowState::dropped, false, row};
 }
 
 /// Element (row, channel) of a plain tile.
@@ -58,15 +66,15 @@ __device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& 
   const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
   const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + offset + place.word);
   const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
-  return level * gain_of(tile[(part == Part::key ? 0 : kCodeRows) + row]) * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
+  return level * stored_gain(tile, layout, part, row) * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
 }
 
 }  // namespace detail
 
 /// @brief Writes K and V of tokens [first, first + count): full rows as stored, others decoded. Grid: pieces of 16 tokens x KV heads.
-/// Positions are in the order full, compressed, tail, or those of the full rows are listed and the others are compressed in between.
+/// Positions are in the order full, compressed, tail, unless they are listed; rows that were dropped are zeros.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count,
+__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count, std::int64_t first_tail,
                                                                            DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* coefficients = reinterpret_cast<float*>(shared_memory);  // [kReconstructRows, channels]
@@ -78,7 +86,7 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
   const std::int32_t* full_pages = tables.page_table(RowList::full, slot, head);
   const std::int32_t* coded_pages = tables.page_table(RowList::compressed, slot, head);
   __shared__ RowPlace places[kReconstructRows];
-  if (static_cast<int>(threadIdx.x) < rows) places[threadIdx.x] = detail::place_of(tables, slot, head, lists, first + begin + threadIdx.x);
+  if (static_cast<int>(threadIdx.x) < rows) places[threadIdx.x] = detail::place_of(tables, slot, head, lists, first_tail, first + begin + threadIdx.x);
   __syncthreads();
   for (const Part part : {Part::key, Part::value}) {
     const DeviceTarget& target = part == Part::key ? key : value;
@@ -86,7 +94,7 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
     const int channels = layout == nullptr ? 0 : layout->channels(part);
     for (int item = static_cast<int>(threadIdx.x); item < rows * channels; item += kStoreThreads) {
       const RowPlace place = places[item / channels];
-      if (place.list != RowList::compressed || place.in_tail) continue;
+      if (place.state != RowState::compressed) continue;
       const int row = place.row, channel = item % channels;
       const std::uint8_t* tile = tables.tile(coded_pages, *layout, row / layout->rows);
       coefficients[item] = form == CodedForm::codes ? detail::code_element(tile, *layout, part, row % layout->rows, channel)
@@ -99,9 +107,9 @@ __global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables table
       if (places[local].in_tail) {
         const int place = (lengths.tail_first + row) % tables.ring_rows();
         result = detail::plain_element(tables.tail_tile(slot, head, place), tables.full, part, tables.full_type, place % tables.full.rows, channel);
-      } else if (places[local].list == RowList::full) {
+      } else if (places[local].state == RowState::full) {
         result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
-      } else {
+      } else if (places[local].state == RowState::compressed) {
         int segment = 0;
         while (segment + 1 < tables.num_segments(slot, lists.num_compressed) && row >= tables.segment(slot, lists.num_compressed, segment, 0).end) ++segment;
         const PartMaps& maps = tables.maps[tables.segment(slot, lists.num_compressed, segment, 0).epoch * tables.num_heads + head].of(part);

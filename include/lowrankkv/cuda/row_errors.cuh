@@ -39,11 +39,7 @@ __device__ void quantise_rows(const PartMaps& maps, Part part, DType type, const
     if constexpr (form == StoreForm::coefficients) {
       for (int channel = lane; channel < maps.width; channel += 32) values[row * stride + channel] = channel < maps.rank ? from_bits(type, to_bits(type, own[channel])) : 0.0F;
     } else {
-      float energy = 0.0F;
-      for (int channel = lane; channel < maps.coded; channel += 32) energy = fmaf(own[channel], own[channel], energy);
-      for (int distance = 16; distance > 0; distance /= 2) energy += __shfl_xor_sync(~0U, energy, distance);
-      const int code = gain_code(sqrtf(energy) / maps.reference_norm);
-      const float gain = gain_of(code), inverse = code == 0 ? 0.0F : 1.0F / gain;
+      const float gain = gain_of_row(maps, own).value, inverse = gain > 0.0F ? 1.0F / gain : 0.0F;
       for (int channel = lane; channel < maps.width; channel += 32) {
         const TileChannel place = maps.channels[channel];
         float value = 0.0F;

@@ -7,6 +7,7 @@
 /// Floor: the keys' bytes twice, and 4 w group head_dim flops a row.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "lowrankkv/cuda/query_operands.cuh"
@@ -28,6 +29,13 @@ struct ScoreQueries {
 
   __host__ __device__ std::int32_t columns() const { return count * group; }
   __host__ __device__ std::int32_t pieces() const { return (total + kScorePiece - 1) / kScorePiece; }
+  /// @brief The last `most` of them, at most.
+  ScoreQueries last(int most) const {
+    ScoreQueries fewer = *this;
+    fewer.count = (std::min)(count, most);
+    fewer.rows = rows.from(count - fewer.count);
+    return fewer;
+  }
   /// @brief Rows that a column's query sees.
   __device__ int seen(int column) const { return total - count + column / group + 1; }
 };

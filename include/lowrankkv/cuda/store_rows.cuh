@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/store_rows.cuh  Rows leave full rank, or are stored as they are: project, quantise, pack into tiles.
 ///
-/// A block stores what falls into 64 consecutive rows of a list of one KV head. Projections are f32 sums on tensor cores: rows of 16-bit numbers are tf32 as they are, maps are the sum of two tf32; codes and gains are those of quantizer/transform_code.hpp.
+/// A block stores what falls into 64 consecutive rows of a list of one KV head. Projections are f32 sums on tensor cores: rows of 16-bit numbers are tf32 as they are, maps are
+/// the sum of two tf32; codes and gains are those of quantizer/code_layout.hpp.
 #pragma once
 
 #include <cstdint>
@@ -183,6 +184,34 @@ __device__ inline int gain_code(float gain) {
 }
 __device__ inline float gain_of(int code) { return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F); }
 
+/// A row's gain as it is stored, and what that stands for.
+struct StoredGain {
+  std::uint16_t bits = 0;
+  float value = 0.0F;
+};
+
+/// The gain of a row of coefficients in steps; a warp makes it.
+__device__ inline StoredGain gain_of_row(const PartMaps& maps, const float* coefficients) {
+  const bool norm = maps.gains == ScaleKind::norm_log8;
+  float size = 0.0F;
+  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < maps.coded; channel += 32) size = norm ? fmaf(coefficients[channel], coefficients[channel], size) : fmaxf(size, fabsf(coefficients[channel]));
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const float other = __shfl_xor_sync(~0U, size, distance);
+    size = norm ? size + other : fmaxf(size, other);
+  }
+  if (norm) {
+    const int code = gain_code(sqrtf(size) / maps.reference);
+    return {static_cast<std::uint16_t>(code), gain_of(code)};
+  }
+  const __half up = __float2half_ru(fminf(size / maps.reference, 65504.0F));  // not below: nothing is clipped
+  return {__half_as_ushort(up), __half2float(up)};
+}
+/// The gain of a row of a tile of codes.
+__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row) {
+  const std::uint8_t* place = tile + layout.gain_place(part, row);
+  return layout.gains == ScaleKind::norm_log8 ? gain_of(*place) : __half2float(*reinterpret_cast<const __half*>(place));
+}
+
 /// The code of so many bits of a coefficient in steps, gains taken out.
 __device__ inline std::uint32_t code_of(float coefficient, int bits) {
   const float half_range = static_cast<float>(1U << (bits - 1));
@@ -190,19 +219,15 @@ __device__ inline std::uint32_t code_of(float coefficient, int bits) {
 }
 
 /// Gains of the rows, into the tile and as inverses.
-__device__ inline void store_gains(const PartMaps& maps, Part part, const StoreMemory& memory, int begin, int end) {
+__device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const StoreMemory& memory, int begin, int end) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int row = begin + warp; row < end; row += kStoreThreads / 32) {
-    float energy = 0.0F;
-    for (int channel = lane; channel < maps.coded; channel += 32) {
-      const float value = memory.coefficients[row * (maps.rank + 1) + channel];
-      energy = fmaf(value, value, energy);
-    }
-    for (int distance = 16; distance > 0; distance /= 2) energy += __shfl_xor_sync(~0U, energy, distance);
+    const StoredGain gain = gain_of_row(maps, memory.coefficients + row * (maps.rank + 1));
     if (lane != 0) continue;
-    const int code = gain_code(sqrtf(energy) / maps.reference_norm);
-    reinterpret_cast<std::uint8_t*>(memory.tile)[(part == Part::key ? 0 : kCodeRows) + row] = static_cast<std::uint8_t>(code);
-    memory.inverse_gains[row] = code == 0 ? 0.0F : 1.0F / gain_of(code);
+    std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row);
+    if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
+    else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
+    memory.inverse_gains[row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
   }
 }
 
@@ -315,7 +340,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
       if constexpr (form == StoreForm::coefficients) {
         detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end, true);
       } else {
-        detail::store_gains(maps, part, memory, begin, end);
+        detail::store_gains(layout, maps, part, memory, begin, end);
         __syncthreads();
         detail::store_codes(layout, maps, part, memory, begin, end);
       }

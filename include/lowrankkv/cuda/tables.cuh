@@ -53,7 +53,7 @@ struct Tables {
   const HeadTiles* compressed = nullptr;       ///< [heads]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
-  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], ascending, where policies decide by values; else the order full, compressed, tail
+  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], ascending, where policies choose or drop rows; else the order full, compressed, tail
   std::int32_t max_rows[2] = {};
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
@@ -125,16 +125,17 @@ struct Batch {
   std::int32_t slots[kMaxBatch];
 };
 
-/// @brief Rows that leave the tails of some sequences, oldest first: so many to the list of full rows, then so many to the compressed one.
+/// @brief Rows that leave the tails of some sequences, oldest first: so many to the list of full rows, so many to the compressed one, the others are dropped.
 struct Leaving {
   std::int32_t count = 0;
   std::int32_t slots[kMaxBatch];
+  std::int32_t rows[kMaxBatch];
   std::int32_t full[kMaxBatch];
   std::int32_t compressed[kMaxBatch];
   std::int32_t pinned[kMaxBatch];    ///< of the full ones, those that are full whatever their values: the oldest
   std::int32_t position[kMaxBatch];  ///< of the oldest
 
-  /// @brief Rows of a sequence that could be compressed.
+  /// @brief Rows of a sequence that could be compressed: neither pinned nor dropped.
   __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
 };
 
@@ -150,6 +151,21 @@ struct PageEdits {
 template <class = void>
 __global__ void write_pages_kernel(Tables tables, PageEdits edits) {
   for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
+}
+
+/// @brief Pages to be copied: sequences write only to pages of their own.
+struct PageCopies {
+  std::int32_t count = 0;
+  std::int32_t from[kMaxEdits];
+  std::int32_t to[kMaxEdits];
+};
+
+/// @brief Copies pages of a pool. Grid: one block a page.
+template <class = void>
+__global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
+  const uint4* from = reinterpret_cast<const uint4*>(tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
+  uint4* to = reinterpret_cast<uint4*>(tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
+  for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
 }
 
 /// @brief Segments of a sequence, given to a kernel by value.
@@ -172,7 +188,7 @@ __global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_
 /// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter.
 template <class = void>
 __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail) {
-  const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.full[i] + leaving.compressed[i];
+  const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
     if (from_tail) {

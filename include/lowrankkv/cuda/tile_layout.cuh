@@ -4,7 +4,7 @@
 /// A plain tile holds 16, 32 or 64 rows of one KV head in f16 or bf16: its keys, then its values, 16 rows after 16 rows, in units of
 /// 16 channels. A unit is one A operand of mma.m16n8k16 (keys: rows x channels; values: channels x rows), lane after lane, 16 bytes a lane.
 ///
-/// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values, the codes of the keys, those of the values, in units of
+/// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values (8 bits each, or f16), the codes of the keys, those of the values, in units of
 /// 32 channels of one width: 8, 4, 2 or 1 bits; 256 bytes a bit. A unit is operands of mma.m16n8k32 (u8 x s8): four codes
 /// become operands by one AND, no shift and no conversion. A code that stands at bit p of its byte counts 2^p times, and which
 /// codes share p is chosen so that this is taken back for nothing: keys, p belongs to rows (the factor goes into their logits);
@@ -16,6 +16,7 @@
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -27,7 +28,6 @@ inline constexpr int kCodeRows = 64;      ///< rows of a tile of codes
 inline constexpr int kCodeUnit = 32;      ///< channels of its units
 inline constexpr int kMaxUnits = 16;      ///< units of codes that keys, or values, of one head may have
 inline constexpr int kMaxHeadDim = 256;   ///< of keys and values
-inline constexpr int kGainBytes = 2 * kCodeRows;
 
 /// @brief Byte of element (row, channel) of a unit of a plain tile.
 __host__ __device__ constexpr int plain_place(Part part, int row, int channel) {
@@ -38,6 +38,7 @@ __host__ __device__ constexpr int plain_place(Part part, int row, int channel) {
 /// @brief The tiles of one list of one KV head.
 struct HeadTiles {
   bool codes = false;               ///< tiles of codes; else plain ones
+  ScaleKind gains = ScaleKind::norm_log8;  ///< of rows, tiles of codes only
   std::int32_t rows = 0;            ///< of a tile
   std::int32_t bytes = 0;           ///< of a tile, a multiple of 128
   std::int32_t tiles_per_page = 0;
@@ -47,6 +48,10 @@ struct HeadTiles {
   std::uint8_t value_widths[kMaxUnits] = {};
   std::int32_t key_pattern = 0, value_pattern = 0;  ///< code_pattern() of the widths
 
+  /// @brief Bytes of a gain.
+  __host__ __device__ std::int32_t gain_bytes() const { return gains == ScaleKind::norm_log8 ? 1 : 2; }
+  /// @brief Byte of a row's gain in a tile of codes.
+  __host__ __device__ std::int32_t gain_place(Part part, int row) const { return ((part == Part::key ? 0 : kCodeRows) + row) * gain_bytes(); }
   __host__ __device__ std::int32_t unit_channels() const { return codes ? kCodeUnit : kPlainUnit; }
   __host__ __device__ std::int32_t channels(Part part) const { return unit_channels() * (part == Part::key ? key_units : value_units); }
   /// @brief Pages that so many rows fill.

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   } const from{all.first[blockIdx.y], all.end[blockIdx.y], all.wanted[blockIdx.y]};
   const int thread = static_cast<int>(threadIdx.x);
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
-  const auto key_of = [&](int row) { return scores[row] >= 0.0F ? __float_as_uint(scores[row] + 0.0F) : 0U; };
+  const auto key_of = [&](int row) { return scores[row] >= 0.0F ? __float_as_uint(scores[row] + 0.0F) + 1U : 0U; };
   if (thread == 0) {
     prefix = 0;
     still_wanted = from.wanted;
@@ -90,6 +90,20 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
     written += count;
     others += min(kSelectThreads, from.end - base) - count;
     equals_left -= min(equals_left, equals);
+  }
+}
+
+/// @brief Copies the scores of some rows of each head [heads, stride] to `target` [heads, stride]; those of the others, up to `count`, are -1: they are chosen last.
+/// Grid: heads.
+template <class = void>
+__global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float* scores, int stride, int count, const std::int32_t* rows, int row_stride, int num_rows, float* target) {
+  const std::size_t head = blockIdx.x;
+  float* own = target + head * static_cast<std::size_t>(stride);
+  for (int row = static_cast<int>(threadIdx.x); row < count; row += kSelectThreads) own[row] = -1.0F;
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += kSelectThreads) {
+    const int row = rows[head * static_cast<std::size_t>(row_stride) + static_cast<std::size_t>(i)];
+    own[row] = scores[head * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)];
   }
 }
 

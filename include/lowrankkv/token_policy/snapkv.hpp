@@ -2,13 +2,18 @@
 /// @file token_policy/snapkv.hpp  SnapKV: of a prompt, the tokens that its last queries attend to are kept.
 #pragma once
 
+#include <cstdint>
+
 #include "lowrankkv/core/attention_scores.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Token policy: prompt tokens outside the window are kept if their pooled score is among the highest, else dropped.
 /// Decoded tokens are kept when a tail is flushed; a later prompt of the same sequence scores the rows that are still in the
-/// tail with its own. Scores are summed over the window's queries and the heads of a group: one decision a KV head.
+/// tail with its own. Scores are summed over the window's queries and the heads of a group: one decision a KV head. Rows that
+/// another policy keeps in any case (sinks) take nobody's place.
 ///
 /// Alone, or composed with SinkRecent, kept tokens are compressed; Compose<KeepFull, SnapKV> keeps them at full rank.
 struct SnapKV {
@@ -19,5 +24,17 @@ struct SnapKV {
   Pooling pooling = Pooling::average;
   friend bool operator==(const SnapKV&, const SnapKV&) = default;
 };
+
+/// @brief How many of `count` rows of a prompt that leave the tail are to be kept.
+inline std::int64_t kept_rows(const SnapKV& policy, std::int64_t count) { return policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, count); }
+
+/// @brief Raises what is wrong with the parameters. @throws ValueError
+inline void check_snapkv(const SnapKV& policy) {
+  using detail::fail;
+  if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("SnapKV: keep is in [0, 1], given ", policy.keep);
+  if (policy.budget < 0) fail<ValueError>("SnapKV: budget is at least 0, given ", policy.budget);
+  if (policy.window < 1) fail<ValueError>("SnapKV: window is at least 1, given ", policy.window);
+  if (policy.kernel < 1 || policy.kernel % 2 == 0) fail<ValueError>("SnapKV: kernel is odd and at least 1, given ", policy.kernel);
+}
 
 LOWRANKKV_NAMESPACE_END

@@ -13,11 +13,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<Int8, Cpu> : cpu::PackedCodec {
-  static Layout layout(const Int8&, int rank, std::span<const std::uint8_t>) {
-    Layout result{rank, std::vector<std::uint8_t>(static_cast<std::size_t>(rank), 8), {}, ScaleKind::largest_f16, 1.0F};
-    if (rank > 0) result.groups.push_back({0, rank});
-    return result;
-  }
+  static Layout layout(const Int8&, int rank, std::span<const std::uint8_t>) { return int8_layout(rank); }
 };
 
 static_assert(QuantizerFor<Int8, Cpu>);

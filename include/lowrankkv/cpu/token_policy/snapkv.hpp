@@ -7,7 +7,6 @@
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
-#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
 
@@ -17,13 +16,7 @@ template <>
 struct Impl<SnapKV, Cpu> {
   static constexpr bool compresses = true;
   static constexpr Evidence evidence = Evidence::attention;
-  static void validate(const SnapKV& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("SnapKV: keep is in [0, 1], given ", policy.keep);
-    if (policy.budget < 0) fail<ValueError>("SnapKV: budget is at least 0, given ", policy.budget);
-    if (policy.window < 1) fail<ValueError>("SnapKV: window is at least 1, given ", policy.window);
-    if (policy.kernel < 1 || policy.kernel % 2 == 0) fail<ValueError>("SnapKV: kernel is odd and at least 1, given ", policy.kernel);
-  }
+  static void validate(const SnapKV& policy) { check_snapkv(policy); }
   static int recent(const SnapKV& policy) { return policy.window; }
   static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
   // Decoded rows are all kept, and a prompt may be decided on in chunks: from counts alone nothing less can be promised.
@@ -31,9 +24,8 @@ struct Impl<SnapKV, Cpu> {
   static void classify(const SnapKV& policy, const RowBatch& batch, std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     if (batch.phase == Phase::decode || batch.attention.empty()) return;
-    const std::int64_t kept = policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, batch.num_rows);
     std::fill(fates.begin(), fates.end(), RowFate::dropped);
-    for (const std::int64_t row : cpu::top_rows(batch.attention, kept)) fates[static_cast<std::size_t>(row)] = RowFate::compressed;
+    for (const std::int64_t row : cpu::top_rows(batch.attention, kept_rows(policy, batch.num_rows))) fates[static_cast<std::size_t>(row)] = RowFate::compressed;
   }
 };
 

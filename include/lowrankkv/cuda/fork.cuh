@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/fork.cuh  A sequence becomes a copy of another one: pages are shared until somebody writes to them (LayerState::own_pages).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/cuda/layer.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail, tables and own epochs are copied.
+inline void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
+  HostSequence& to = layer.sequence(target);
+  to = layer.sequence(source);
+  for (const auto& list : to.pages) {
+    for (const auto& pages : list) {
+      for (const std::int32_t page : pages) layer.pool().allocator().share(page);
+    }
+  }
+  const Tables& tables = layer.tables();
+  const auto copy = [&](auto* base, std::size_t per_slot) {
+    if (base == nullptr || per_slot == 0) return;
+    check(cudaMemcpyAsync(base + static_cast<std::size_t>(target) * per_slot, base + static_cast<std::size_t>(source) * per_slot, per_slot * sizeof(*base), cudaMemcpyDeviceToDevice, stream), "fork");
+  };
+  const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
+  for (int list = 0; list < 2; ++list) {
+    copy(tables.pages[list], heads * static_cast<std::size_t>(tables.max_pages[list]));
+    copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+  }
+  copy(tables.lengths, 1);  // where the ring of the tail begins
+  copy(tables.tails, layer.tail_bytes());
+  layer.epochs().fork(to.epochs, source, target, stream);
+  layer.write_lengths(target, stream);
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/layer_tiles.cuh  Which tiles a layer's lists are made of, found from maps and policies on the host.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/head_maps.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief What the tiles of a layer are, found from maps and policies on the host.
+struct LayerTiles {
+  CodedForm form = CodedForm::none;
+  DType coded_type = DType::f16;           ///< of plain tiles of coefficients
+  HeadTiles full;
+  std::vector<HeadTiles> compressed;       ///< per head; empty: nothing is compressed
+  std::vector<PartTiles> parts;            ///< per head: keys, values
+  std::vector<std::vector<float>> steps;   ///< the same
+  std::size_t page_bytes = 0;
+
+  int max_units(Part part) const {
+    int most = 0;
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, part == Part::key ? tiles.key_units : tiles.value_units);
+    return most;
+  }
+  int max_tile_bytes() const {
+    int most = 0;
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.bytes);
+    return most;
+  }
+};
+
+/// @brief Of which lists the positions of rows are kept, since they do not follow from counts; and whether errors of rows are wanted.
+struct ListedRows {
+  bool full = false, compressed = false, errors = false;
+};
+
+/// @brief Units that so many channels fill in a plain tile.
+constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit; }
+
+/// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill `most_units` units: of about 8 KiB, so that
+/// what is done once a tile weighs little.
+inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units) {
+  HeadTiles tiles;
+  tiles.key_units = plain_units(key_channels);
+  tiles.value_units = plain_units(value_channels);
+  tiles.rows = kPlainRows * plain_steps(most_units);
+  tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
+  tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief Tiles of codes. @throws CapacityError beyond kMaxUnits
+inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
+  HeadTiles tiles;
+  tiles.codes = true;
+  tiles.rows = kCodeRows;
+  for (const PartTiles* part : {&key, &value}) {
+    if (part->widths.size() > kMaxUnits) ::lowrankkv::detail::fail<CapacityError>("tiles: codes fill ", part->widths.size(), " units of ", kCodeUnit, " channels, at most ", kMaxUnits);
+  }
+  tiles.key_units = static_cast<std::int32_t>(key.widths.size());
+  tiles.value_units = static_cast<std::int32_t>(value.widths.size());
+  std::copy(key.widths.begin(), key.widths.end(), tiles.key_widths);
+  std::copy(value.widths.begin(), value.widths.end(), tiles.value_widths);
+  tiles.key_pattern = code_pattern(tiles.key_widths, tiles.key_units);
+  tiles.value_pattern = code_pattern(tiles.value_widths, tiles.value_units);
+  tiles.gains = key.gains;
+  tiles.key_offset = 2 * kCodeRows * tiles.gain_bytes();
+  tiles.value_offset = tiles.key_offset;
+  for (const std::uint8_t width : key.widths) tiles.value_offset += code_unit_bytes(width);
+  tiles.bytes = tiles.value_offset;
+  for (const std::uint8_t width : value.widths) tiles.bytes += code_unit_bytes(width);
+  return tiles;
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, epochs, and one block of device memory.
+///
+/// The block: tiles of the full lists, head after head, tiles of the compressed ones; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
+/// positions of listed rows, list after list [head, rows]. It is gathered in the pool's scratch and crosses the bus once.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/saved_frame.hpp"
+#include "lowrankkv/cuda/layer.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
+inline constexpr std::string_view kSavedMagic = "LRKVGPU1";
+
+/// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is the calibrated one.
+struct SavedCounts {
+  std::int64_t num_tokens = 0, rows_since_publication = 0, decode_steps = 0;
+  HeadRows rows;
+  std::int32_t tail_length = 0, tail_first = 0, current_epoch = 0, own_epochs = 0;
+  std::int32_t moved = 0, padding = 0;
+};
+
+/// @brief Where the parts of the block begin.
+struct SavedBlock {
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, size = 0;
+};
+
+/// @brief A saved sequence, opened and checked.
+struct SavedSequence {
+  SavedCounts counts;
+  std::vector<Segment> segments;
+  std::span<const std::byte> block;
+};
+
+/// @brief Copies the tiles of a list of all heads between pages and a block, where they lie head after head. Grid: tiles x heads.
+template <bool to_block>
+__global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int rows, std::uint8_t* block) {
+  const int head = static_cast<int>(blockIdx.y), tile = static_cast<int>(blockIdx.x);
+  const auto layout_of = [&](int index) -> const HeadTiles& { return list == RowList::full ? tables.full : tables.compressed[index]; };
+  const HeadTiles& layout = layout_of(head);
+  if (tile * layout.rows >= rows) return;
+  std::size_t offset = 0;
+  for (int i = 0; i < head; ++i) offset += static_cast<std::size_t>((rows + layout_of(i).rows - 1) / layout_of(i).rows) * static_cast<std::size_t>(layout_of(i).bytes);
+  uint4* packed = reinterpret_cast<uint4*>(block + offset + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes));
+  uint4* paged = reinterpret_cast<uint4*>(tables.tile(tables.page_table(list, slot, head), layout, tile));
+  for (int i = static_cast<int>(threadIdx.x); i < layout.bytes / 16; i += static_cast<int>(blockDim.x)) {
+    if (to_block) packed[i] = paged[i];
+    else paged[i] = packed[i];
+  }
+}
+
+namespace detail {
+
+inline LayerDescription describe_layer(const LayerState& layer) {
+  LayerDescription all;
+  const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
+  const Tables& tables = layer.tables();
+  add("num_kv_heads", tables.num_heads);
+  add("num_qo_heads", layer.config().shape.num_qo_heads);
+  add("head_dim", tables.head_dim);
+  add("full_type", tables.full_type);
+  add("rows of a tail", tables.tail_tiles * tables.full.rows);
+  add("listed full rows", tables.positions[0] != nullptr);
+  add("listed compressed rows", tables.positions[1] != nullptr);
+  add("segments", tables.max_segments);
+  add("form of coefficients", layer.tiles().form);
+  if (layer.tiles().form == CodedForm::none) return all;
+  add("coefficient type", layer.tiles().coded_type);
+  for (const HeadTiles& tiles : layer.tiles().compressed) {
+    add("gains", tiles.gains);
+    add("key_units", tiles.key_units);
+    add("value_units", tiles.value_units);
+    add("widths of keys", tiles.key_pattern);
+    add("widths of values", tiles.value_pattern);
+  }
+  add("calibrated maps", layer.maps_checksum());
+  return all;
+}
+
+inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
+  SavedBlock block;
+  const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads);
+  const auto part = [&](std::size_t bytes) { return std::exchange(block.size, block.size + (bytes + 15) / 16 * 16); };
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    const std::int64_t rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
+    std::size_t bytes = 0;
+    for (int head = 0; rows > 0 && head < layer.tables().num_heads; ++head) {
+      const HeadTiles& tiles = layer.layout(list, head);
+      bytes += static_cast<std::size_t>((rows + tiles.rows - 1) / tiles.rows) * static_cast<std::size_t>(tiles.bytes);
+    }
+    block.lists[static_cast<int>(list)] = part(bytes);
+  }
+  block.epochs = part(static_cast<std::size_t>(counts.own_epochs) * layer.epochs().own_size());
+  block.bases = part(counts.moved != 0 ? layer.epochs().bases_size() : 0);
+  block.tail = part(layer.tail_bytes());
+  for (int list = 0; list < 2; ++list) {
+    const std::size_t rows = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
+    block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
+  }
+  return block;
+}
+
+/// Copies everything but epochs between a sequence and a block in device memory.
+template <bool to_block>
+void move_block(const LayerState& layer, int slot, const SavedCounts& counts, const SavedBlock& block, std::uint8_t* memory, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const auto copy = [&](void* own, std::size_t offset, std::size_t bytes) {
+    if (bytes == 0) return;
+    check(cudaMemcpyAsync(to_block ? memory + offset : own, to_block ? own : memory + offset, bytes, cudaMemcpyDeviceToDevice, stream), "saved state");
+  };
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    const int index = static_cast<int>(list), rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
+    if (rows == 0) continue;
+    int most = 0;
+    for (int head = 0; head < tables.num_heads; ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
+    move_tiles_kernel<to_block><<<dim3(static_cast<unsigned>(most), static_cast<unsigned>(tables.num_heads)), 128, 0, stream>>>(tables, list, slot, rows, memory + block.lists[index]);
+    check(cudaGetLastError(), "move_tiles_kernel");
+    if (tables.positions[index] == nullptr) continue;
+    const std::size_t width = static_cast<std::size_t>(rows) * sizeof(std::int32_t), pitch = static_cast<std::size_t>(tables.max_rows[index]) * sizeof(std::int32_t);
+    std::int32_t* own = tables.positions[index] + static_cast<std::size_t>(slot * tables.num_heads) * static_cast<std::size_t>(tables.max_rows[index]);
+    check(cudaMemcpy2DAsync(to_block ? static_cast<void*>(memory + block.positions[index]) : own, to_block ? width : pitch, to_block ? static_cast<void*>(own) : memory + block.positions[index],
+                            to_block ? pitch : width, width, static_cast<std::size_t>(tables.num_heads), cudaMemcpyDeviceToDevice, stream),
+          "saved state");
+  }
+  copy(tables.tails + static_cast<std::size_t>(slot) * layer.tail_bytes(), block.tail, layer.tail_bytes());
+  if (counts.moved != 0) copy(layer.epochs().bases_of(slot), block.bases, layer.epochs().bases_size());
+}
+
+}  // namespace detail
+
+/// @brief Frames a sequence. @return bytes written (or counted)
+inline std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
+  const HostSequence& now = layer.sequence(slot);
+  SavedCounts counts{now.num_tokens, now.epochs.rows_since_publication, now.epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, now.epochs.moved ? 1 : 0, 0};
+  std::vector<std::int32_t> own;  // epochs, by first use
+  const auto number_of = [&](std::int32_t epoch) {
+    if (epoch == 0) return 0;
+    if (std::find(own.begin(), own.end(), epoch) == own.end()) own.push_back(epoch);
+    return static_cast<std::int32_t>(std::find(own.begin(), own.end(), epoch) - own.begin()) + 1;
+  };
+  std::vector<Segment> segments = now.epochs.segments;
+  for (Segment& segment : segments) segment.epoch = number_of(segment.epoch);
+  counts.current_epoch = number_of(now.epochs.current);
+  counts.own_epochs = static_cast<std::int32_t>(own.size());
+  const SavedBlock block = detail::block_of(layer, counts);
+  return save_framed(kSavedMagic, detail::describe_layer(layer), buffer, count_only, [&](ByteWriter& out) {
+    if (!count_only) {
+      DeviceLengths lengths;
+      check(cudaMemcpyAsync(&lengths, layer.tables().lengths + slot, sizeof(lengths), cudaMemcpyDeviceToHost, stream), "save");
+      check(cudaStreamSynchronize(stream), "save");
+      counts.tail_first = lengths.tail_first;
+    }
+    out.value(counts);
+    out.list(segments);
+    std::byte* target = out.reserve(block.size);
+    if (target == nullptr) return;
+    std::uint8_t* memory = layer.pool().scratch(block.size);
+    check(cudaMemsetAsync(memory, 0, block.size, stream), "save");
+    detail::move_block<true>(layer, slot, counts, block, memory, stream);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      check(cudaMemcpyAsync(memory + block.epochs + i * layer.epochs().own_size(), layer.epochs().own_epoch(own[i]), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "save");
+    }
+    check(cudaMemcpyAsync(target, memory, block.size, cudaMemcpyDeviceToHost, stream), "save");
+    check(cudaStreamSynchronize(stream), "save");
+  });
+}
+
+/// @brief Opens a frame and checks that its sequence fits this layer. @throws FormatError, ShapeError, CapacityError
+inline SavedSequence read_sequence(const LayerState& layer, std::span<const std::byte> saved) {
+  using ::lowrankkv::detail::fail;
+  ByteReader in = open_framed(kSavedMagic, detail::describe_layer(layer), saved);
+  SavedSequence sequence;
+  sequence.counts = in.value<SavedCounts>();
+  sequence.segments = in.list<Segment>();
+  const SavedCounts& counts = sequence.counts;
+  const Tables& tables = layer.tables();
+  const std::int64_t rows = std::int64_t{counts.rows.num_full} + counts.rows.num_compressed + counts.tail_length, ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
+  if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
+  const bool drops = tables.positions[0] != nullptr;
+  if (counts.rows.num_full < 0 || counts.rows.num_compressed < 0 || counts.tail_length < 0 || (drops ? rows > counts.num_tokens : rows != counts.num_tokens)) {
+    fail<FormatError>("saved state: ", counts.rows.num_full, " full rows, ", counts.rows.num_compressed, " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens, " tokens");
+  }
+  if (counts.tail_length > layer.config().tail_capacity || counts.tail_first < 0 || counts.tail_first >= (std::max)(ring, std::int64_t{1})) {
+    fail<FormatError>("saved state: a tail of ", counts.tail_length, " rows from ", counts.tail_first, ", tail_capacity ", layer.config().tail_capacity);
+  }
+  if (counts.rows.num_full > layer.max_rows(RowList::full)) fail<CapacityError>("full rows: at most ", layer.max_rows(RowList::full), ", saved ", counts.rows.num_full);
+  if (counts.rows.num_compressed > layer.max_rows(RowList::compressed)) fail<CapacityError>("compressed rows: at most ", layer.max_rows(RowList::compressed), ", saved ", counts.rows.num_compressed);
+  const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() : 0;
+  const bool epochs_fit = counts.own_epochs >= 0 && counts.own_epochs <= most_own && counts.current_epoch >= 0 && counts.current_epoch <= counts.own_epochs && counts.rows_since_publication >= 0 && counts.decode_steps >= 0 &&
+                          (counts.moved == 0 || layer.epochs().adapts());
+  if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
+  if (sequence.segments.size() > static_cast<std::size_t>(most_own)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_own);
+  std::int32_t last = -1;
+  for (const Segment& segment : sequence.segments) {
+    const bool fits = segment.epoch >= 0 && segment.epoch <= counts.own_epochs && (last < 0 ? segment.first_row == 0 : segment.first_row > last) && segment.first_row < counts.rows.num_compressed;
+    if (!fits) fail<FormatError>("saved state: a segment of epoch ", segment.epoch, " from row ", segment.first_row, " on, after one from row ", last, " on, ", counts.own_epochs, " epochs");
+    last = segment.first_row;
+  }
+  if (layer.epochs().adapts() && sequence.segments.empty() != (counts.rows.num_compressed == 0)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, ", counts.rows.num_compressed, " compressed rows");
+  const SavedBlock block = detail::block_of(layer, counts);
+  sequence.block = in.bytes(block.size);
+  if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
+  for (int list = 0; list < 2; ++list) {  // positions ascend, below the tail
+    if (tables.positions[list] == nullptr) continue;
+    const std::size_t count = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
+    std::vector<std::int32_t> positions(count * static_cast<std::size_t>(tables.num_heads));
+    if (!positions.empty()) std::memcpy(positions.data(), sequence.block.data() + block.positions[list], positions.size() * sizeof(std::int32_t));
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+      const std::int64_t before = i % count == 0 ? -1 : positions[i - 1];
+      if (positions[i] <= before || positions[i] >= counts.num_tokens - counts.tail_length) fail<FormatError>("saved state: position ", positions[i], " after ", before, ", the tail begins at ", counts.num_tokens - counts.tail_length);
+    }
+  }
+  layer.pool().allocator().require(layer.pages_of(counts.rows));
+  return sequence;
+}
+
+/// @brief Makes an empty slot the saved sequence. Waits for the stream.
+inline void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cudaStream_t stream) {
+  const SavedCounts& counts = saved.counts;
+  const SavedBlock block = detail::block_of(layer, counts);
+  std::uint8_t* memory = layer.pool().scratch(block.size);
+  check(cudaMemcpyAsync(memory, saved.block.data(), block.size, cudaMemcpyHostToDevice, stream), "load");
+  HostSequence& now = layer.sequence(slot);
+  layer.add_pages(slot, counts.rows.num_full, counts.rows.num_compressed, stream);
+  std::vector<std::int32_t> own{0};
+  for (int i = 0; i < counts.own_epochs; ++i) {
+    own.push_back(layer.epochs().take(slot));
+    check(cudaMemcpyAsync(layer.epochs().own_epoch(own.back()), memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "load");
+  }
+  detail::move_block<false>(layer, slot, counts, block, memory, stream);
+  now.num_tokens = counts.num_tokens;
+  now.tail_length = counts.tail_length;
+  now.rows = counts.rows;
+  now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};
+  for (Segment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
+  const DeviceLengths lengths{counts.tail_first, counts.tail_length, 0};
+  check(cudaMemcpyAsync(layer.tables().lengths + slot, &lengths, sizeof(lengths), cudaMemcpyHostToDevice, stream), "load");
+  layer.write_lengths(slot, stream);
+  check(cudaStreamSynchronize(stream), "load");  // the caller's bytes are free
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

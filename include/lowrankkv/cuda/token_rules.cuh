@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/token_rules.cuh  What becomes of leaving rows on the Cuda backend: in which numbers, which the host knows beforehand, and by what the rows are chosen.
+///
+/// A token policy, alone or in a Compose, has an Impl<P, Cuda> with
+/// - `static constexpr RowFate fate`: of rows that nothing else is said about: compressed, full or dropped;
+/// - optional `static int recent(const P&)`: rows that never leave the tail;
+/// - optional `static std::int64_t pinned_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many are full in any case;
+/// - optional `static constexpr RowChoice choice` and `static std::int64_t chosen_rows(const P&, first_position, count, Phase)`: so many rows are chosen
+///   among those that are not pinned. By errors: the chosen ones are full; with `static bool relative_errors(const P&)`. By scores: the others are dropped; with
+///   `static AttentionScores attention_scores(const P&)`;
+/// - optional `static void validate(const P&)`.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+
+#include "lowrankkv/concepts/impl.hpp"
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/token_policy/compose.hpp"
+#include "lowrankkv/token_policy/compress_all.hpp"
+#include "lowrankkv/token_policy/keep_full.hpp"
+#include "lowrankkv/token_policy/residual_outliers.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
+#include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/token_policy/sliding_window.hpp"
+#include "lowrankkv/token_policy/snapkv.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
+struct Cuda;
+
+namespace cuda {
+
+/// @brief By what rows are chosen on the device.
+enum class RowChoice : std::uint8_t { none, errors, scores };
+
+/// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped.
+struct RowCounts {
+  std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
+  std::int64_t full = 0;
+  std::int64_t compressed = 0;
+};
+
+/// @brief The oldest of `count` rows from a position on that stand before position `sinks`.
+constexpr std::int64_t sinks_among(int sinks, std::int64_t first_position, std::int64_t count) { return (std::clamp)(std::int64_t{sinks} - first_position, std::int64_t{0}, count); }
+
+}  // namespace cuda
+
+template <>
+struct Impl<KeepFull, Cuda> {
+  static constexpr RowFate fate = RowFate::full;
+  static int recent(const KeepFull& policy) { return policy.recent; }
+};
+template <>
+struct Impl<CompressAll, Cuda> {
+  static constexpr RowFate fate = RowFate::compressed;
+};
+template <>
+struct Impl<SinkRecent, Cuda> {
+  static constexpr RowFate fate = RowFate::compressed;
+  static void validate(const SinkRecent& policy) {
+    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
+  }
+  static int recent(const SinkRecent& policy) { return policy.recent; }
+  static std::int64_t pinned_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) { return cuda::sinks_among(policy.sinks, first_position, count); }
+};
+template <>
+struct Impl<SlidingWindow, Cuda> {
+  static constexpr RowFate fate = RowFate::dropped;
+  static void validate(const SlidingWindow& policy) {
+    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
+  }
+  static int recent(const SlidingWindow& policy) { return policy.recent; }
+  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position, std::int64_t count) { return cuda::sinks_among(policy.sinks, first_position, count); }
+};
+template <>
+struct Impl<ResidualOutliers, Cuda> {
+  static constexpr RowFate fate = RowFate::compressed;
+  static constexpr cuda::RowChoice choice = cuda::RowChoice::errors;
+  static void validate(const ResidualOutliers& policy) {
+    using ::lowrankkv::detail::fail;
+    if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
+    if (policy.threshold != 0.0F) fail<ValueError>("ResidualOutliers: threshold ", policy.threshold, ", 0 expected on this backend, where counts are known beforehand");
+  }
+  static bool relative_errors(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
+  static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position, std::int64_t count, Phase) { return share_of_rows(policy.share, first_position, count); }
+};
+template <>
+struct Impl<SnapKV, Cuda> {
+  static constexpr RowFate fate = RowFate::compressed;
+  static constexpr cuda::RowChoice choice = cuda::RowChoice::scores;
+  static void validate(const SnapKV& policy) { check_snapkv(policy); }
+  static int recent(const SnapKV& policy) { return policy.window; }
+  static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
+  static std::int64_t chosen_rows(const SnapKV& policy, std::int64_t, std::int64_t count, Phase phase) { return phase == Phase::decode ? count : kept_rows(policy, count); }
+};
+
+namespace cuda {
+
+/// @brief The members of a token policy together: dropped beats full, full beats compressed, pinned rows stay.
+template <class... Members>
+struct MemberRules {
+  template <class Member>
+  static constexpr RowChoice choice_of() {
+    if constexpr (requires { Impl<Member, Cuda>::choice; }) return Impl<Member, Cuda>::choice;
+    else return RowChoice::none;
+  }
+  static constexpr RowFate fate = (std::max)({Impl<Members, Cuda>::fate...});
+  static constexpr RowChoice wished = (std::max)({choice_of<Members>()...});
+  static_assert((0 + ... + (choice_of<Members>() == RowChoice::none ? 0 : 1)) <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by their values at most");
+  /// Nothing is to be chosen where all rows have one fate anyway.
+  static constexpr RowChoice choice = wished == RowChoice::errors && fate != RowFate::compressed ? RowChoice::none : wished == RowChoice::scores && fate == RowFate::dropped ? RowChoice::none : wished;
+  static constexpr bool compresses = fate == RowFate::compressed;
+  static constexpr bool drops = fate == RowFate::dropped || choice == RowChoice::scores;
+};
+
+/// @brief What the Cuda backend asks a token policy.
+template <class Policy>
+struct TokenRules : MemberRules<Policy> {};
+template <class... Members>
+struct TokenRules<Compose<Members...>> : MemberRules<Members...> {};
+
+/// @brief Calls f with every member of a policy.
+template <class Policy, class Function>
+void for_each_member(const Policy& policy, Function&& function) {
+  function(policy);
+}
+/// @brief The same of several policies.
+template <class... Members, class Function>
+void for_each_member(const Compose<Members...>& policy, Function&& function) {
+  std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
+}
+
+/// @brief Raises what is wrong with a policy's parameters. @throws ValueError, CapacityError
+template <class Policy>
+void validate_tokens(const Policy& policy) {
+  for_each_member(policy, []<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::validate(member); }) Impl<Member, Cuda>::validate(member);
+  });
+}
+/// @brief Rows that stay in the tail.
+template <class Policy>
+int recent_rows(const Policy& policy) {
+  int longest = 0;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::recent(member); }) longest = (std::max)(longest, Impl<Member, Cuda>::recent(member));
+  });
+  return longest;
+}
+/// @brief What becomes of `count` rows from a position on.
+template <class Policy>
+RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int64_t count, Phase phase) {
+  using Rules = TokenRules<Policy>;
+  std::int64_t pinned = 0, chosen = 0;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::pinned_rows(member, first_position, count); }) pinned = (std::max)(pinned, Impl<Member, Cuda>::pinned_rows(member, first_position, count));
+    if constexpr (requires { Impl<Member, Cuda>::choice; }) chosen = Impl<Member, Cuda>::chosen_rows(member, first_position, count, phase);
+  });
+  const std::int64_t rest = count - pinned;
+  if (Rules::choice == RowChoice::errors) {
+    const std::int64_t full = pinned + (std::min)(rest, chosen);
+    return {pinned, full, count - full};
+  }
+  const std::int64_t kept = Rules::choice == RowChoice::scores ? (std::min)(rest, chosen) : Rules::fate == RowFate::dropped ? 0 : rest;
+  return {pinned, pinned + (Rules::compresses ? 0 : kept), Rules::compresses ? kept : 0};
+}
+/// @brief Whether errors are relative, where rows are chosen by them.
+template <class Policy>
+bool relative_errors(const Policy& policy) {
+  bool relative = true;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::relative_errors(member); }) relative = Impl<Member, Cuda>::relative_errors(member);
+  });
+  return relative;
+}
+/// @brief The scores that rows are chosen by; a window of 0: they are not.
+template <class Policy>
+AttentionScores attention_scores(const Policy& policy) {
+  AttentionScores scores;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::attention_scores(member); }) scores = Impl<Member, Cuda>::attention_scores(member);
+  });
+  return TokenRules<Policy>::choice == RowChoice::scores ? scores : AttentionScores{};
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
