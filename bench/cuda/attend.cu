@@ -129,10 +129,23 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 
-void codes(const char* name, const Shape& shape, const std::vector<int>& blocks) {
-  std::vector<std::uint8_t> bits;
-  for (const int width : blocks) bits.insert(bits.end(), 32, static_cast<std::uint8_t>(width));
-  measure<Codes>(name, shape, basis(shape.kv_heads, static_cast<int>(bits.size()), bits), {{}, {}, {4, 32}, {}});
+/// Bits of 32 channels each, of keys and of values; without the latter, the same.
+void codes(const char* name, const Shape& shape, const std::vector<int>& key_blocks, const std::vector<int>& value_blocks = {}) {
+  const auto bits_of = [](const std::vector<int>& blocks) {
+    std::vector<std::uint8_t> bits;
+    for (const int width : blocks) bits.insert(bits.end(), 32, static_cast<std::uint8_t>(width));
+    return bits;
+  };
+  const std::vector<std::uint8_t> key_bits = bits_of(key_blocks), value_bits = bits_of(value_blocks.empty() ? key_blocks : value_blocks);
+  LayerBasis maps = basis(shape.kv_heads, static_cast<int>(key_bits.size()), key_bits);
+  const LayerBasis of_values = basis(1, static_cast<int>(value_bits.size()), value_bits);
+  for (HeadBasis& head : maps.heads) {
+    head.value_rank = of_values.heads[0].value_rank;
+    head.value_down = of_values.heads[0].value_down;
+    head.value_bits = value_bits;
+    head.value_rms = of_values.heads[0].value_rms;
+  }
+  measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}});
 }
 void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHybrid<Cuda>>(name, shape, basis(shape.kv_heads, rank, {}), {{}, {}, {4, 32}, {}}); }
 
@@ -146,6 +159,7 @@ int main(int count, char** arguments) {
     if (wanted >= 0 && &shape != &shapes[static_cast<std::size_t>(wanted) % shapes.size()]) continue;
     codes("2.5 bits", shape, {4, 2, 2, 2});
     codes("2 bits", shape, {2, 2, 2, 2});
+    codes("1.75 bits", shape, {2, 2, 2, 2}, {2, 2, 2});
     codes("4 3 2 1 bits", shape, {4, 3, 2, 1});
     codes("1.5 bits", shape, {2, 2, 2});
     codes("4 bits", shape, {4, 4, 4, 4});

@@ -49,6 +49,7 @@ class DeviceSide {
   virtual std::int64_t num_tokens(SequenceId seq) const = 0;
   virtual void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual void attend(std::span<const SequenceId> seqs, const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) = 0;
+  virtual void reconstruct_half(SequenceId seq, std::int64_t first, std::int64_t count, std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual void fork(SequenceId from, SequenceId to) = 0;
   virtual std::vector<std::byte> save(SequenceId seq) const = 0;
   virtual void load(SequenceId seq, const std::vector<std::byte>& bytes) = 0;
@@ -105,6 +106,22 @@ class Device : public DeviceSide {
     cache_.attend(seqs, {q.data(), tokens, shape.num_qo_heads, shape.head_dim}, {o.data(), tokens, shape.num_qo_heads, shape.head_dim}, {l.data(), tokens, shape.num_qo_heads});
     out = host(o);
     lse = host(l);
+  }
+  /// A range, into f16 tensors with the heads outside.
+  void reconstruct_half(SequenceId seq, std::int64_t first, std::int64_t count, std::vector<float>& key, std::vector<float>& value) const override {
+    const CacheShape& shape = cache_.config().shape;
+    const std::int64_t heads = shape.num_kv_heads, dim = shape.head_dim;
+    const gpu::DeviceArray<__half> k(static_cast<std::size_t>(count * heads * dim)), v(k.size());
+    if (k.size() > 0) gpu::check(cudaMemset(k.data(), 0xff, k.bytes()), "cudaMemset");
+    cache_.reconstruct(seq, first, KeyTargetView(k.data(), DType::f16, count, shape.num_kv_heads, shape.head_dim, dim, count * dim),
+                       ValueTargetView(v.data(), DType::f16, count, shape.num_kv_heads, shape.head_dim, dim, count * dim));
+    for (const auto& [from, to] : {std::pair{&k, &key}, std::pair{&v, &value}}) {
+      const std::vector<__half> all = host(*from);
+      to->resize(all.size());
+      for (std::int64_t token = 0; token < count; ++token) {
+        for (std::int64_t i = 0; i < heads * dim; ++i) (*to)[static_cast<std::size_t>(token * heads * dim + i)] = __half2float(all[static_cast<std::size_t>((i / dim * count + token) * dim + i % dim)]);
+      }
+    }
   }
   void fork(SequenceId from, SequenceId to) override { cache_.fork(from, to); }
   std::vector<std::byte> save(SequenceId seq) const override {
@@ -187,6 +204,15 @@ void compare(const Settings& settings, const CacheConfig& config, DeviceSide& de
   std::vector<float> key, value, cpu_key, cpu_value;
   device.reconstruct(seq, key, value);
   cpu.reconstruct(cpu_key, cpu_value);
+  const std::int64_t tokens = device.num_tokens(seq), first = tokens / 3, count = tokens / 2;
+  const std::size_t row_size = key.size() / static_cast<std::size_t>(tokens);
+  std::vector<float> part_key, part_value, expected_part[2];
+  device.reconstruct_half(seq, first, count, part_key, part_value);
+  for (const auto& [all, part] : {std::pair{&key, &expected_part[0]}, std::pair{&value, &expected_part[1]}}) {
+    for (std::size_t i = static_cast<std::size_t>(first) * row_size; i < static_cast<std::size_t>(first + count) * row_size; ++i) part->push_back(round_to(DType::f16, (*all)[i]));
+  }
+  CHECK(part_key == expected_part[0]);
+  CHECK(part_value == expected_part[1]);
   CHECK(device.tail_length(seq) == cpu.tail_length());
   // The same rows, summed in another order: coefficients may round to a neighbour, and a code, or a gain, that lies on a boundary to
   // the next: 22 bits of a map's numbers enter the sums, and a row may span hundreds of steps. Such rows are few, and as good as the CPU's.
@@ -431,6 +457,71 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
     for (const SequenceId seq : {1, 2, 3}) device->erase(seq);
     CHECK(device->memory().total() == 0);
   }
+}
+
+namespace {
+
+/// Three caches hold parts of two sequences; attention over the merged states against float64 over everything.
+template <class Cache>
+void shards_merge(Random& random, const Settings& settings, const typename Cache::PolicySet& policies, double limit) {
+  CacheConfig config;
+  config.shape = {8, 2, 64};
+  config.max_sequences = 2;
+  config.max_tokens = 3000;
+  config.max_query_tokens = 3;
+  config.epoch_type = DType::f32;
+  const auto layer = support::random_layer(random, config.shape, settings, 30);
+  std::vector<std::unique_ptr<Cache>> shards;
+  std::vector<float> keys[2], values[2];
+  const int lengths[2][3] = {{2100, 5, 70}, {40, 0, 300}};  // a shard may hold nothing
+  for (int shard = 0; shard < 3; ++shard) {
+    shards.push_back(std::make_unique<Cache>(config, layer.basis, policies));
+    for (const SequenceId seq : {0, 1}) {
+      shards.back()->create(seq);
+      const int n = lengths[seq][shard];
+      const auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+      const gpu::DeviceArray<float> k(key), v(value);
+      if (n > 0) shards.back()->ingest(seq, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
+      const auto own_key = poisoned(key.size()), own_value = poisoned(key.size());
+      shards.back()->reconstruct(seq, 0, {own_key.data(), n, 2, 64}, {own_value.data(), n, 2, 64});
+      for (auto [all, own] : {std::pair{&keys[seq], &own_key}, std::pair{&values[seq], &own_value}}) {
+        const auto rows = host(*own);
+        all->insert(all->end(), rows.begin(), rows.end());
+      }
+    }
+  }
+  const int m = 3, tokens = 2 * m;
+  const auto query = layer.queries(random, tokens);
+  const gpu::DeviceArray<float> q(query);
+  const std::vector<SequenceId> seqs{0, 1};
+  std::vector<gpu::DeviceArray<float>> memory;
+  std::vector<gpu::StateView> states;
+  for (int shard = 0; shard < 3; ++shard) {
+    for (const int size : {tokens * 8 * 64, tokens * 8, tokens * 8}) memory.push_back(poisoned(static_cast<std::size_t>(size)));
+    states.push_back({memory[memory.size() - 3].data(), memory[memory.size() - 2].data(), memory.back().data(), tokens, 8, 64});
+    shards[static_cast<std::size_t>(shard)]->attend_partial(seqs, {q.data(), tokens, 8, 64}, states.back(), shard == 2 ? gpu::QueryTokens::own : gpu::QueryTokens::elsewhere);
+  }
+  const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(tokens * 8));
+  gpu::merge_states(states, {out.data(), tokens, 8, 64}, {lse.data(), tokens, 8});
+  const auto found = host(out), found_lse = host(lse);
+  for (const SequenceId seq : {0, 1}) {
+    const auto part = [&](const std::vector<float>& all) { return std::vector<float>(all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(seq) * all.size() / 2), all.begin() + static_cast<std::ptrdiff_t>((static_cast<std::size_t>(seq) + 1) * all.size() / 2)); };
+    std::vector<double> expected, expected_lse;
+    support::attend_f64(config.shape, config.scale(), keys[seq], values[seq], part(query), expected, expected_lse);
+    CHECK(distance(part(found), expected) < limit);
+    CHECK(furthest(part(found_lse), expected_lse) < limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("caches that hold parts of a sequence give states that merge to attention over all of it") {
+  Random random(31);
+  Settings settings;
+  shards_merge<FullKV<Cuda>>(random, settings, {}, 2e-5);
+  shards_merge<StaticPCAHybrid<Cuda>>(random, settings, {{}, {}, {4, 32}, {}}, 2e-5);
+  settings.method = Method::codes;
+  shards_merge<Codes>(random, settings, {{}, {}, {4, 32}, {}}, 1e-3);
 }
 
 TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile ones under a right checksum do no harm") {

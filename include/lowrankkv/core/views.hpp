@@ -74,12 +74,37 @@ struct MutableRowsView {
   }
 };
 
+/// @brief Writable rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, channels side by side, any other strides; in the backend's memory.
+template <class Mutable>
+struct TargetRowsView {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t num_tokens = 0;
+  int num_heads = 0;
+  int head_dim = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+
+  TargetRowsView() = default;
+  TargetRowsView(const Mutable& rows)
+      : data(rows.data), num_tokens(rows.num_tokens), num_heads(rows.num_heads), head_dim(rows.head_dim), token_stride(rows.token_stride), head_stride(rows.head_stride) {}
+  /// @brief Dense token-major rows.
+  TargetRowsView(float* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::f32, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  TargetRowsView(Half* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::f16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  TargetRowsView(BFloat16* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::bf16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  /// @brief Any layout; strides in elements, not bytes.
+  TargetRowsView(void* rows, DType type, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token, std::int64_t stride_of_head)
+      : data(rows), dtype(type), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token), head_stride(stride_of_head) {}
+};
+
 using KeyView = RowsView<struct KeyTag>;            ///< [num_tokens, num_kv_heads, head_dim]
 using ValueView = RowsView<struct ValueTag>;        ///< [num_tokens, num_kv_heads, head_dim]
 using QueryView = RowsView<struct QueryTag>;        ///< [num_tokens, num_qo_heads, head_dim]
 using OutputView = MutableRowsView<struct OutTag>;  ///< [num_tokens, num_qo_heads, head_dim], f32
 using MutableKeyView = MutableRowsView<struct MutableKeyTag>;      ///< [num_tokens, num_kv_heads, head_dim], f32
 using MutableValueView = MutableRowsView<struct MutableValueTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
+using KeyTargetView = TargetRowsView<MutableKeyView>;              ///< [num_tokens, num_kv_heads, head_dim]
+using ValueTargetView = TargetRowsView<MutableValueView>;          ///< [num_tokens, num_kv_heads, head_dim]
 
 /// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Empty when not wanted.
 struct LseView {

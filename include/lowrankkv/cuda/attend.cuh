@@ -20,7 +20,7 @@ namespace cuda {
 namespace detail {
 
 /// Shared memory that a block may have for its rings, so that two or three blocks share a multiprocessor; and the most there is.
-inline constexpr int kRingBytes = 100 * 1024, kMaxRingBytes = 200 * 1024;
+inline constexpr int kRingBytes = 103 * 1024, kMaxRingBytes = 200 * 1024;
 
 /// Launches an attention kernel with as many warps as its rings leave room for.
 template <class... Parameters, class... Arguments>
@@ -84,21 +84,33 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
 
 /// Attention over lists of codes.
 inline void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
-  int channels = 0, bytes = 0;
+  int channels = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
     channels = (std::max)(channels, tiles.channels(Part::value));
-    bytes = (std::max)({bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
+    half_bytes = (std::max)({half_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
   with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
     with_column_blocks(step.blocks, [&](auto column_blocks) {
-      const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-      const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-      const auto launch = [&](auto* kernel) { launch_attention(kernel, grid, bytes, kCodeStages, channels, layer.shared_bytes(), layer.overlaps(), stream, layer.tables(), step, batch, first_sequence); };
-      constexpr int most = code_blocks(max_units(), column_blocks(), 0), least = code_blocks(max_units(), column_blocks(), 1 << 20);
-      if (code_blocks(max_units(), column_blocks(), bytes) == most) {
-        launch(attend_codes_kernel<max_units(), column_blocks(), most>);
+      constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
+      const int state_bytes = (std::max)(parked, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)));
+      const auto launch = [&](auto* kernel, int stages, int bytes) {
+        const auto shared = [&](int warps) { return warps * (stages * bytes + state_bytes); };
+        int warps = kAttendWarps;
+        while (warps > 4 && shared(warps) > kRingBytes) warps /= 2;
+        while (warps > 1 && shared(warps) > (std::min)(kMaxRingBytes, layer.shared_bytes())) warps /= 2;
+        if (shared(warps) > layer.shared_bytes()) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", shared(warps), " bytes of shared memory, the device has ", layer.shared_bytes(), " to give");
+        const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
+        // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
+        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
+        const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
+        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(shared(warps)), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
+      };
+      const int whole_bytes = layer.tiles().max_tile_bytes();
+      if (whole_bytes <= kLargeTile) {
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles>, code_stages(CodeRing::tiles), whole_bytes);
       } else {
-        launch(attend_codes_kernel<max_units(), column_blocks(), least>);
+        constexpr int most = code_stages(CodeRing::halves);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
       }
     });
   });

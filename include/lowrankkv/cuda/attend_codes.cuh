@@ -17,91 +17,177 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Halves of tiles, keys and values in turn, that a warp's ring holds.
-inline constexpr int kCodeStages = 3;
-/// @brief Blocks that are to share a multiprocessor: registers are cut to fit. Three where little is read for what is done, measured.
-constexpr int code_blocks(int max_units, int column_blocks, int stage_bytes) { return max_units * column_blocks <= 4 ? (stage_bytes <= 2304 ? 3 : 2) : max_units * column_blocks <= 8 ? 2 : 1; }
+/// @brief What a warp's ring holds: two tiles, one copy each; or, where those are large, three halves (two, where even they are), keys and values in turn.
+enum class CodeRing : std::uint8_t { tiles, halves };
+__host__ __device__ constexpr int code_stages(CodeRing kind) { return kind == CodeRing::tiles ? 2 : 3; }
+/// @brief Bytes of a tile that is large: more has to be on its way at a time. Measured.
+inline constexpr int kLargeTile = 4608;
+/// @brief Weights up to 2^so much are met before a state's maximum is raised.
+inline constexpr float kHeadroom = 8.0F;
+/// @brief Blocks that are to share a multiprocessor: registers are cut to fit.
+constexpr int code_blocks(int max_units, int column_blocks) { return max_units * column_blocks <= 8 ? 2 : 1; }
+/// @brief Numbers of a lane of the state that a warp which attends to whole splits keeps aside; 0: too many, warps share splits.
+__host__ __device__ constexpr int parked_floats(int max_units, int column_blocks) { return max_units * column_blocks <= 8 ? 4 * max_units * column_blocks : 0; }
 
-/// @brief Partial states of the compressed lists. Grid: (splits x column groups) x heads x sequences.
+namespace detail {
+
+/// What a byte of a gain stands for (quantizer/code_layout.hpp). @param selector  puts it below the exponent of 2^23
+__device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t selector) {
+  const std::uint32_t number = __byte_perm(bytes, 0x4B000000U, selector);  // 2^23 + c
+  return number == 0x4B000000U ? 0.0F : exp2_fast(fmaf(__uint_as_float(number), 0.0625F, -524296.0F));
+}
+
+/// What a state of maximum `top` counts beside one of maximum `best`.
+__device__ __forceinline__ float state_factor(float top, float best) { return top > -INFINITY ? exp2_fast(top - best) : 0.0F; }
+/// A state's sum with the next one's: the same operations wherever states are merged, so that it is all the same who does.
+__device__ __forceinline__ float fold(float sum, float sum_factor, float next, float next_factor) { return fmaf(next, next_factor, sum * sum_factor); }
+
+/// Folds the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns], warp after warp, into one in global memory, its maxima
+/// moved by `shift` (of this thread's column). All threads call it.
+/// @param factors  shared memory of 2 x kAttendWarps x kBlockColumns numbers
+__device__ inline void fold_warps(const float* states, int channels, float shift, float* factors, float* target) {
+  const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32, thread = static_cast<int>(threadIdx.x);
+  if (thread < kAttendWarps * kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
+    const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
+    const float own = warp < warps ? states[warp * size + column] : -INFINITY;
+    float best = own;  // of the warps up to this one
+    #pragma unroll
+    for (int distance = kBlockColumns; distance < 32; distance *= 2) {
+      const float other = __shfl_up_sync(~0U, best, distance);
+      if (thread >= distance) best = fmaxf(best, other);
+    }
+    float before = __shfl_up_sync(~0U, best, kBlockColumns);
+    if (warp == 0) before = -INFINITY;
+    factors[thread] = state_factor(before, best);
+    factors[kAttendWarps * kBlockColumns + thread] = state_factor(own, best);
+    if (warp == kAttendWarps - 1) target[column] = best + shift;
+  }
+  __syncthreads();
+  const float4 *before = reinterpret_cast<const float4*>(factors), *own = before + kAttendWarps;
+  for (int item = 1 + thread; item < 3 + channels; item += static_cast<int>(blockDim.x)) {
+    float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
+    #pragma unroll 4
+    for (int warp = 0; warp < warps; ++warp) {
+      const float4 value = *reinterpret_cast<const float4*>(states + warp * size + item * kBlockColumns), a = before[warp], b = own[warp];
+      total = {fold(total.x, a.x, value.x, b.x), fold(total.y, a.y, value.y, b.y), fold(total.z, a.z, value.z, b.z), fold(total.w, a.w, value.w, b.w)};
+    }
+    *reinterpret_cast<float4*>(target + item * kBlockColumns) = total;
+  }
+}
+
+}  // namespace detail
+
+/// @brief Partial states of the compressed lists. Grid: (blocks x column groups) x heads x sequences.
+///
+/// A split is as many chunks as a block has warps, whose states are folded in order. A block attends to every blocks-th split of a list: where it has about as many
+/// as warps, or more, each warp to splits of its own, chunk after chunk, and no warp waits for another; otherwise to one split after the other, a chunk a warp. The results
+/// are the same, bit for bit.
 /// @tparam max_units      units of values that a head may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-/// @tparam resident       blocks that are to share a multiprocessor
-template <int max_units, int column_blocks, int resident>
-__global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence) {
+/// @tparam kind           of a ring
+template <int max_units, int column_blocks, CodeRing kind>
+__global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks)) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  std::uint8_t* memory = shared_memory;
-  __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kCodeStages];
+  constexpr int most_stages = code_stages(kind);
+  constexpr int parked_values = parked_floats(max_units, column_blocks);
+  __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][most_stages];
   __shared__ uint2 shared_query[kMaxUnits * column_blocks * 32];
-  __shared__ float2 gains[kAttendWarps][kCodeRows];
+  __shared__ __align__(16) float2 gains[kAttendWarps][kCodeRows];
   __shared__ HeadTiles layout;
-  __shared__ __align__(16) float factors[kAttendWarps * kBlockColumns];
+  __shared__ __align__(16) float factors[2 * kAttendWarps * kBlockColumns];
   const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-  const int split = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
+  const int block_index = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int rows = tables.num_rows(RowList::compressed, slot, head), splits = splits_of(rows);
-  if (split >= splits) {
+  if (block_index >= splits) {
     wait_for_last_kernel();  // kernels after this one rely on it
     return;
   }
   copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
-  const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
-  const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits;
-  const int first = split * per_split, last = min(tiles, first + per_split);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits, per_chunk = (per_split + warps - 1) / warps;
+  const int own_splits = (splits - block_index + blocks - 1) / blocks, rounds = (own_splits + warps - 1) / warps;  // rounds: of splits, one a warp
+  // A split shared by all warps costs the time of about a tile and a half besides.
+  const bool alone = parked_values > 0 && 2 * rounds * warps * per_chunk <= own_splits * (2 * per_chunk + 3);
+  const int first_split = block_index + (alone ? warp * blocks : 0), split_step = alone ? warps * blocks : blocks, first_chunk = alone ? 0 : warp, last_chunk = alone ? warps - 1 : warp;
+  // Tiles [tile, end) of a chunk of a split; splits and chunks come in the same order when tiles are fetched and when they are used.
+  struct Chunk {
+    int split, chunk, tile, end;
+  };
+  const auto find_tiles = [&](Chunk& at) {
+    at.tile = at.split * per_split + at.chunk * per_chunk;
+    at.end = min(at.tile + per_chunk, min((at.split + 1) * per_split, tiles));
+  };
+  const auto next_chunk = [&](Chunk& at) {
+    if (at.chunk++ == last_chunk) {
+      at.chunk = first_chunk;
+      at.split += split_step;
+    }
+    find_tiles(at);
+  };
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const bool wide_gains = layout.gain_bytes() == 2;
   const int key_units = layout.key_units, used_blocks = min(column_blocks, step.blocks - first_block);
   const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
-  TileRing<kCodeStages> ring(memory + warp * kCodeStages * max(key_bytes, value_bytes), barriers[warp], max(key_bytes, value_bytes));
-  PageWalk walk(tables, table, layout, first + warp);
-  const auto tile_at = [&](int tile) { return tile < last ? walk.next(warps) : nullptr; };  // called for every warps-th tile in turn
-  const std::uint8_t* next = nullptr;  // the tile of which a half was fetched last
-  int next_tile = first + warp;
-  const auto fetch_keys = [&] {
-    next = tile_at(next_tile);
-    next_tile += warps;
-    ring.fetch(next, key_bytes);
+  TileRing<most_stages> ring(shared_memory + warp * stages * stage_bytes, barriers[warp], stage_bytes, kind == CodeRing::tiles ? most_stages : stages);
+  float* const states = reinterpret_cast<float*>(shared_memory + warps * stages * stage_bytes);  // of the warps, behind the rings
+  float* const parked = states + warp * parked_values * 32 + lane;
+  PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
+  Chunk fetched{first_split, first_chunk, 0, 0};
+  find_tiles(fetched);
+  walk.seek(fetched.tile);
+  const std::uint8_t* next = nullptr;  // the tile that was fetched last
+  const auto fetch_tile = [&] {        // or its keys
+    while (fetched.tile >= fetched.end && fetched.split < splits) {
+      next_chunk(fetched);
+      if (fetched.chunk == first_chunk) walk.seek(fetched.tile);  // chunks of one split follow each other
+    }
+    next = fetched.split < splits ? walk.next(1) : nullptr;
+    ++fetched.tile;
+    ring.fetch(next, kind == CodeRing::tiles ? key_bytes + value_bytes : key_bytes);
   };
   const auto fetch_values = [&] { ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes); };
-  #pragma unroll
-  for (int stage = 0; stage < kCodeStages; ++stage) {
-    if (stage % 2 == 0) fetch_keys();
-    else fetch_values();
-  }
+  fetch_tile();
+  if constexpr (kind == CodeRing::halves) fetch_values();
+  if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
   wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, 0) + static_cast<std::size_t>(first_block);
   load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
   __syncthreads();
-  ColumnScale scale[column_blocks];
-  float out[column_blocks][max_units][2][2] = {};
-  float top[column_blocks], sum[column_blocks] = {}, weight[column_blocks] = {}, units[column_blocks];
+  const auto scale_of = [&](int block) { return step.coded_scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)]; };
+  float constants[column_blocks], units[column_blocks];
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    scale[block] = block < used_blocks ? step.coded_scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)] : ColumnScale{};
-    units[block] = scale[block].unit;
-    top[block] = -INFINITY;
+    const ColumnScale scale = block < used_blocks ? scale_of(block) : ColumnScale{};
+    constants[block] = scale.constant;
+    units[block] = scale.unit;
   }
-  for (int tile = first + warp; tile < last; tile += warps) {
+  float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[column_blocks];
+  Chunk used{first_split, first_chunk, 0, 0};
+  for (find_tiles(used); used.split < splits; next_chunk(used)) {
+  float out[column_blocks][max_units][2][2] = {};
+  float top[column_blocks], sum[column_blocks] = {}, weight[column_blocks] = {};
+  #pragma unroll
+  for (int block = 0; block < column_blocks; ++block) top[block] = -INFINITY;
+  for (int tile = used.tile; tile < used.end; ++tile) {
     const std::uint8_t* here = ring.wait();
+    float4 two;  // key and value gains of rows 2 lane and 2 lane + 1
     if (wide_gains) {
-      const __half* stored = reinterpret_cast<const __half*>(here);
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) gains[warp][lane + 32 * i] = {__half2float(stored[lane + 32 * i]), __half2float(stored[kCodeRows + lane + 32 * i])};
+      const float2 key = __half22float2(reinterpret_cast<const __half2*>(here)[lane]), value = __half22float2(reinterpret_cast<const __half2*>(here)[kCodeRows / 2 + lane]);
+      two = {key.x, value.x, key.y, value.y};
+    } else {
+      const std::uint32_t key = reinterpret_cast<const std::uint16_t*>(here)[lane], value = reinterpret_cast<const std::uint16_t*>(here)[kCodeRows / 2 + lane];
+      two = {detail::gain_of_byte(key, 0x7650), detail::gain_of_byte(value, 0x7650), detail::gain_of_byte(key, 0x7651), detail::gain_of_byte(value, 0x7651)};
     }
-    #pragma unroll
-    for (int i = 0; i < 2 && !wide_gains; ++i) {
-      const int key_gain = here[lane + 32 * i], value_gain = here[kCodeRows + lane + 32 * i];
-      gains[warp][lane + 32 * i] = {key_gain == 0 ? 0.0F : exp2_fast((static_cast<float>(key_gain) - 128.0F) * 0.0625F),
-                                    value_gain == 0 ? 0.0F : exp2_fast((static_cast<float>(value_gain) - 128.0F) * 0.0625F)};
-    }
+    reinterpret_cast<float4*>(gains[warp])[lane] = two;
     __syncwarp();
     float s[column_blocks][4][2];
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
       #pragma unroll
-      for (int m = 0; m < 4; ++m) s[block][m][0] = s[block][m][1] = scale[block].constant;
+      for (int m = 0; m < 4; ++m) s[block][m][0] = s[block][m][1] = constants[block];
     }
     const std::uint8_t* at = here + layout.key_offset;
     const uint2* query = shared_query + lane;
@@ -118,21 +204,25 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
       detail::key_products<2, column_blocks>(at, key_pattern >> 16 & 0xff, query, units, s);
       detail::key_products<1, column_blocks>(at, key_pattern >> 24, query, units, s);
     }
-    __syncwarp();
-    if (kCodeStages % 2 == 0) fetch_keys();
-    else fetch_values();
+    if constexpr (kind == CodeRing::halves) {
+      __syncwarp();
+      if (stages == most_stages) fetch_values();  // of the tile whose keys were fetched last
+      else fetch_tile();
+    }
     const int valid = rows - tile * kCodeRows;
     std::uint32_t p[column_blocks][4];
     float from_integer[column_blocks];
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
-      float best = top[block], value_gain[4][2];
+      // Logits are taken relative to a maximum that is left alone while no weight becomes larger than 2^kHeadroom: no lane has to wait for another.
+      const float base = top[block] > -INFINITY ? top[block] : 0.0F;
+      float highest = -INFINITY, value_gain[4][2];
       #pragma unroll
       for (int m = 0; m < 4; ++m) {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 gain = gains[warp][16 * m + 8 * r + g];
-          s[block][m][r] *= gain.x;
+          s[block][m][r] = fmaf(s[block][m][r], gain.x, -base);
           value_gain[m][r] = gain.y;
         }
       }
@@ -144,13 +234,20 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
         }
       }
       #pragma unroll
-      for (int m = 0; m < 4; ++m) best = fmaxf(best, fmaxf(s[block][m][0], s[block][m][1]));
-      best = column_max(best);  // finite: a tile has a row
-      if (__any_sync(~0U, best > top[block])) {
-        const float correction = exp2_fast(top[block] - best);
+      for (int m = 0; m < 4; ++m) highest = fmaxf(highest, fmaxf(s[block][m][0], s[block][m][1]));
+      const bool first = top[block] == -INFINITY;
+      if (__any_sync(~0U, first || highest > kHeadroom)) {
+        highest = column_max(highest);  // finite: a tile has a row
+        const bool moves = first || highest > kHeadroom;  // the same in all lanes of a column
+        const float by = moves ? highest : 0.0F, correction = first ? 0.0F : exp2_fast(-by);
         sum[block] *= correction;
         weight[block] *= correction;
-        top[block] = best;
+        top[block] = base + by;
+        #pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          s[block][m][0] -= by;
+          s[block][m][1] -= by;
+        }
         #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
           #pragma unroll
@@ -162,7 +259,7 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
       for (int m = 0; m < 4; ++m) {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float e = exp2_fast(s[block][m][r] - top[block]);
+          const float e = exp2_fast(s[block][m][r]);
           sum[block] += e;
           s[block][m][r] = e * value_gain[m][r];
           largest = fmaxf(largest, s[block][m][r]);
@@ -178,7 +275,7 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
       mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][2], p[block][3]);
       weight[block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[block], weight[block]);
     }
-    at = ring.wait();
+    at = kind == CodeRing::tiles ? here + key_bytes : ring.wait();
     const auto add_values = [&](int unit, auto bits) {
       float part[column_blocks][2][2];
       #pragma unroll
@@ -205,37 +302,59 @@ __global__ void __launch_bounds__(kAttendThreads, resident) attend_codes_kernel(
       }
     }
     __syncwarp();
-    if (kCodeStages % 2 == 0) fetch_values();
-    else fetch_keys();
+    if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
+    else fetch_values();
   }
   const int channels = layout.channels(Part::value);
-  const std::size_t size = static_cast<std::size_t>(3 + channels) * kBlockColumns;
-  float* states = reinterpret_cast<float*>(memory);
+  const auto for_each_value = [&](int block, auto&& function) {
+    #pragma unroll
+    for (int unit = 0; unit < max_units; ++unit) {
+      if (unit < layout.value_units) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) function(unit * kCodeUnit + 16 * (i / 2) + 8 * (i % 2) + g, (block * max_units + unit) * 4 + i, out[block][unit][i / 2][i % 2]);
+      }
+    }
+  };
+  if (alone) {
+    const bool begins = used.chunk == 0, ends = used.chunk == last_chunk;
+    #pragma unroll
+    for (int block = 0; block < column_blocks; ++block) {
+      const float total = column_sum(sum[block]), before = begins ? -INFINITY : parked_top[block], best = fmaxf(before, top[block]);
+      const float a = detail::state_factor(before, best), b = detail::state_factor(top[block], best);
+      parked_top[block] = best;
+      parked_sum[block] = detail::fold(begins ? 0.0F : parked_sum[block], a, total, b);
+      parked_weight[block] = detail::fold(begins ? 0.0F : parked_weight[block], a, weight[block], b);
+      float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
+      const bool writes = ends && block < used_blocks;
+      for_each_value(block, [&](int channel, int place, float value) {
+        const float folded = detail::fold(begins ? 0.0F : parked[place * 32], a, value, b);
+        if (writes) target[(3 + channel) * kBlockColumns + t] = folded;
+        else parked[place * 32] = folded;
+      });
+      if (writes && g == 0) {
+        target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
+        target[kBlockColumns + t] = parked_sum[block];
+        target[2 * kBlockColumns + t] = parked_weight[block];
+      }
+    }
+    continue;
+  }
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    __syncthreads();  // the rings are empty; later, the last block of columns is written
-    float* state = states + static_cast<std::size_t>(warp) * size;
+    __syncthreads();  // the states before these were folded
+    float* state = states + static_cast<std::size_t>(warp) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
     const float total = column_sum(sum[block]);
     if (g == 0) {
       state[t] = top[block];
       state[kBlockColumns + t] = total;
       state[2 * kBlockColumns + t] = weight[block];
     }
-    #pragma unroll
-    for (int unit = 0; unit < max_units; ++unit) {
-      if (unit < layout.value_units) {
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int channel = unit * kCodeUnit + 16 * (i / 2) + 8 * (i % 2) + g;
-          state[(3 + channel) * kBlockColumns + t] = out[block][unit][i / 2][i % 2];
-        }
-      }
-    }
+    for_each_value(block, [&](int channel, int, float value) { state[(3 + channel) * kBlockColumns + t] = value; });
     __syncthreads();
     if (block < used_blocks) {
-      // The means shift every logit of a column alike; lane t has column t.
-      merge_warps(states, channels, scale[block].shift, factors, step.state(row, step.first_entry(Source::compressed) + split, first_block + block));
+      detail::fold_warps(states, channels, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
     }
+  }
   }
 }
 

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     }
     top[block] = -INFINITY;
     const int token = min(((first_block + block) * kBlockColumns + t) / step.group, step.m - 1);
-    limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : lengths.tail_length - step.m + token + 1;
+    limit[block] = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   }
   const int all_see = step.prompt_first + first_block * kBlockColumns / step.group + 1;  // of a prompt's rows
   const auto visible = [&](int at, int block) {

@@ -46,6 +46,7 @@ struct AttentionStep {
   std::int32_t segments = 1;          ///< that a sequence can have
   std::int32_t group = 1;             ///< query heads of a KV head
   std::int32_t m = 1;                 ///< query tokens of a sequence
+  bool sees_all = false;              ///< queries are of tokens behind the tail, stored elsewhere; else of its last m
   const std::uint8_t* prompt = nullptr; ///< plain tiles of the rows of a prompt [head, prompt tiles]; null: queries are of the tail
   std::int32_t prompt_tiles = 0;      ///< of a head
   std::int32_t prompt_first = 0;      ///< row of the prompt that the first query is of

@@ -16,6 +16,7 @@
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
 #include "lowrankkv/cuda/fork.cuh"
+#include "lowrankkv/cuda/merge_states.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
 #include "lowrankkv/fwd.hpp"
@@ -176,27 +177,46 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param query [seqs.size() * m, num_qo_heads, head_dim]  @param out the same, f32  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
   /// @throws ShapeError if m exceeds a tail or config.max_query_tokens
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    this->check_queries(query, out, lse, query.num_tokens);
+    attend_to(seqs, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, cuda::QueryTokens::own, stream);
+  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
+
+  /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens: unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes
+  /// nothing.
+  /// @param query  [seqs.size() * m, num_qo_heads, head_dim]  @param states  the same tokens, num_qo_heads heads
+  /// @param tokens own: the last m of the tail, causal among those m; elsewhere: behind everything that is stored here, all of which they see
+  /// @throws as attend()
+  void attend_partial(std::span<const SequenceId> seqs, const QueryView& query, const cuda::StateView& states, cuda::QueryTokens tokens, cudaStream_t stream = nullptr) {
+    this->check_queries(query, {states.values, states.num_tokens, states.num_heads, states.head_dim}, {states.maximum, states.num_tokens, states.num_heads}, query.num_tokens);
+    if (states.maximum == nullptr || states.sum == nullptr) detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens, " x ", states.num_heads, " numbers expected");
+    attend_to(seqs, query, {states.values, std::int64_t{states.num_heads} * states.head_dim, states.head_dim, states.maximum, states.num_heads, states.sum}, tokens, stream);
+  }
+
+ private:
+  void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream) {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
     if (count > config_.max_sequences) detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config_.max_sequences);
     const int m = static_cast<int>(query.num_tokens / count);
-    this->check_queries(query, out, lse, query.num_tokens);
+    const bool own = tokens == cuda::QueryTokens::own;
     if (m > config_.max_query_tokens) detail::fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
     const bool replayed = Base::capturing(stream);
     std::int64_t compressed = replayed ? layer_.max_rows(RowList::compressed) : 0, full = replayed ? layer_.max_rows(RowList::full) : 0;
     for (const SequenceId seq : seqs) {
       const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
-      if (!replayed && m > now.tail_length) detail::fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", now.tail_length, " tokens in its tail");
+      if (!replayed && own && m > now.tail_length) detail::fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", now.tail_length, " tokens in its tail");
       compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
       full = (std::max)(full, std::int64_t{now.rows.num_full});
     }
-    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    cuda::AttentionStep step = layer_.step(m);
+    step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step(layer_, layer_.step(m), batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.coded_splits(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.coded_splits(compressed), cuda::splits_of(full), stream);
     });
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
 
+ public:
   /// @brief The shortest length that truncate() reaches exactly.
   std::int64_t rollback_limit(SequenceId seq) const { return num_tokens(seq) - tail_length(seq); }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
@@ -219,21 +239,18 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     return exact ? TruncateResult::exact : TruncateResult::inexact;
   }
 
-  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded.
-  /// @param key, value [count, num_kv_heads, head_dim], f32
-  void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value, cudaStream_t stream = nullptr) const {
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros.
+  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
+  /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
+  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
     const int slot = sequences_.find(seq);
     detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
     if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
     if (count == 0) return;
-    int channels = 0;
-    for (const cuda::HeadTiles& tiles : layer_.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
-    const dim3 grid(static_cast<unsigned>((count + cuda::kReconstructRows - 1) / cuda::kReconstructRows), static_cast<unsigned>(config_.shape.num_kv_heads));
-    cuda::detail::launch_early(cuda::reconstruct_kernel<>, grid, cuda::kStoreThreads, sizeof(float) * static_cast<std::size_t>(cuda::kReconstructRows * channels), false, "reconstruct_kernel", stream,
-                                     layer_.tables(), layer_.tiles().form, layer_.tiles().coded_type, slot, first, count, tokens - tail_length(seq), cuda::DeviceTarget{key.data, key.token_stride, key.head_stride},
-                                     cuda::DeviceTarget{value.data, value.token_stride, value.head_stride});
+    cuda::reconstruct_rows(layer_, slot, {first, count, tokens - tail_length(seq)}, Base::Rows::drops, {key.data, key.dtype, key.token_stride, key.head_stride},
+                           {value.data, value.dtype, value.token_stride, value.head_stride}, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.

@@ -2,7 +2,9 @@
 /// @file cuda/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels that tiles hold.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -55,6 +57,7 @@ inline void write_as(DType type, float value, std::uint8_t* target) {
 struct PartMaps {
   const void* encoder = nullptr;         ///< rows to coefficients, in steps
   const void* reader = nullptr;          ///< channels of tiles to rows; may be the encoder
+  float reader_scale = 1.0F;             ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
   const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean
   const float* mean = nullptr;           ///< [head_dim] or null
   const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
@@ -98,6 +101,7 @@ class LayerMaps {
     std::vector<TileChannel> channels;
     struct Offsets {
       std::size_t encoder, reader, offset, mean, channels;
+      float reader_scale;
     };
     std::vector<Offsets> offsets;
     constexpr std::size_t none = ~std::size_t{0};
@@ -138,6 +142,9 @@ class LayerMaps {
       Offsets at{};
       at.encoder = append(encoder, stored);
       at.reader = encoder == reader ? at.encoder : append(reader, stored);
+      float largest = 1e-30F;
+      for (const float value : reader) largest = (std::max)(largest, std::abs(value));
+      at.reader_scale = std::exp2(8.0F - std::ceil(std::log2(largest)));
       at.offset = append(offset, DType::f32);
       at.mean = mean.empty() ? none : append(rounded_mean, DType::f32);
       at.channels = channels.size();
@@ -152,6 +159,7 @@ class LayerMaps {
       PartMaps& maps = part % 2 == 0 ? heads_[part / 2].key : heads_[part / 2].value;
       maps.encoder = bytes_.data() + offsets[part].encoder;
       maps.reader = bytes_.data() + offsets[part].reader;
+      maps.reader_scale = offsets[part].reader_scale;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
       maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;

@@ -97,6 +97,7 @@ class LayerState {
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, append_kernel<>), "cudaFuncGetAttributes");
     overlaps_ = major >= 9 && compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
+    check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
   }
 
@@ -248,6 +249,8 @@ class LayerState {
 
   /// @brief Whether kernels of a step may begin while the one before them ends.
   bool overlaps() const { return overlaps_; }
+  /// @brief Multiprocessors of this device.
+  int multiprocessors() const { return multiprocessors_; }
   /// @brief Shared memory that a block may have on this device.
   int shared_bytes() const { return shared_bytes_; }
   /// @brief Buffers of a step over so many query tokens.
@@ -368,7 +371,7 @@ class LayerState {
   DeviceArray<float> prompt_partial_;
   PageEdits edits_;
   bool overlaps_ = false;
-  int shared_bytes_ = 0;
+  int shared_bytes_ = 0, multiprocessors_ = 1;
 };
 
 }  // namespace cuda

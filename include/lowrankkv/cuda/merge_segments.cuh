@@ -6,11 +6,19 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
+
+namespace detail {
+
+/// Element (row, channel) of a plain tile.
+__device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, DType type, int row, int channel) {
+  return from_bits(type, *reinterpret_cast<const std::uint16_t*>(tile + layout.plain_byte(part, row, channel)));
+}
+
+}  // namespace detail
 
 inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block of transition_kernel
 

@@ -1,125 +1,317 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/reconstruct.cuh  Stored rows back as K and V.
+/// @file cuda/reconstruct.cuh  Stored rows back as K and V, in the engine's own tensors.
+///
+/// Rows are taken list by list, as they lie, and written to where their positions belong. Coefficients, and levels of codes, are exact 16-bit operands; maps are sums of two such
+/// numbers (three of bf16), so that products are those of f32.
+/// Floor: the tiles' bytes once, the written rows once.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
-#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/launch.cuh"
+#include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tokens of a block.
-inline constexpr int kReconstructRows = 16;
+inline constexpr int kDecodePieces = 4;   ///< of 64 rows, that a block decodes one after the other with maps that it has in registers
+inline constexpr int kDecodeSteps = 8;    ///< of 16 channels, that it has them for
 
 /// @brief Writable rows as kernels see them.
 struct DeviceTarget {
-  float* data = nullptr;
+  void* data = nullptr;
+  DType dtype = DType::f32;
   std::int64_t token_stride = 0, head_stride = 0;
+
+  /// @brief Eight channels of a row may be written at once.
+  __device__ bool wide() const { return dtype != DType::f32 && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0; }
 };
 
-/// @brief Where a token's row of a head is.
-struct RowPlace {
-  RowState state = RowState::full;
-  bool in_tail = false;
-  int row = 0;  ///< of the list, or of the tail
+/// @brief The tokens that are wanted: [first, first + count).
+struct TokenRange {
+  std::int64_t first = 0, count = 0, first_tail = 0;  ///< and where the tail begins
 };
 
 namespace detail {
 
-/// The first of `count` ascending numbers that is not less than `wanted`.
-__device__ inline int lower_bound(const std::int32_t* numbers, int count, int wanted) {
+/// The first of `count` ascending numbers of which number(i) > wanted.
+template <class Number>
+__device__ int upper_bound(int count, int wanted, Number&& number) {
   int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (numbers[middle] < wanted) low = middle + 1;
+    if (number(middle) <= wanted) low = middle + 1;
     else high = middle;
   }
   return low;
 }
 
-/// Where the row of a position is, the tail beginning at `first_tail`.
-__device__ inline RowPlace place_of(const Tables& tables, int slot, int head, const HeadRows& lists, std::int64_t first_tail, std::int64_t position) {
-  const std::int32_t *full = tables.row_positions(RowList::full, slot, head), *compressed = tables.row_positions(RowList::compressed, slot, head);
-  const int at = static_cast<int>(position);
-  if (position >= first_tail) return {RowState::full, true, static_cast<int>(position - first_tail)};
-  if (full == nullptr) return at < lists.num_full ? RowPlace{RowState::full, false, at} : RowPlace{RowState::compressed, false, at - lists.num_full};
-  const int before = lower_bound(full, lists.num_full, at);
-  if (before < lists.num_full && full[before] == at) return {RowState::full, false, before};
-  if (compressed == nullptr) return {at - before < lists.num_compressed ? RowState::compressed : RowState::dropped, false, at - before};
-  const int row = lower_bound(compressed, lists.num_compressed, at);
-  return {row < lists.num_compressed && compressed[row] == at ? RowState::compressed : RowState::dropped, false, row};
+/// The position of a row of a list.
+__device__ inline int position_of(const Tables& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
+  const std::int32_t *own = tables.row_positions(list, slot, head), *full = tables.row_positions(RowList::full, slot, head);
+  if (own != nullptr) return own[row];
+  if (list == RowList::full) return row;
+  if (full == nullptr) return lists.num_full + row;
+  return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
 }
 
-/// Element (row, channel) of a plain tile.
-__device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, DType type, int row, int channel) {
-  return from_bits(type, *reinterpret_cast<const std::uint16_t*>(tile + layout.plain_byte(part, row, channel)));
-}
-
-/// Channel (row, channel) of a tile of codes as maps expect it: gain times the plane about its centre, values as often as sums count them.
-__device__ inline float code_element(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int channel) {
-  int offset = layout.offset(part);
-  const std::uint8_t* widths = part == Part::key ? layout.key_widths : layout.value_widths;
-  for (int unit = 0; unit < channel / kCodeUnit; ++unit) offset += code_unit_bytes(widths[unit]);
-  const int bits = widths[channel / kCodeUnit];
+/// Channel (row, channel) of a tile of codes as maps expect it, gain left out: the plane about its centre, values as often as sums count them.
+__device__ inline float code_level(const std::uint8_t* tile, int unit_offset, int bits, Part part, int row, int channel) {
   const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
-  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + offset + place.word);
+  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + unit_offset + place.word);
   const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
-  return level * stored_gain(tile, layout, part, row) * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
+  return level * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
 }
+
+/// Writes channels [first, end), multiples of 8, of rows [kStoreRows, row_stride(dim)] in shared memory to the target; row i to token places[i], not at all if that is negative.
+__device__ inline void write_rows(const float* rows, int stride, const std::int64_t* places, int head, int first, int end, const DeviceTarget& target) {
+  const int per_row = (end - first) / 8;
+  const bool wide = target.wide();
+  for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
+    const int row = item / per_row, channel = first + item % per_row * 8;
+    if (places[row] < 0) continue;
+    const float* own = rows + row * stride + channel;
+    const std::int64_t at = places[row] * target.token_stride + head * target.head_stride + channel;
+    if (target.dtype == DType::f32) {
+      for (int i = 0; i < 8; ++i) static_cast<float*>(target.data)[at + i] = own[i];
+      continue;
+    }
+    std::uint32_t words[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = static_cast<std::uint32_t>(to_bits(target.dtype, own[2 * i])) | static_cast<std::uint32_t>(to_bits(target.dtype, own[2 * i + 1])) << 16;
+    if (wide) {
+      *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(target.data) + at) = {words[0], words[1], words[2], words[3]};
+    } else {
+      for (int i = 0; i < 8; ++i) static_cast<std::uint16_t*>(target.data)[at + i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+/// Operands of the products with maps: two blocks of eight row channels, so many steps of 16 channels of tiles; sums of parts.
+template <DType type>
+struct MapOperands {
+  static constexpr int parts = type == DType::f16 ? 2 : 3;
+  uint2 words[2][kDecodeSteps][parts];
+
+  __device__ static std::uint32_t packed(float low, float high) { return static_cast<std::uint32_t>(to_bits(type, low)) | static_cast<std::uint32_t>(to_bits(type, high)) << 16; }
+  /// Steps [first, first + kDecodeSteps) of the blocks `block` and `block` + 1.
+  __device__ void load(const PartMaps& maps, int first, int block, int dim) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      #pragma unroll
+      for (int k = 0; k < kDecodeSteps; ++k) {
+        const bool there = 16 * (first + k) < maps.width && 8 * (block + n) < dim;
+        float4 rest = there ? maps.quad(maps.reader, ((first + k) * (dim / 8) + block + n) * 32 + lane) : float4{};
+        rest = {rest.x * maps.reader_scale, rest.y * maps.reader_scale, rest.z * maps.reader_scale, rest.w * maps.reader_scale};
+        #pragma unroll
+        for (int part = 0; part < parts; ++part) {
+          const std::uint32_t low = packed(rest.x, rest.y), high = packed(rest.z, rest.w);
+          words[n][k][part] = {transposed(low), transposed(high)};
+          rest = {rest.x - from_bits(type, static_cast<std::uint16_t>(low)), rest.y - from_bits(type, static_cast<std::uint16_t>(low >> 16)),
+                  rest.z - from_bits(type, static_cast<std::uint16_t>(high)), rest.w - from_bits(type, static_cast<std::uint16_t>(high >> 16))};
+        }
+      }
+    }
+  }
+};
 
 }  // namespace detail
 
-/// @brief Writes K and V of tokens [first, first + count): full rows as stored, others decoded. Grid: pieces of 16 tokens x KV heads.
-/// Positions are in the order full, compressed, tail, unless they are listed; rows that were dropped are zeros.
-template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) reconstruct_kernel(Tables tables, CodedForm form, DType coded_type, int slot, std::int64_t first, std::int64_t count, std::int64_t first_tail,
-                                                                           DeviceTarget key, DeviceTarget value) {
+/// @brief Shared memory of decode_rows_kernel in bytes. @param channels  most of a head's keys or values, in tiles of codes
+inline std::size_t decode_bytes(int head_dim, int channels) {
+  return sizeof(float) * static_cast<std::size_t>(kStoreRows * detail::row_stride(head_dim)) + sizeof(std::uint16_t) * static_cast<std::size_t>(kStoreRows * (channels + 8));
+}
+
+/// @brief Writes K and V of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
+/// @tparam type  of the operands: that of plain coefficients; f16 for codes
+template <bool codes, DType type>
+__global__ void __launch_bounds__(kStoreThreads) decode_rows_kernel(Tables tables, int slot, TokenRange range, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float* coefficients = reinterpret_cast<float*>(shared_memory);  // [kReconstructRows, channels]
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim;
-  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kReconstructRows;
-  const int rows = static_cast<int>(min(static_cast<std::int64_t>(kReconstructRows), count - begin));
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), blocks = dim / 8;
+  float* rows = reinterpret_cast<float*>(shared_memory);                                    // [kStoreRows, stride]
+  std::uint16_t* levels = reinterpret_cast<std::uint16_t*>(rows + kStoreRows * stride);     // [kStoreRows, channels + 8], of codes
+  __shared__ std::int64_t places[kStoreRows];
+  __shared__ float gains[kStoreRows];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
-  const DeviceLengths lengths = tables.lengths[slot];
-  const std::int32_t* full_pages = tables.page_table(RowList::full, slot, head);
-  const std::int32_t* coded_pages = tables.page_table(RowList::compressed, slot, head);
-  __shared__ RowPlace places[kReconstructRows];
-  if (static_cast<int>(threadIdx.x) < rows) places[threadIdx.x] = detail::place_of(tables, slot, head, lists, first_tail, first + begin + threadIdx.x);
-  __syncthreads();
+  const HeadTiles& layout = tables.compressed[head];
+  const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
+  const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), first_piece = static_cast<int>(blockIdx.x) * kDecodePieces;
+  const int pieces = min(kDecodePieces, (num_rows + kStoreRows - 1) / kStoreRows - first_piece);
   for (const Part part : {Part::key, Part::value}) {
     const DeviceTarget& target = part == Part::key ? key : value;
-    const HeadTiles* layout = form == CodedForm::none ? nullptr : tables.compressed + head;
-    const int channels = layout == nullptr ? 0 : layout->channels(part);
-    for (int item = static_cast<int>(threadIdx.x); item < rows * channels; item += kStoreThreads) {
-      const RowPlace place = places[item / channels];
-      if (place.state != RowState::compressed) continue;
-      const int row = place.row, channel = item % channels;
-      const std::uint8_t* tile = tables.tile(coded_pages, *layout, row / layout->rows);
-      coefficients[item] = form == CodedForm::codes ? detail::code_element(tile, *layout, part, row % layout->rows, channel)
-                                                    : detail::plain_element(tile, *layout, part, coded_type, row % layout->rows, channel);
-    }
-    __syncthreads();
-    for (int item = static_cast<int>(threadIdx.x); item < rows * dim; item += kStoreThreads) {
-      const int local = item / dim, channel = item % dim, row = places[local].row;
-      float result = 0.0F;
-      if (places[local].in_tail) {
-        const int place = (lengths.tail_first + row) % tables.ring_rows();
-        result = detail::plain_element(tables.tail_tile(slot, head, place), tables.full, part, tables.full_type, place % tables.full.rows, channel);
-      } else if (places[local].state == RowState::full) {
-        result = detail::plain_element(tables.tile(full_pages, tables.full, row / tables.full.rows), tables.full, part, tables.full_type, row % tables.full.rows, channel);
-      } else if (places[local].state == RowState::compressed) {
-        int segment = 0;
-        while (segment + 1 < tables.num_segments(slot, lists.num_compressed) && row >= tables.segment(slot, lists.num_compressed, segment, 0).end) ++segment;
-        const PartMaps& maps = tables.maps[tables.segment(slot, lists.num_compressed, segment, 0).epoch * tables.num_heads + head].of(part);
-        for (int k = 0; k < channels; ++k) result = fmaf(coefficients[local * channels + k], maps.element(maps.reader, k, channel, dim), result);
-        if (maps.mean != nullptr) result += maps.mean[channel];
+    const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
+    for (int first_block = 0; first_block < blocks; first_block += 2 * kStoreThreads / 32) {  // once up to head_dim 128
+      const int block = first_block + 2 * warp;
+      detail::MapOperands<type> operands;
+      int loaded = -1;  // epoch whose maps they are, the first steps of them
+      for (int piece = 0; piece < pieces; ++piece) {
+        const int begin = (first_piece + piece) * kStoreRows;
+        __syncthreads();  // the rows before these are written
+        if (thread < kStoreRows) {
+          const int row = begin + thread;
+          const std::int64_t token = row < num_rows ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
+          places[thread] = token < range.count ? token : -1;
+          if (codes && row < num_rows) gains[thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread);
+        }
+        if constexpr (codes) {
+          const std::uint8_t* tile = tables.tile(table, layout, begin / kCodeRows);
+          int offset = layout.offset(part);
+          for (int unit = 0; unit < units; ++unit) {
+            const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
+            for (int item = thread; item < kCodeRows * kCodeUnit / 2; item += kStoreThreads) {
+              const int row = item / (kCodeUnit / 2), channel = unit * kCodeUnit + item % (kCodeUnit / 2) * 2;
+              const std::uint32_t low = to_bits(type, detail::code_level(tile, offset, bits, part, row, channel)), high = to_bits(type, detail::code_level(tile, offset, bits, part, row, channel + 1));
+              *reinterpret_cast<std::uint32_t*>(levels + row * (channels + 8) + channel) = low | high << 16;
+            }
+            offset += code_unit_bytes(bits);
+          }
+        }
+        __syncthreads();
+        for (int index = 0; index < segments; ++index) {
+          const SegmentRows segment = tables.segment(slot, num_rows, index, 0);
+          if (segment.end <= begin || segment.begin >= begin + kStoreRows) continue;
+          const PartMaps& maps = tables.maps[segment.epoch * tables.num_heads + head].of(part);
+          float sums[kStoreRows / 16][2][4] = {};
+          for (int first_step = 0; first_step < steps && block < blocks; first_step += kDecodeSteps) {  // once up to 128 channels
+            if (loaded != segment.epoch || steps > kDecodeSteps) {
+              operands.load(maps, first_step, block, dim);
+              loaded = segment.epoch;
+            }
+            #pragma unroll
+            for (int k = 0; k < kDecodeSteps; ++k) {
+              if (first_step + k >= steps) break;
+              #pragma unroll
+              for (int m = 0; m < kStoreRows / 16; ++m) {
+                uint4 a;
+                if constexpr (codes) {
+                  const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + (16 * m + g) * (channels + 8) + 16 * (first_step + k) + 2 * t);
+                  a = {own[0], own[4 * (channels + 8)], own[4], own[4 * (channels + 8) + 4]};
+                } else {
+                  const int row = begin + 16 * m;
+                  a = {0, 0, 0, 0};
+                  if (row < num_rows) {
+                    const std::uint8_t* tile = tables.tile(table, layout, row / layout.rows);
+                    a = reinterpret_cast<const uint4*>(tile + layout.offset(part) + (row % layout.rows / kPlainRows * units + first_step + k) * kPlainUnitBytes)[lane];
+                  }
+                  if (part == Part::value) a = {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
+                }
+                #pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                  #pragma unroll
+                  for (int i = detail::MapOperands<type>::parts - 1; i >= 0; --i) mma_plain<type>(sums[m][n], a, operands.words[n][k][i].x, operands.words[n][k][i].y);
+                }
+              }
+            }
+          }
+          #pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            if (block + n >= blocks) continue;
+            #pragma unroll
+            for (int m = 0; m < kStoreRows / 16; ++m) {
+              float* own = rows + (16 * m + g) * stride + 8 * (block + n) + 2 * t;
+              const auto put = [&](int row, float* to, float first, float second) {
+                if (begin + row < segment.begin || begin + row >= segment.end) return;
+                const float scale = (codes ? gains[row] : 1.0F) / maps.reader_scale;
+                const int channel = 8 * (block + n) + 2 * t;
+                to[0] = first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]);
+                to[1] = second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]);
+              };
+              put(16 * m + g, own, sums[m][n][0], sums[m][n][1]);
+              put(16 * m + g + 8, own + 8 * stride, sums[m][n][2], sums[m][n][3]);
+            }
+          }
+        }
+        __syncthreads();
+        detail::write_rows(rows, stride, places, head, first_block * 8, min(dim, first_block * 8 + kStoreThreads / 2), target);
       }
-      target.data[(begin + local) * target.token_stride + head * target.head_stride + channel] = result;
+    }
+  }
+}
+
+/// @brief Writes K and V of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  float* rows = reinterpret_cast<float*>(shared_memory);  // [kStoreRows, stride]
+  __shared__ std::int64_t places[kStoreRows];
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
+  const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
+  const int begin = (static_cast<int>(blockIdx.x) - (tail ? full_pieces : 0)) * kStoreRows;
+  const HeadRows lists = tables.rows[tables.index(slot, head)];
+  const DeviceLengths lengths = tables.lengths[slot];
+  const std::int32_t* table = tables.page_table(RowList::full, slot, head);
+  const int num_rows = tail ? lengths.tail_length : lists.num_full, used = min(kStoreRows, num_rows - begin);
+  if (thread < kStoreRows) {
+    const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
+    places[thread] = position >= range.first && position < range.first + range.count ? position - range.first : -1;
+  }
+  const SourceRows ring(tables, {}, slot, head);
+  for (const Part part : {Part::key, Part::value}) {
+    __syncthreads();
+    if (tail) {
+      ring.load(part, nullptr, begin, 0, used, dim, rows, stride);
+    } else {
+      for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
+        const int lane = item % 32, unit = item / 32 % units, row = begin + item / 32 / units * kPlainRows;
+        const std::uint8_t* tile = tables.tile(table, tables.full, row / tables.full.rows);
+        const uint4 words = *reinterpret_cast<const uint4*>(tile + tables.full.offset(part) + (row % tables.full.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
+        const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4);  // A is [m, k]
+          rows[(row - begin + (part == Part::key ? m : k)) * stride + unit * kPlainUnit + (part == Part::key ? k : m)] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
+        }
+      }
     }
     __syncthreads();
+    detail::write_rows(rows, stride, places, head, 0, dim, part == Part::key ? key : value);
   }
+}
+
+/// @brief Zeros, where rows may have been dropped. Grid: tokens of the range x KV heads.
+template <class = void>
+__global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, DeviceTarget value) {
+  for (std::int64_t token = blockIdx.x; token < count; token += gridDim.x) {
+    for (int channel = static_cast<int>(threadIdx.x); channel < dim; channel += static_cast<int>(blockDim.x)) {
+      for (const DeviceTarget* target : {&key, &value}) {
+        const std::int64_t at = token * target->token_stride + static_cast<std::int64_t>(blockIdx.y) * target->head_stride + channel;
+        if (target->dtype == DType::f32) static_cast<float*>(target->data)[at] = 0.0F;
+        else static_cast<std::uint16_t*>(target->data)[at] = 0;
+      }
+    }
+  }
+}
+
+/// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
+inline void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const HostSequence& now = layer.sequence(slot);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads);
+  const auto pieces = [](std::int64_t rows, int size) { return static_cast<unsigned>((rows + size - 1) / size); };
+  if (drops) {
+    zero_rows_kernel<><<<dim3(static_cast<unsigned>((std::min)(range.count, std::int64_t{1} << 20)), heads), 128, 0, stream>>>(range.count, tables.head_dim, key, value);
+    check(cudaGetLastError(), "zero_rows_kernel");
+  }
+  const unsigned full = pieces(now.rows.num_full, kStoreRows), plain = full + pieces(now.tail_length, kStoreRows);
+  if (plain > 0) {
+    detail::launch_early(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0), false, "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
+  }
+  if (now.rows.num_compressed == 0) return;
+  const bool codes = layer.tiles().form == CodedForm::codes;
+  int channels = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
+  const auto launch = [&](auto* kernel) {
+    detail::launch_early(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, codes ? channels : 0), false, "decode_rows_kernel",
+                         stream, tables, slot, range, key, value);
+  };
+  if (codes) launch(decode_rows_kernel<true, DType::f16>);
+  else if (layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<false, DType::f16>);
+  else launch(decode_rows_kernel<false, DType::bf16>);
 }
 
 }  // namespace cuda

@@ -103,8 +103,14 @@ struct Tables {
 class PageWalk {
  public:
   __device__ PageWalk(const Tables& tables, const std::int32_t* table, const HeadTiles& layout, int tile)
-      : pool_(tables.pool), page_bytes_(tables.page_bytes), table_(table), tiles_per_page_(layout.tiles_per_page), bytes_(layout.bytes), page_(tile / layout.tiles_per_page),
-        tile_(tile % layout.tiles_per_page) {}
+      : pool_(tables.pool), page_bytes_(tables.page_bytes), table_(table), tiles_per_page_(layout.tiles_per_page), bytes_(layout.bytes) {
+    seek(tile);
+  }
+  /// @brief Goes to a tile.
+  __device__ void seek(int tile) {
+    page_ = tile / tiles_per_page_;
+    tile_ = tile % tiles_per_page_;
+  }
   /// @brief The tile it stands at, which must exist; then `step` tiles on.
   __device__ __forceinline__ const std::uint8_t* next(int step) {
     const std::uint8_t* here = pool_ + static_cast<std::size_t>(table_[page_]) * page_bytes_ + static_cast<std::size_t>(tile_) * static_cast<std::size_t>(bytes_);

@@ -17,8 +17,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) { r
 template <int stages>
 class TileRing {
  public:
-  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's
-  __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int most_bytes) : memory_(memory), barriers_(barriers), most_bytes_(most_bytes) {
+  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's  @param used  of the stages: all, or one fewer
+  __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int most_bytes, int used = stages) : memory_(memory), barriers_(barriers), most_bytes_(most_bytes), used_(used) {
 #if __CUDA_ARCH__ >= 900
     // Tiles are read once a step: they must not push maps and partial states out of the cache.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
@@ -47,7 +47,7 @@ class TileRing {
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-    filling_ = filling_ + 1 == stages ? 0 : filling_ + 1;
+    filling_ = filling_ + 1 == used_ ? 0 : filling_ + 1;
   }
   /// @brief Waits for what was fetched next. It stays until as many fetches later as there are stages.
   __device__ __forceinline__ const std::uint8_t* wait() {
@@ -55,11 +55,12 @@ class TileRing {
     asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\nbra WAIT;\nREADY:\n}"
                  ::"r"(shared_address(barriers_ + using_)), "r"(phase_) : "memory");
 #else
-    asm volatile("cp.async.wait_group %0;" ::"n"(stages - 1) : "memory");
+    if (used_ == stages) asm volatile("cp.async.wait_group %0;" ::"n"(stages - 1) : "memory");
+    else asm volatile("cp.async.wait_group %0;" ::"n"(stages - 2) : "memory");
     __syncwarp();
 #endif
     const std::uint8_t* tile = memory_ + using_ * most_bytes_;
-    if (++using_ == stages) {
+    if (++using_ == used_) {
       using_ = 0;
       phase_ ^= 1U;
     }
@@ -69,7 +70,7 @@ class TileRing {
  private:
   std::uint8_t* memory_;
   std::uint64_t* barriers_;
-  int most_bytes_;
+  int most_bytes_, used_;
   int filling_ = 0, using_ = 0;
   std::uint32_t phase_ = 0;
   std::uint64_t policy_ = 0;
