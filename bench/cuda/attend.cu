@@ -10,19 +10,18 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "lowrankkv/cuda/presets.cuh"
+#include "measure.cuh"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using bench::kDim;
 
 namespace {
 
-constexpr int kDim = 128;
 constexpr double kRate = 4.6e12;
 std::string only;  // the beginning of the names of the methods that are measured
 
@@ -30,42 +29,6 @@ struct Shape {
   int batch, query_heads, kv_heads;
   std::int64_t tokens;
 };
-
-float milliseconds(cudaStream_t stream, const std::function<void()>& call, int rounds) {
-  cudaEvent_t begin, end;
-  gpu::check(cudaEventCreate(&begin), "event");
-  gpu::check(cudaEventCreate(&end), "event");
-  std::vector<float> times;
-  for (int round = 0; round < rounds; ++round) {
-    gpu::check(cudaEventRecord(begin, stream), "event");
-    call();
-    gpu::check(cudaEventRecord(end, stream), "event");
-    gpu::check(cudaEventSynchronize(end), "call");
-    float ms = 0.0F;
-    gpu::check(cudaEventElapsedTime(&ms, begin, end), "event");
-    times.push_back(ms);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
-/// Coordinates themselves are the basis: numbers do not change how long a kernel takes.
-LayerBasis basis(int heads, int rank, const std::vector<std::uint8_t>& bits) {
-  LayerBasis result;
-  for (int head = 0; head < heads; ++head) {
-    HeadBasis maps;
-    maps.key_rank = maps.value_rank = rank;
-    maps.key_down.resize(static_cast<std::size_t>(kDim * rank));
-    for (int i = 0; i < rank; ++i) maps.key_down[static_cast<std::size_t>(i * rank + i)] = 1.0F;
-    maps.value_down = maps.key_down;
-    maps.key_bits = maps.value_bits = bits;
-    maps.key_rms = maps.value_rms = std::vector<float>(static_cast<std::size_t>(rank), 1.0F);
-    result.heads.push_back(std::move(maps));
-  }
-  return result;
-}
 
 template <class Cache>
 void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
@@ -76,14 +39,8 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   config.max_tokens = shape.tokens + 64;
   config.page_bytes = 65536;
   Cache cache(config, maps, policies);
-  std::mt19937_64 random(1);
   const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
-  std::vector<__half> rows(piece * row);
-  std::normal_distribution<float> normal;
-  std::vector<__half> samples(65536);
-  for (__half& x : samples) x = __float2half(normal(random));
-  for (__half& x : rows) x = samples[random() % samples.size()];
-  const gpu::DeviceArray<__half> device(rows);
+  const gpu::DeviceArray<__half> device(bench::random_halves(piece * row));
   const KeyView key(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
   const ValueView value(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
   cudaStream_t stream;
@@ -94,12 +51,15 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
     seqs.push_back(i);
     cache.create(i, stream);
   }
-  const float prompt = milliseconds(stream, [&] {
+  const auto nothing = [] {};
+  const float prompt = bench::milliseconds(stream, 1, nothing, [&] {
     for (const SequenceId seq : seqs) {
       for (std::int64_t done = 0; done < shape.tokens; done += static_cast<std::int64_t>(piece)) cache.ingest(seq, key, value, stream);
     }
-  }, 1) / static_cast<float>(shape.batch);
+  }) / static_cast<float>(shape.batch);
   const std::size_t queries = static_cast<std::size_t>(shape.batch * shape.query_heads * kDim);
+  std::mt19937_64 random(1);
+  std::normal_distribution<float> normal;
   std::vector<float> q(queries);
   for (float& x : q) x = 0.3F * normal(random);
   const gpu::DeviceArray<float> query(q);
@@ -107,14 +67,14 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   const auto call = [&] { cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim}, {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream); };
   call();
   gpu::check(cudaStreamSynchronize(stream), "attend");
-  const float plain = milliseconds(stream, call, 25);
+  const float plain = bench::milliseconds(stream, 25, nothing, call);
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   call();
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   gpu::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-  const float replayed = milliseconds(stream, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); }, 25);
+  const float replayed = bench::milliseconds(stream, 25, nothing, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); });
   const MemoryUsage usage = cache.memory();
   const double bytes = static_cast<double>(usage.total() - usage.slack_bytes);
   const double plain_bytes = 4.0 * kDim * shape.kv_heads * static_cast<double>(shape.tokens) * shape.batch;
@@ -131,23 +91,11 @@ using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode
 
 /// Bits of 32 channels each, of keys and of values; without the latter, the same.
 void codes(const char* name, const Shape& shape, const std::vector<int>& key_blocks, const std::vector<int>& value_blocks = {}) {
-  const auto bits_of = [](const std::vector<int>& blocks) {
-    std::vector<std::uint8_t> bits;
-    for (const int width : blocks) bits.insert(bits.end(), 32, static_cast<std::uint8_t>(width));
-    return bits;
-  };
-  const std::vector<std::uint8_t> key_bits = bits_of(key_blocks), value_bits = bits_of(value_blocks.empty() ? key_blocks : value_blocks);
-  LayerBasis maps = basis(shape.kv_heads, static_cast<int>(key_bits.size()), key_bits);
-  const LayerBasis of_values = basis(1, static_cast<int>(value_bits.size()), value_bits);
-  for (HeadBasis& head : maps.heads) {
-    head.value_rank = of_values.heads[0].value_rank;
-    head.value_down = of_values.heads[0].value_down;
-    head.value_bits = value_bits;
-    head.value_rms = of_values.heads[0].value_rms;
-  }
+  const std::vector<std::uint8_t> key_bits = bench::bits_of(key_blocks), value_bits = bench::bits_of(value_blocks.empty() ? key_blocks : value_blocks);
+  const LayerBasis maps = bench::basis(shape.kv_heads, static_cast<int>(key_bits.size()), static_cast<int>(value_bits.size()), key_bits, value_bits);
   measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}});
 }
-void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHybrid<Cuda>>(name, shape, basis(shape.kv_heads, rank, {}), {{}, {}, {4, 32}, {}}); }
+void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}); }
 
 }  // namespace
 

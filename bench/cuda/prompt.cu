@@ -6,67 +6,25 @@
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/prompt.cu
 //
 // Floor of a prompt: its K and V read once and the result written, at 4.2 TB/s (an H200's copy): 0.032 ms for the reading at 32768 tokens.
-#include <algorithm>
 #include <cstdio>
 #include <functional>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "lowrankkv/cuda/presets.cuh"
+#include "measure.cuh"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using bench::kDim;
 
 namespace {
 
-constexpr int kDim = 128, kHeads = 8, kQueryHeads = 32;
+constexpr int kHeads = 8, kQueryHeads = 32;
 std::string only;  // the beginning of the names of the methods that are measured
-
-float milliseconds(const std::function<void()>& before, const std::function<void()>& call) {
-  cudaEvent_t begin, end;
-  gpu::check(cudaEventCreate(&begin), "event");
-  gpu::check(cudaEventCreate(&end), "event");
-  std::vector<float> times;
-  for (int round = 0; round < 15; ++round) {
-    before();
-    gpu::check(cudaEventRecord(begin), "event");
-    call();
-    gpu::check(cudaEventRecord(end), "event");
-    gpu::check(cudaEventSynchronize(end), "call");
-    float ms = 0.0F;
-    gpu::check(cudaEventElapsedTime(&ms, begin, end), "event");
-    times.push_back(ms);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
-/// Coordinates themselves are the basis: numbers do not change how long a kernel takes.
-LayerBasis basis(int rank, const std::vector<std::uint8_t>& bits) {
-  LayerBasis result;
-  for (int head = 0; head < kHeads; ++head) {
-    HeadBasis maps;
-    maps.key_rank = maps.value_rank = rank;
-    maps.key_down.resize(static_cast<std::size_t>(kDim * rank));
-    for (int i = 0; i < rank; ++i) maps.key_down[static_cast<std::size_t>(i * rank + i)] = 1.0F;
-    maps.value_down = maps.key_down;
-    maps.key_bits = maps.value_bits = bits;
-    maps.key_rms = maps.value_rms = std::vector<float>(static_cast<std::size_t>(rank), 1.0F);
-    result.heads.push_back(std::move(maps));
-  }
-  return result;
-}
 
 template <class Cache>
 void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
   if (std::string(name).rfind(only, 0) != 0) return;
-  std::mt19937_64 random(1);
-  std::normal_distribution<float> normal;
-  std::vector<__half> samples(65536);
-  for (__half& x : samples) x = __float2half(normal(random));
   for (const std::int64_t tokens : {32768, 8192}) {
     CacheConfig config;
     config.shape = {kQueryHeads, kHeads, kDim};
@@ -75,9 +33,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     config.page_bytes = 65536;
     config.num_pages = 16 * Cache::num_pages({.shape = config.shape, .max_tokens = 2048, .page_bytes = config.page_bytes}, maps, policies) + Cache::num_pages({.shape = config.shape, .max_tokens = config.max_tokens, .page_bytes = config.page_bytes}, maps, policies);
     Cache cache(config, maps, policies);
-    std::vector<__half> rows(static_cast<std::size_t>(tokens * kHeads * kDim)), queries(static_cast<std::size_t>(32 * kQueryHeads * kDim));
-    for (__half& x : rows) x = samples[random() % samples.size()];
-    for (__half& x : queries) x = samples[random() % samples.size()];
+    const std::vector<__half> rows = bench::random_halves(static_cast<std::size_t>(tokens * kHeads * kDim)), queries = bench::random_halves(static_cast<std::size_t>(32 * kQueryHeads * kDim));
     const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), query_rows(queries);
     const KeyView key(key_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
     const ValueView value(value_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
@@ -86,7 +42,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       if (cache.contains(0)) cache.erase(0);
       cache.create(0);
     };
-    const float prompt = milliseconds(fresh, [&] { cache.ingest(0, key, value, query); });
+    const float prompt = bench::milliseconds(nullptr, 15, fresh, [&] { cache.ingest(0, key, value, query); });
     float maintenance = 0.0F;
     if (tokens == 8192) {
       std::vector<SequenceId> seqs;
@@ -96,7 +52,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
         cache.ingest(seq, key.tokens(0, 512), value.tokens(0, 512), query);
       }
       const int interval = cache.config().flush_interval, room = cache.config().tail_capacity;
-      maintenance = milliseconds(
+      maintenance = bench::milliseconds(
+          nullptr, 15,
           [&] {
             while (cache.tail_length(1) < room) cache.append(seqs, key.tokens(0, 15), value.tokens(0, 15));
           },
@@ -116,15 +73,15 @@ int main(int count, char** arguments) {
   if (count > 1) only = arguments[1];
   const std::vector<std::uint8_t> two(kDim, 2);
   measure<FullKV<Cuda>>("FullKV", {}, {});
-  measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 32", basis(32, {}), {{}, {}, {4, 32}, {}});
-  measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 80", basis(80, {}), {{}, {}, {4, 32}, {}});
-  measure<OjaKV<Cuda>>("OjaKV, rank 32", basis(32, {}), {{}, {}, {4, 32}, {}});
-  measure<OjaKV<Cuda>>("OjaKV, rank 80", basis(80, {}), {{}, {}, {4, 32}, {}});
+  measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
+  measure<OjaKV<Cuda>>("OjaKV, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  measure<OjaKV<Cuda>>("OjaKV, rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
-  measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", basis(80, {}), outliers);
-  measure<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>>("2 bits", basis(kDim, two), {{}, {}, {4, 32}, {}});
+  measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);
+  measure<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>>("2 bits", bench::basis(kHeads, kDim, kDim, two, two), {{}, {}, {4, 32}, {}});
   Budgeted<Cuda>::PolicySet budgeted;
   budgeted.token_policy.get<SinkRecent>() = {4, 32};
-  measure<Budgeted<Cuda>>("2 bits and outliers", basis(kDim, two), budgeted);
+  measure<Budgeted<Cuda>>("2 bits and outliers", bench::basis(kHeads, kDim, kDim, two, two), budgeted);
 }

@@ -854,3 +854,63 @@ TEST_CASE("bad input is refused with both values, and values that are not finite
   CHECK(stored[0] == 1.0F);
   for (std::size_t i = 2 * 64; i < stored.size(); ++i) CHECK(stored[i] == 0.0F);
 }
+
+namespace {
+
+/// Rows whose element (token, head, channel) is marked where the token is `special`, else nothing or a saw tooth over tokens.
+__global__ void fill_rows(__half* rows, std::int64_t tokens, int heads, int dim, bool saw, std::int64_t special, float mark) {
+  for (std::int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += static_cast<int>(blockDim.x)) {
+      const float plain = saw ? static_cast<float>(token % 8) - 3.5F : 0.0F;
+      rows[token * heads * dim + i] = __float2half(token == special && (saw || i % dim == 0) ? mark : plain);
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("tensors and lists of more than 2^31 elements") {
+  std::size_t free = 0, total = 0;
+  gpu::check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  const int heads = 16, dim = 128;
+  const std::int64_t tokens = (std::int64_t{1} << 20) + 4096;
+  if (free < (std::size_t{48} << 30)) {
+    MESSAGE("skipped: 48 GiB of device memory are needed, " << (free >> 30) << " are free");
+    return;
+  }
+  REQUIRE(tokens * heads * dim > std::int64_t{1} << 31);
+  CacheConfig config;
+  config.shape = {heads, heads, dim};
+  config.max_tokens = tokens + 64;
+  FullKV<Cuda> cache(config);
+  cache.create(1);
+  const std::int64_t special = tokens - 2000;
+  const gpu::DeviceArray<__half> key(static_cast<std::size_t>(tokens * heads * dim)), value(key.size());
+  fill_rows<<<4096, 256>>>(key.data(), tokens, heads, dim, false, special, 8.0F);
+  fill_rows<<<4096, 256>>>(value.data(), tokens, heads, dim, true, special, 100.0F);
+  cache.ingest(1, KeyView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim), ValueView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
+  std::vector<float> queries(static_cast<std::size_t>(heads * dim), 0.0F);
+  for (int head = 1; head < heads; head += 2) queries[static_cast<std::size_t>(head * dim)] = 50.0F;  // odd heads look for the special key: a logit of 35
+  const gpu::DeviceArray<float> query(queries), out(queries.size());
+  cache.attend(1, {query.data(), 1, heads, dim}, {out.data(), 1, heads, dim});
+  const auto found = host(out);
+  for (int head = 0; head < heads; ++head) {
+    for (int i = 0; i < dim; ++i) {
+      const float x = found[static_cast<std::size_t>(head * dim + i)];
+      if (head % 2 == 1) CHECK(std::abs(x - 100.0F) < 0.01F);
+      else CHECK(std::abs(x) < 1e-3F);  // the mean of whole teeth, and one in a million
+    }
+  }
+  gpu::check(cudaMemset(key.data(), 0xff, key.bytes()), "cudaMemset");
+  gpu::check(cudaMemset(value.data(), 0xff, value.bytes()), "cudaMemset");
+  cache.reconstruct(1, 0, KeyTargetView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim), ValueTargetView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
+  for (const std::int64_t token : {std::int64_t{0}, std::int64_t{12345}, special - 1, special, tokens - 1}) {
+    std::vector<__half> k(static_cast<std::size_t>(heads * dim)), v(k.size());
+    gpu::check(cudaMemcpy(k.data(), key.data() + token * heads * dim, k.size() * sizeof(__half), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    gpu::check(cudaMemcpy(v.data(), value.data() + token * heads * dim, v.size() * sizeof(__half), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    for (int i = 0; i < heads * dim; ++i) {
+      CHECK(__half2float(k[static_cast<std::size_t>(i)]) == (token == special && i % dim == 0 ? 8.0F : 0.0F));
+      CHECK(__half2float(v[static_cast<std::size_t>(i)]) == (token == special ? 100.0F : static_cast<float>(token % 8) - 3.5F));
+    }
+  }
+}

@@ -58,10 +58,10 @@ __device__ inline int position_of(const Tables& tables, RowList list, int slot, 
   return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
 }
 
-/// Channel (row, channel) of a tile of codes as maps expect it, gain left out: the plane about its centre, values as often as sums count them.
-__device__ inline float code_level(const std::uint8_t* tile, int unit_offset, int bits, Part part, int row, int channel) {
+/// Channel (row, channel) of a unit of codes as maps expect it, gain left out: the plane about its centre, values as often as sums count them.
+__device__ inline float code_level(const std::uint8_t* unit, int bits, Part part, int row, int channel) {
   const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
-  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(tile + unit_offset + place.word);
+  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(unit + place.word);
   const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
   return level * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
 }
@@ -121,19 +121,21 @@ struct MapOperands {
 
 }  // namespace detail
 
-/// @brief Shared memory of decode_rows_kernel in bytes. @param channels  most of a head's keys or values, in tiles of codes
-inline std::size_t decode_bytes(int head_dim, int channels) {
-  return sizeof(float) * static_cast<std::size_t>(kStoreRows * detail::row_stride(head_dim)) + sizeof(std::uint16_t) * static_cast<std::size_t>(kStoreRows * (channels + 8));
+/// @brief Shared memory of decode_rows_kernel in bytes. @param part_bytes  most of the keys, or the values, of 64 rows  @param channels  most of them, in tiles of codes
+inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
+  return sizeof(float) * static_cast<std::size_t>(kStoreRows * detail::row_stride(head_dim)) + static_cast<std::size_t>(part_bytes) + sizeof(std::uint16_t) * static_cast<std::size_t>(kStoreRows * (channels + 8));
 }
 
 /// @brief Writes K and V of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
 /// @tparam type  of the operands: that of plain coefficients; f16 for codes
 template <bool codes, DType type>
-__global__ void __launch_bounds__(kStoreThreads) decode_rows_kernel(Tables tables, int slot, TokenRange range, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), blocks = dim / 8;
-  float* rows = reinterpret_cast<float*>(shared_memory);                                    // [kStoreRows, stride]
-  std::uint16_t* levels = reinterpret_cast<std::uint16_t*>(rows + kStoreRows * stride);     // [kStoreRows, channels + 8], of codes
+  float* rows = reinterpret_cast<float*>(shared_memory);                              // [kStoreRows, stride]
+  std::uint8_t* stored = reinterpret_cast<std::uint8_t*>(rows + kStoreRows * stride);  // what is stored of the part, as it lies
+  std::uint16_t* levels = reinterpret_cast<std::uint16_t*>(stored + part_bytes);       // [kStoreRows, channels + 8], of codes
+  __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   __shared__ std::int64_t places[kStoreRows];
   __shared__ float gains[kStoreRows];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -145,6 +147,7 @@ __global__ void __launch_bounds__(kStoreThreads) decode_rows_kernel(Tables table
   for (const Part part : {Part::key, Part::value}) {
     const DeviceTarget& target = part == Part::key ? key : value;
     const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
+    const int tile_bytes = part == Part::key ? layout.value_offset - layout.key_offset : layout.bytes - layout.value_offset;  // of the part
     for (int first_block = 0; first_block < blocks; first_block += 2 * kStoreThreads / 32) {  // once up to head_dim 128
       const int block = first_block + 2 * warp;
       detail::MapOperands<type> operands;
@@ -157,21 +160,29 @@ __global__ void __launch_bounds__(kStoreThreads) decode_rows_kernel(Tables table
           const std::int64_t token = row < num_rows ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
           places[thread] = token < range.count ? token : -1;
           if (codes && row < num_rows) gains[thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread);
+        } else if (thread - kStoreRows < kStoreRows / layout.rows) {
+          const int row = begin + (thread - kStoreRows) * layout.rows;
+          tiles[thread - kStoreRows] = row < num_rows ? tables.tile(table, layout, row / layout.rows) + layout.offset(part) : nullptr;
         }
+        __syncthreads();
+        for (int item = thread; item < kStoreRows / layout.rows * (tile_bytes / 16); item += kStoreThreads) {
+          const std::uint8_t* tile = tiles[item / (tile_bytes / 16)];
+          reinterpret_cast<uint4*>(stored)[item] = tile == nullptr ? uint4{} : reinterpret_cast<const uint4*>(tile)[item % (tile_bytes / 16)];
+        }
+        __syncthreads();
         if constexpr (codes) {
-          const std::uint8_t* tile = tables.tile(table, layout, begin / kCodeRows);
-          int offset = layout.offset(part);
+          const std::uint8_t* from = stored;
           for (int unit = 0; unit < units; ++unit) {
             const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
             for (int item = thread; item < kCodeRows * kCodeUnit / 2; item += kStoreThreads) {
               const int row = item / (kCodeUnit / 2), channel = unit * kCodeUnit + item % (kCodeUnit / 2) * 2;
-              const std::uint32_t low = to_bits(type, detail::code_level(tile, offset, bits, part, row, channel)), high = to_bits(type, detail::code_level(tile, offset, bits, part, row, channel + 1));
-              *reinterpret_cast<std::uint32_t*>(levels + row * (channels + 8) + channel) = low | high << 16;
+              const __half2 pair = __floats2half2_rn(detail::code_level(from, bits, part, row, channel), detail::code_level(from, bits, part, row, channel + 1));
+              *reinterpret_cast<__half2*>(levels + row * (channels + 8) + channel) = pair;
             }
-            offset += code_unit_bytes(bits);
+            from += code_unit_bytes(bits);
           }
+          __syncthreads();
         }
-        __syncthreads();
         for (int index = 0; index < segments; ++index) {
           const SegmentRows segment = tables.segment(slot, num_rows, index, 0);
           if (segment.end <= begin || segment.begin >= begin + kStoreRows) continue;
@@ -192,12 +203,7 @@ __global__ void __launch_bounds__(kStoreThreads) decode_rows_kernel(Tables table
                   const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + (16 * m + g) * (channels + 8) + 16 * (first_step + k) + 2 * t);
                   a = {own[0], own[4 * (channels + 8)], own[4], own[4 * (channels + 8) + 4]};
                 } else {
-                  const int row = begin + 16 * m;
-                  a = {0, 0, 0, 0};
-                  if (row < num_rows) {
-                    const std::uint8_t* tile = tables.tile(table, layout, row / layout.rows);
-                    a = reinterpret_cast<const uint4*>(tile + layout.offset(part) + (row % layout.rows / kPlainRows * units + first_step + k) * kPlainUnitBytes)[lane];
-                  }
+                  a = reinterpret_cast<const uint4*>(stored)[(m * units + first_step + k) * 32 + lane];  // sixteen rows after sixteen rows
                   if (part == Part::value) a = {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
                 }
                 #pragma unroll
@@ -239,6 +245,7 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* rows = reinterpret_cast<float*>(shared_memory);  // [kStoreRows, stride]
   __shared__ std::int64_t places[kStoreRows];
+  __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
   const int begin = (static_cast<int>(blockIdx.x) - (tail ? full_pieces : 0)) * kStoreRows;
@@ -249,6 +256,8 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   if (thread < kStoreRows) {
     const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
     places[thread] = position >= range.first && position < range.first + range.count ? position - range.first : -1;
+  } else if (!tail && (thread - kStoreRows) * tables.full.rows < used) {
+    tiles[thread - kStoreRows] = tables.tile(table, tables.full, begin / tables.full.rows + thread - kStoreRows);
   }
   const SourceRows ring(tables, {}, slot, head);
   for (const Part part : {Part::key, Part::value}) {
@@ -256,15 +265,15 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
     if (tail) {
       ring.load(part, nullptr, begin, 0, used, dim, rows, stride);
     } else {
+      #pragma unroll 4
       for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
-        const int lane = item % 32, unit = item / 32 % units, row = begin + item / 32 / units * kPlainRows;
-        const std::uint8_t* tile = tables.tile(table, tables.full, row / tables.full.rows);
-        const uint4 words = *reinterpret_cast<const uint4*>(tile + tables.full.offset(part) + (row % tables.full.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
+        const int lane = item % 32, unit = item / 32 % units, row = item / 32 / units * kPlainRows;
+        const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.full.rows] + tables.full.offset(part) + (row % tables.full.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
         const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
         #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4);  // A is [m, k]
-          rows[(row - begin + (part == Part::key ? m : k)) * stride + unit * kPlainUnit + (part == Part::key ? k : m)] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
+          rows[(row + (part == Part::key ? m : k)) * stride + unit * kPlainUnit + (part == Part::key ? k : m)] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
         }
       }
     }
@@ -299,15 +308,18 @@ inline void reconstruct_rows(const LayerState& layer, int slot, const TokenRange
   }
   const unsigned full = pieces(now.rows.num_full, kStoreRows), plain = full + pieces(now.tail_length, kStoreRows);
   if (plain > 0) {
-    detail::launch_early(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0), false, "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
+    detail::launch_early(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0, 0), false, "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
   }
   if (now.rows.num_compressed == 0) return;
   const bool codes = layer.tiles().form == CodedForm::codes;
-  int channels = 0;
-  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
+  int channels = 0, part_bytes = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) {
+    channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
+    part_bytes = (std::max)({part_bytes, kStoreRows / tiles.rows * (tiles.value_offset - tiles.key_offset), kStoreRows / tiles.rows * (tiles.bytes - tiles.value_offset)});
+  }
   const auto launch = [&](auto* kernel) {
-    detail::launch_early(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, codes ? channels : 0), false, "decode_rows_kernel",
-                         stream, tables, slot, range, key, value);
+    detail::launch_early(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, part_bytes, codes ? channels : 0), false, "decode_rows_kernel",
+                         stream, tables, slot, range, part_bytes, key, value);
   };
   if (codes) launch(decode_rows_kernel<true, DType::f16>);
   else if (layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<false, DType::f16>);

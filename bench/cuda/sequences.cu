@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an engine does with sequences besides attending, on CompressedKVCache<Cuda, ...>: reconstruct() of a whole sequence into f16 tensors, fork(), save() and load() through
+// pinned host memory, append() of a token to 16 sequences. One layer of Llama-3.1-8B's shape, 32768 tokens in a sequence. Medians of 15.
+// Arguments: the beginning of a method's name; without, all.
+// Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/sequences.cu
+//
+// Floor of reconstruct(): the stored bytes read and the rows written once at 4.2 TB/s (an H200's copy); of save() and load(): the bytes at the bus's rate.
+#include <cstdio>
+#include <string>
+
+#include "measure.cuh"
+
+using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using bench::kDim;
+
+namespace {
+
+constexpr int kHeads = 8, kQueryHeads = 32, kSequences = 16;
+constexpr std::int64_t kTokens = 32768;
+constexpr double kRate = 4.2e12;
+std::string only;  // the beginning of the names of the methods that are measured
+
+template <class Cache>
+void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+  if (std::string(name).rfind(only, 0) != 0) return;
+  CacheConfig config;
+  config.shape = {kQueryHeads, kHeads, kDim};
+  config.max_sequences = kSequences + 3;
+  config.max_tokens = kTokens + 2048;
+  config.page_bytes = 65536;
+  config.num_pages = 4 * Cache::num_pages({.shape = config.shape, .max_tokens = config.max_tokens, .page_bytes = config.page_bytes}, maps, policies);
+  Cache cache(config, maps, policies);
+  const std::vector<__half> rows = bench::random_halves(static_cast<std::size_t>(kTokens * kHeads * kDim));
+  const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), key_out(rows.size()), value_out(rows.size());
+  const KeyView key(key_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
+  const ValueView value(value_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
+  const QueryView query(key_rows.data(), DType::f16, 32, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
+  cudaStream_t stream;
+  gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  gpu::check(cudaDeviceSynchronize(), "inputs");
+  cache.create(0, stream);
+  cache.ingest(0, key, value, query, stream);
+  const MemoryUsage usage = cache.memory(0);
+  const double stored = static_cast<double>(usage.total() - usage.slack_bytes), written = 4.0 * kDim * kHeads * static_cast<double>(kTokens);
+  const auto nothing = [] {};
+  const double decode = static_cast<double>(bench::milliseconds(stream, 15, nothing, [&] {
+    cache.reconstruct(0, 0, KeyTargetView(key_out.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim), ValueTargetView(value_out.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim), stream);
+  }));
+  const auto without = [&](SequenceId seq) {
+    if (cache.contains(seq)) cache.erase(seq, stream);
+  };
+  const float fork = bench::milliseconds(stream, 15, [&] { without(1); }, [&] { cache.fork(0, 1, stream); });
+  std::byte* host = nullptr;
+  const std::size_t size = cache.save_bytes(0);
+  gpu::check(cudaMallocHost(&host, size), "cudaMallocHost");
+  const float save = bench::milliseconds(stream, 5, nothing, [&] { cache.save(0, {host, size}, stream); });
+  const float load = bench::milliseconds(stream, 5, [&] { without(2); }, [&] { cache.load(2, {host, size}, stream); });
+  cudaFreeHost(host);
+  std::vector<SequenceId> seqs;
+  for (SequenceId seq = 3; seq < kSequences + 3; ++seq) {
+    cache.create(seq, stream);
+    seqs.push_back(seq);
+  }
+  const auto room = [&] {
+    if (cache.tail_length(3) < cache.config().tail_capacity) return;
+    for (const SequenceId seq : seqs) cache.truncate(seq, 0, stream);
+  };
+  const float append = bench::milliseconds(stream, 31, room, [&] { cache.append(seqs, key.tokens(0, kSequences), value.tokens(0, kSequences), stream); });
+  std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; append to %d sequences %.4f ms\n", name, decode,
+              (stored + written) / decode / 1e9, 100.0 * (stored + written) / kRate / (decode / 1e3), static_cast<double>(fork), static_cast<double>(save), static_cast<double>(load),
+              static_cast<double>(size) / 1e6, kSequences, static_cast<double>(append));
+  std::fflush(stdout);
+  cudaStreamDestroy(stream);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count > 1) only = arguments[1];
+  using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
+  const auto codes = [](const std::vector<int>& blocks) {
+    const std::vector<std::uint8_t> bits = bench::bits_of(blocks);
+    return bench::basis(kHeads, static_cast<int>(bits.size()), static_cast<int>(bits.size()), bits, bits);
+  };
+  measure<FullKV<Cuda>>("FullKV", {}, {});
+  measure<StaticPCAHybrid<Cuda>>("f16 rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  measure<StaticPCAHybrid<Cuda>>("f16 rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
+  measure<Codes>("2.5 bits", codes({4, 2, 2, 2}), {{}, {}, {4, 32}, {}});
+  measure<Codes>("1.5 bits", codes({2, 2, 2}), {{}, {}, {4, 32}, {}});
+  measure<SubSpaceG<Cuda>>("SubSpaceG, rank 64", bench::basis(kHeads, 64, 64), {});
+  OjaKVv2<Cuda>::PolicySet outliers;
+  outliers.token_policy.get<SinkRecent>() = {4, 32};
+  measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);
+}
