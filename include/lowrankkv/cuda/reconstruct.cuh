@@ -26,8 +26,11 @@ struct DeviceTarget {
   DType dtype = DType::f32;
   std::int64_t token_stride = 0, head_stride = 0;
 
-  /// @brief Eight channels of a row may be written at once.
-  __device__ bool wide() const { return dtype != DType::f32 && reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0; }
+  /// @brief Sixteen bytes of a row may be written at once.
+  __device__ bool wide() const {
+    const int elements = dtype == DType::f32 ? 4 : 8;
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 && head_stride % elements == 0;
+  }
 };
 
 /// @brief The tokens that are wanted: [first, first + count).
@@ -58,37 +61,88 @@ __device__ inline int position_of(const Tables& tables, RowList list, int slot, 
   return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
 }
 
-/// Channel (row, channel) of a unit of codes as maps expect it, gain left out: the plane about its centre, values as often as sums count them.
-__device__ inline float code_level(const std::uint8_t* unit, int bits, Part part, int row, int channel) {
-  const CodePlace place = part == Part::key ? key_place(bits, row, channel % kCodeUnit) : value_place(bits, row, channel % kCodeUnit);
-  const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(unit + place.word);
-  const float level = static_cast<float>(word >> place.shift & ((1U << bits) - 1U)) - 0.5F * static_cast<float>((1 << bits) - 1);
-  return level * (part == Part::key ? 1.0F : static_cast<float>(value_weight(bits, channel)));
+/// Two bytes of a word as numbers of 16 bits about `centre`, exactly.
+__device__ __forceinline__ __half2 levels_of(std::uint32_t bytes, std::uint32_t selector, float centre) {
+  const std::uint32_t words = __byte_perm(bytes, 0x64646464U, selector);  // 1024 + code
+  return __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&words), __float2half2_rn(1024.0F)), __float2half2_rn(centre));
 }
 
-/// Writes channels [first, end), multiples of 8, of rows [kStoreRows, row_stride(dim)] in shared memory to the target; row i to token places[i], not at all if that is negative.
-__device__ inline void write_rows(const float* rows, int stride, const std::int64_t* places, int head, int first, int end, const DeviceTarget& target) {
-  const int per_row = (end - first) / 8;
-  const bool wide = target.wide();
-  for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
-    const int row = item / per_row, channel = first + item % per_row * 8;
-    if (places[row] < 0) continue;
-    const float* own = rows + row * stride + channel;
-    const std::int64_t at = places[row] * target.token_stride + head * target.head_stride + channel;
-    if (target.dtype == DType::f32) {
-      for (int i = 0; i < 8; ++i) static_cast<float*>(target.data)[at + i] = own[i];
-      continue;
-    }
-    std::uint32_t words[4];
+/// Levels of a unit of codes as maps expect them, gains left out: the plane about its centre, values as often as sums count them. A word holds one byte of codes of
+/// four channels, or rows (tile_layout.cuh). keys: target [64 rows, stride], of its first channel; values: [32 channels, stride].
+template <Part part, int bits>
+__device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stride) {
+  constexpr float centre = 0.5F * static_cast<float>((1 << bits) - 1);
+  constexpr std::uint32_t mask = 0x01010101U * ((1U << bits) - 1U);
+  for (int item = static_cast<int>(threadIdx.x); item < code_unit_bytes(bits) / 4; item += kStoreThreads) {
+    const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(unit)[item];
+    const int lane = bits == 1 ? item / 2 : item / 4 % 32, low = bits == 1 ? item % 2 : item % 4, high = bits == 1 ? 0 : item / 128;
     #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = static_cast<std::uint32_t>(to_bits(target.dtype, own[2 * i])) | static_cast<std::uint32_t>(to_bits(target.dtype, own[2 * i + 1])) << 16;
-    if (wide) {
-      *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(target.data) + at) = {words[0], words[1], words[2], words[3]};
-    } else {
-      for (int i = 0; i < 8; ++i) static_cast<std::uint16_t*>(target.data)[at + i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
+    for (int q = 0; q < 8 / bits; ++q) {
+      const std::uint32_t codes = word >> (bits * q) & mask;
+      if constexpr (part == Part::key) {
+        const int block = bits == 8 ? high : bits == 4 ? 2 * high + q : bits == 2 ? q : q / 2, half = bits == 1 ? q % 2 : low % 2, deep = bits == 1 ? low : low / 2;
+        __half2* own = reinterpret_cast<__half2*>(target + (16 * block + 8 * half + lane / 4) * stride + 16 * deep + 4 * (lane % 4));
+        own[0] = levels_of(codes, 0x4140, centre);
+        own[1] = levels_of(codes, 0x4342, centre);
+      } else {
+        const int step = bits == 8 ? high % 2 : bits == 1 ? q / 4 : low / 2, half = bits == 8 ? low / 2 : bits == 1 ? low : low % 2;
+        const int eighth = bits == 8 ? 2 * (high / 2) + low % 2 : bits == 4 ? 2 * high + q : bits == 2 ? q : q % 4, channel = 8 * eighth + lane / 4;
+        const __half2 weight = __float2half2_rn(static_cast<float>(value_weight(bits, channel)));
+        __half2* own = reinterpret_cast<__half2*>(target + channel * stride + 32 * step + 16 * half + 2 * (lane % 4));
+        own[0] = __hmul2(levels_of(codes, 0x4240, centre), weight);
+        own[4] = __hmul2(levels_of(codes, 0x4341, centre), weight);  // eight rows on
+      }
     }
   }
 }
+/// The same of any width.
+template <Part part>
+__device__ void unpack_levels(const std::uint8_t* unit, int bits, __half* target, int stride) {
+  if (bits == 8) unpack_levels<part, 8>(unit, target, stride);
+  else if (bits == 4) unpack_levels<part, 4>(unit, target, stride);
+  else if (bits == 2) unpack_levels<part, 2>(unit, target, stride);
+  else unpack_levels<part, 1>(unit, target, stride);
+}
+
+/// Rows in shared memory as the target has them, before they go there 16 bytes at a time.
+struct RowStage {
+  std::uint8_t* base;
+  DType dtype;
+  int stride;  ///< bytes from a row to the next: no two rows of a product meet in a bank
+
+  __device__ RowStage(std::uint8_t* memory, DType type, int head_dim) : base(memory), dtype(type), stride(head_dim * static_cast<int>(type == DType::f32 ? 4 : 2) + 16) {}
+  /// Two neighbouring channels of a row, the first even.
+  __device__ void put(int row, int channel, float first, float second) const {
+    std::uint8_t* at = base + row * stride;
+    if (dtype == DType::f32) *reinterpret_cast<float2*>(at + 4 * channel) = {first, second};
+    else *reinterpret_cast<std::uint32_t*>(at + 2 * channel) = static_cast<std::uint32_t>(to_bits(dtype, first)) | static_cast<std::uint32_t>(to_bits(dtype, second)) << 16;
+  }
+  /// The same of two numbers of a type of 16 bits.
+  __device__ void put_word(int row, int channel, DType type, std::uint32_t word) const {
+    if (dtype == type) *reinterpret_cast<std::uint32_t*>(base + row * stride + 2 * channel) = word;
+    else put(row, channel, from_bits(type, static_cast<std::uint16_t>(word)), from_bits(type, static_cast<std::uint16_t>(word >> 16)));
+  }
+  /// Writes channels [first, end), multiples of 16, to the target; row i to token places[i], not at all if that is negative.
+  __device__ void write(const std::int64_t* places, int head, int first, int end, const DeviceTarget& target) const {
+    const int size = dtype == DType::f32 ? 4 : 2, per_row = (end - first) * size / 16;
+    const bool wide = target.wide();
+    for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
+      const int row = item / per_row, byte = first * size + item % per_row * 16;
+      if (places[row] < 0) continue;
+      const uint4 words = *reinterpret_cast<const uint4*>(base + row * stride + byte);
+      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] * target.token_stride + head * target.head_stride) * size + byte;
+      if (wide) {
+        *reinterpret_cast<uint4*>(at) = words;
+      } else {
+        const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+        for (int i = 0; i < 16 / size; ++i) {
+          if (size == 4) reinterpret_cast<std::uint32_t*>(at)[i] = all[i];
+          else reinterpret_cast<std::uint16_t*>(at)[i] = static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2)));
+        }
+      }
+    }
+  }
+};
 
 /// Operands of the products with maps: two blocks of eight row channels, so many steps of 16 channels of tiles; sums of parts.
 template <DType type>
@@ -123,7 +177,7 @@ struct MapOperands {
 
 /// @brief Shared memory of decode_rows_kernel in bytes. @param part_bytes  most of the keys, or the values, of 64 rows  @param channels  most of them, in tiles of codes
 inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
-  return sizeof(float) * static_cast<std::size_t>(kStoreRows * detail::row_stride(head_dim)) + static_cast<std::size_t>(part_bytes) + sizeof(std::uint16_t) * static_cast<std::size_t>(kStoreRows * (channels + 8));
+  return static_cast<std::size_t>(kStoreRows * (4 * head_dim + 16) + part_bytes) + sizeof(__half) * static_cast<std::size_t>((std::max)(kStoreRows * (channels + 8), channels * (kStoreRows + 8)));
 }
 
 /// @brief Writes K and V of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
@@ -131,10 +185,9 @@ inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
 template <bool codes, DType type>
 __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), blocks = dim / 8;
-  float* rows = reinterpret_cast<float*>(shared_memory);                              // [kStoreRows, stride]
-  std::uint8_t* stored = reinterpret_cast<std::uint8_t*>(rows + kStoreRows * stride);  // what is stored of the part, as it lies
-  std::uint16_t* levels = reinterpret_cast<std::uint16_t*>(stored + part_bytes);       // [kStoreRows, channels + 8], of codes
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, blocks = dim / 8;
+  std::uint8_t* stored = shared_memory + kStoreRows * (4 * dim + 16);  // behind the rows: what is stored of the part, as it lies
+  __half* levels = reinterpret_cast<__half*>(stored + part_bytes);     // of codes: keys [kStoreRows, channels + 8], values [channels, kStoreRows + 8]
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   __shared__ std::int64_t places[kStoreRows];
   __shared__ float gains[kStoreRows];
@@ -146,6 +199,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
   const int pieces = min(kDecodePieces, (num_rows + kStoreRows - 1) / kStoreRows - first_piece);
   for (const Part part : {Part::key, Part::value}) {
     const DeviceTarget& target = part == Part::key ? key : value;
+    const detail::RowStage rows(shared_memory, target.dtype, dim);
     const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
     const int tile_bytes = part == Part::key ? layout.value_offset - layout.key_offset : layout.bytes - layout.value_offset;  // of the part
     for (int first_block = 0; first_block < blocks; first_block += 2 * kStoreThreads / 32) {  // once up to head_dim 128
@@ -174,11 +228,8 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
           const std::uint8_t* from = stored;
           for (int unit = 0; unit < units; ++unit) {
             const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
-            for (int item = thread; item < kCodeRows * kCodeUnit / 2; item += kStoreThreads) {
-              const int row = item / (kCodeUnit / 2), channel = unit * kCodeUnit + item % (kCodeUnit / 2) * 2;
-              const __half2 pair = __floats2half2_rn(detail::code_level(from, bits, part, row, channel), detail::code_level(from, bits, part, row, channel + 1));
-              *reinterpret_cast<__half2*>(levels + row * (channels + 8) + channel) = pair;
-            }
+            if (part == Part::key) detail::unpack_levels<Part::key>(from, bits, levels + unit * kCodeUnit, channels + 8);
+            else detail::unpack_levels<Part::value>(from, bits, levels + unit * kCodeUnit * (kStoreRows + 8), kStoreRows + 8);
             from += code_unit_bytes(bits);
           }
           __syncthreads();
@@ -199,13 +250,14 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
               #pragma unroll
               for (int m = 0; m < kStoreRows / 16; ++m) {
                 uint4 a;
-                if constexpr (codes) {
-                  const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + (16 * m + g) * (channels + 8) + 16 * (first_step + k) + 2 * t);
-                  a = {own[0], own[4 * (channels + 8)], own[4], own[4 * (channels + 8) + 4]};
+                if constexpr (codes) {  // keys are rows x channels, values channels x rows
+                  const int lines = part == Part::key ? 16 * m : 16 * (first_step + k), columns = part == Part::key ? 16 * (first_step + k) : 16 * m, line = part == Part::key ? channels + 8 : kStoreRows + 8;
+                  const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + (lines + g) * line + columns + 2 * t);
+                  a = {own[0], own[4 * line], own[4], own[4 * line + 4]};
                 } else {
                   a = reinterpret_cast<const uint4*>(stored)[(m * units + first_step + k) * 32 + lane];  // sixteen rows after sixteen rows
-                  if (part == Part::value) a = {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
                 }
+                if (part == Part::value) a = {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
                 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                   #pragma unroll
@@ -219,21 +271,19 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
             if (block + n >= blocks) continue;
             #pragma unroll
             for (int m = 0; m < kStoreRows / 16; ++m) {
-              float* own = rows + (16 * m + g) * stride + 8 * (block + n) + 2 * t;
-              const auto put = [&](int row, float* to, float first, float second) {
+              const auto put = [&](int row, float first, float second) {
                 if (begin + row < segment.begin || begin + row >= segment.end) return;
-                const float scale = (codes ? gains[row] : 1.0F) / maps.reader_scale;
+                const float scale = (codes ? gains[row] : 1.0F) / maps.reader_scale;  // by a power of two
                 const int channel = 8 * (block + n) + 2 * t;
-                to[0] = first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]);
-                to[1] = second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]);
+                rows.put(row, channel, first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]), second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]));
               };
-              put(16 * m + g, own, sums[m][n][0], sums[m][n][1]);
-              put(16 * m + g + 8, own + 8 * stride, sums[m][n][2], sums[m][n][3]);
+              put(16 * m + g, sums[m][n][0], sums[m][n][1]);
+              put(16 * m + g + 8, sums[m][n][2], sums[m][n][3]);
             }
           }
         }
         __syncthreads();
-        detail::write_rows(rows, stride, places, head, first_block * 8, min(dim, first_block * 8 + kStoreThreads / 2), target);
+        rows.write(places, head, first_block * 8, min(dim, first_block * 8 + kStoreThreads / 2), target);
       }
     }
   }
@@ -243,10 +293,9 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float* rows = reinterpret_cast<float*>(shared_memory);  // [kStoreRows, stride]
   __shared__ std::int64_t places[kStoreRows];
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, stride = detail::row_stride(dim), units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
   const int begin = (static_cast<int>(blockIdx.x) - (tail ? full_pieces : 0)) * kStoreRows;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
@@ -261,24 +310,28 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   }
   const SourceRows ring(tables, {}, slot, head);
   for (const Part part : {Part::key, Part::value}) {
+    const DeviceTarget& target = part == Part::key ? key : value;
+    const detail::RowStage rows(shared_memory, target.dtype, dim);
     __syncthreads();
     if (tail) {
-      ring.load(part, nullptr, begin, 0, used, dim, rows, stride);
+      for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
+        const int row = item / (dim / 2), channel = item % (dim / 2) * 2;
+        rows.put(row, channel, ring.element(part, begin + row, channel), ring.element(part, begin + row, channel + 1));
+      }
     } else {
       #pragma unroll 4
       for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
         const int lane = item % 32, unit = item / 32 % units, row = item / 32 / units * kPlainRows;
         const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.full.rows] + tables.full.offset(part) + (row % tables.full.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
-        const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
+        // Keys are rows x channels, values channels x rows; whole warps are here.
+        const std::uint32_t all[4] = {part == Part::key ? words.x : transposed(words.x), part == Part::key ? words.y : transposed(words.z), part == Part::key ? words.z : transposed(words.y),
+                                      part == Part::key ? words.w : transposed(words.w)};
         #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4);  // A is [m, k]
-          rows[(row + (part == Part::key ? m : k)) * stride + unit * kPlainUnit + (part == Part::key ? k : m)] = from_bits(tables.full_type, static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2))));
-        }
+        for (int i = 0; i < 4; ++i) rows.put_word(row + lane / 4 + 8 * (i % 2), unit * kPlainUnit + 2 * (lane % 4) + 8 * (i / 2), tables.full_type, all[i]);
       }
     }
     __syncthreads();
-    detail::write_rows(rows, stride, places, head, 0, dim, part == Part::key ? key : value);
+    rows.write(places, head, 0, dim, target);
   }
 }
 
