@@ -171,6 +171,12 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
   return nullptr;
 }
 
+/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
+int effort() {
+  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
+  return wished == nullptr ? 1 : std::atoi(wished);
+}
+
 /// || a - b || / || b ||
 template <class A, class B>
 double distance(const std::vector<A>& a, const std::vector<B>& b) {
@@ -364,8 +370,6 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
     const char* name;
   };
   std::vector<Case> cases;
-  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
-  const int effort = wished == nullptr ? 1 : std::atoi(wished);
   for (std::size_t method = 0; method < std::size(support::kMethodNames); ++method) {
     for (const DType type : {DType::f16, DType::bf16}) {
       Settings settings;
@@ -377,7 +381,7 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
   for (std::size_t i = 0; i < cases.size(); ++i) {
     CAPTURE(std::string(cases[i].name));
     CAPTURE(std::string(name_of(cases[i].type)));
-    const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, 2 * effort);
+    const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, std::max(1, 2 * effort()));
     MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications " << worst.publications << ", merges " << worst.merges);
   }
 }
@@ -385,6 +389,7 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
 TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leave it alone") {
   Random random(23);
   for (const Method method : {Method::full, Method::hybrid, Method::codes, Method::int8, Method::oja_merging, Method::oja_rotating, Method::oja_outliers, Method::oja_snapkv, Method::budgeted, Method::snapkv_only, Method::streaming}) {
+    if (effort() == 0 && method != Method::codes && method != Method::oja_merging && method != Method::oja_snapkv) continue;
     CAPTURE(std::string(support::kMethodNames[static_cast<int>(method)]));
     Settings settings;
     settings.method = method;
@@ -430,7 +435,7 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
       CHECK(a.out == b.out);
       CHECK(a.lse == b.lse);
     };
-    grow(1, steps(50));
+    grow(1, steps(effort() == 0 ? 12 : 50));
     const Answer before = answer(1);
     const std::int64_t free = device->free_pages();
     device->fork(1, 2);
@@ -440,7 +445,7 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
     CHECK(device->save(3) == saved);
     same(answer(2), before);
     same(answer(3), before);
-    const auto more = steps(60);
+    const auto more = steps(effort() == 0 ? 10 : 60);
     grow(2, more);  // writes to pages that 1 reads
     same(answer(1), before);
     device->fork(2, 4);
@@ -448,11 +453,11 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
     grow(3, more);
     const Answer after = answer(1);
     for (const SequenceId seq : {2, 3, 4}) same(answer(seq), after);
-    grow(4, steps(40));
+    grow(4, steps(effort() == 0 ? 2 : 40));
     device->truncate(2, device->num_tokens(2) - 3);
     device->erase(4);
     same(answer(1), after);
-    grow(2, steps(30));
+    grow(2, steps(effort() == 0 ? 2 : 30));
     same(answer(3), after);
     for (const SequenceId seq : {1, 2, 3}) device->erase(seq);
     CHECK(device->memory().total() == 0);
@@ -764,7 +769,7 @@ void replay_graph(const support::RandomLayer& layer, CacheConfig config, const t
   cache.attend(seqs, {query.data(), 2, 8, 128}, {out.data(), 2, 8, 128}, {}, stream);
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   gpu::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
-  for (int step = 0; step < 200; ++step) {
+  for (int step = 0; step < (effort() == 0 ? 60 : 200); ++step) {
     const auto k = layer.rows(random, 2, true), v = layer.rows(random, 2, false), q = layer.queries(random, 2);
     gpu::check(cudaMemcpy(key.data(), k.data(), key.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
     gpu::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -802,8 +807,10 @@ TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
   using Merging = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
   const auto narrow = support::random_layer(random, {8, 2, 128}, settings, 40);
   replay_graph<Merging>(narrow, config, {{}, {}, {4, 32}, {}}, random, publications, merges);
-  CHECK(publications > 6);
-  CHECK(merges > 2);
+  if (effort() > 0) {  // enough steps
+    CHECK(publications > 6);
+    CHECK(merges > 2);
+  }
   OjaKVv2<Cuda>::PolicySet policies;
   policies.token_policy.get<SinkRecent>() = {4, 32};
   policies.token_policy.get<ResidualOutliers>().share = 0.05F;
