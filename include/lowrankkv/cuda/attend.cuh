@@ -97,8 +97,11 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
         const auto shared = [&](int warps) { return warps * (stages * bytes + state_bytes); };
         int warps = kAttendWarps;
         while (warps > 4 && shared(warps) > kRingBytes) warps /= 2;
-        while (warps > 1 && shared(warps) > (std::min)(kMaxRingBytes, layer.shared_bytes())) warps /= 2;
-        if (shared(warps) > layer.shared_bytes()) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", shared(warps), " bytes of shared memory, the device has ", layer.shared_bytes(), " to give");
+        cudaFuncAttributes attributes{};
+        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+        const int limit = (std::min)(kMaxRingBytes, layer.shared_bytes() - static_cast<int>(attributes.sharedSizeBytes));
+        while (warps > 1 && shared(warps) > limit) warps /= 2;
+        if (shared(warps) > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", shared(warps), " bytes of shared memory, the device has ", limit, " to give");
         const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
         // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
         const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);

@@ -76,9 +76,9 @@ class CacheBase {
   }
 
   /// Rows that a sequence may have in the full list.
-  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) {
-    return (std::max)(row_counts(policies.token_policy, 0, config.max_tokens, Phase::prefill).full, row_counts(policies.token_policy, 0, config.max_tokens, Phase::decode).full);
-  }
+  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) { return most_full(policies.token_policy, config.max_tokens); }
+  /// The same of a sequence of which so many tokens have left the tail.
+  static std::int64_t most_full(const TokenPolicy& policy, std::int64_t tokens) { return (std::max)(row_counts(policy, 0, tokens, Phase::prefill).full, row_counts(policy, 0, tokens, Phase::decode).full); }
 
   /// The tiles of all lists, and the size of pages that hold them.
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
@@ -156,7 +156,7 @@ class CacheBase {
     if (key.num_tokens > config_.max_tokens - now.num_tokens) {
       ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", key.num_tokens);
     }
-    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens), Phase::prefill));
+    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens), 1, Phase::prefill));
     return slot;
   }
   void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
@@ -169,14 +169,20 @@ class CacheBase {
   /// Rows that leave full rank when a prompt of n tokens has come.
   std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - recent_rows(policies_.token_policy)); }
 
-  /// What becomes of a sequence's next `count` leaving rows.
-  RowCounts counts_of(int slot, std::int64_t count, Phase phase) const {
+  /// What becomes of a sequence's next `count` leaving rows, so many having left before them.
+  RowCounts counts_of(int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
     const HostSequence& now = layer_.sequence(slot);
-    return row_counts(policies_.token_policy, now.num_tokens - now.tail_length, count, phase);
+    return row_counts(policies_.token_policy, now.num_tokens - now.tail_length + before, count, phase);
   }
-  std::int64_t pages_to_store(int slot, std::int64_t count, Phase phase) const {
-    const RowCounts counts = counts_of(slot, count, phase);
-    return layer_.pages_to_add(slot, counts.full, counts.compressed);
+  /// Pages for so many rounds of `count` leaving rows each.
+  std::int64_t pages_to_store(int slot, std::int64_t count, std::int64_t rounds, Phase phase) const {
+    RowCounts all;
+    for (std::int64_t round = 0; round < rounds; ++round) {
+      const RowCounts counts = counts_of(slot, count, phase, round * count);
+      all.full += counts.full;
+      all.compressed += counts.compressed;
+    }
+    return layer_.pages_to_add(slot, all.full, all.compressed);
   }
 
   /// Raises unless m more tokens fit each sequence.
@@ -234,7 +240,7 @@ class CacheBase {
     for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
       Leaving leaving;
       leaving.count = static_cast<std::int32_t>((std::min)(slots.size() - first, std::size_t{kMaxBatch}));
-      std::int64_t most_full = 0, most_compressed = 0;
+      std::int64_t most_full = 0, most_compressed = 0, most_candidates = 0;
       for (int i = 0; i < leaving.count; ++i) {
         const int slot = slots[first + static_cast<std::size_t>(i)];
         const RowCounts counts = counts_of(slot, count, phase);
@@ -246,6 +252,7 @@ class CacheBase {
         leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length);
         most_full = (std::max)(most_full, counts.full);
         most_compressed = (std::max)(most_compressed, counts.compressed);
+        most_candidates = (std::max)(most_candidates, counts.full + counts.compressed - counts.pinned);
         layer_.add_pages(slot, counts.full, counts.compressed, stream);
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
@@ -256,8 +263,8 @@ class CacheBase {
           (Rows::compresses ? orders.second : orders.first) = kept;
         }
       }
-      if constexpr (Rule::adapts) {
-        if (most_compressed > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
+      if constexpr (Rule::adapts && Rows::compresses) {
+        if (most_candidates > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
       }
       if constexpr (Rows::choice == RowChoice::errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });

@@ -160,7 +160,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const int interval = config_.flush_interval, kept = cuda::recent_rows(policies_.token_policy) + interval;
     for (const int slot : slots) {
       const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
-      if (rounds > 0) pages += this->pages_to_store(slot, rounds * interval, Phase::decode);
+      pages += this->pages_to_store(slot, interval, rounds, Phase::decode);
     }
     layer_.pool().allocator().require(pages);
     for (;;) {
@@ -243,6 +243,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
+    Base::refuse_capture("reconstruct", stream);
     const int slot = sequences_.find(seq);
     detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
@@ -276,6 +277,10 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void load(SequenceId seq, std::span<const std::byte> saved, cudaStream_t stream = nullptr) {
     Base::refuse_capture("load", stream);
     const cuda::SavedSequence sequence = cuda::read_sequence(layer_, saved);
+    const cuda::SavedCounts& counts = sequence.counts;
+    const std::int64_t most = Base::most_full(policies_.token_policy, counts.num_tokens - counts.tail_length);
+    if (counts.rows.num_full > most) detail::fail<FormatError>("saved state: ", counts.rows.num_full, " full rows of ", counts.num_tokens - counts.tail_length, ", this cache's token policy keeps at most ", most);
+    layer_.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
     cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
   }
 

@@ -159,9 +159,11 @@ class LayerState {
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
       std::int32_t& page = now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index];
       if (copies.count == kMaxEdits) flush();
+      const std::int32_t own = pool_->allocator().take();
       copies.from[copies.count] = page;
+      copies.to[copies.count++] = own;
       pool_->allocator().release(page);  // others have it
-      page = copies.to[copies.count++] = pool_->allocator().take();
+      page = own;
       edit(static_cast<int>(list), (slot * tables_.num_heads + head) * tables_.max_pages[static_cast<int>(list)] + static_cast<std::int32_t>(index), page, stream);
     });
     flush();

@@ -196,14 +196,19 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   }
   if (counts.rows.num_full > layer.max_rows(RowList::full)) fail<CapacityError>("full rows: at most ", layer.max_rows(RowList::full), ", saved ", counts.rows.num_full);
   if (counts.rows.num_compressed > layer.max_rows(RowList::compressed)) fail<CapacityError>("compressed rows: at most ", layer.max_rows(RowList::compressed), ", saved ", counts.rows.num_compressed);
-  const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() : 0;
-  const bool epochs_fit = counts.own_epochs >= 0 && counts.own_epochs <= most_own && counts.current_epoch >= 0 && counts.current_epoch <= counts.own_epochs && counts.rows_since_publication >= 0 && counts.decode_steps >= 0 &&
+  // A sequence has so many epochs in use, one more that is published, and rows under the calibrated one.
+  const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() - 2 : 0;
+  constexpr std::int64_t most_steps = std::int64_t{1} << 48;
+  const bool epochs_fit = counts.own_epochs >= 0 && counts.own_epochs <= (most_own == 0 ? 0 : most_own + 1) && counts.rows_since_publication <= most_steps && counts.decode_steps <= most_steps && counts.current_epoch >= 0 && counts.current_epoch <= counts.own_epochs && counts.rows_since_publication >= 0 && counts.decode_steps >= 0 &&
                           (counts.moved == 0 || layer.epochs().adapts());
   if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
-  if (sequence.segments.size() > static_cast<std::size_t>(most_own)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_own);
+  const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
+  const std::size_t most_segments = most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
+  if (sequence.segments.size() > most_segments) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_segments);
   std::int32_t last = -1;
   for (const Segment& segment : sequence.segments) {
-    const bool fits = segment.epoch >= 0 && segment.epoch <= counts.own_epochs && (last < 0 ? segment.first_row == 0 : segment.first_row > last) && segment.first_row < counts.rows.num_compressed;
+    const bool fits = segment.epoch >= (last < 0 ? 0 : 1) && segment.epoch <= counts.own_epochs && (last < 0 ? segment.first_row == 0 : segment.first_row > last) && segment.first_row < counts.rows.num_compressed &&
+                      segment.level >= 0 && segment.level < (1 << 20);
     if (!fits) fail<FormatError>("saved state: a segment of epoch ", segment.epoch, " from row ", segment.first_row, " on, after one from row ", last, " on, ", counts.own_epochs, " epochs");
     last = segment.first_row;
   }
