@@ -687,6 +687,102 @@ TEST_CASE("rows give the same whatever their type and strides") {
   }
 }
 
+TEST_CASE("a state may hold no more full rows than the policies that load it would have kept") {
+  Random random(37);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 2000;
+  const auto layer = support::random_layer(random, config.shape, {}, 16);
+  const auto policies = [](float share) {
+    OjaKVv2<Cuda>::PolicySet result;
+    result.token_policy.get<ResidualOutliers>().share = share;
+    return result;
+  };
+  Device<OjaKVv2<Cuda>> many(config, layer.basis, policies(0.2F)), few(config, layer.basis, policies(0.1F));
+  many.create(1);
+  many.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false), layer.queries(random, 32));
+  const std::vector<std::byte> saved = many.save(1);
+  const std::int64_t free = few.free_pages();
+  std::string message;
+  try {
+    few.load(5, saved);
+  } catch (const FormatError& error) {
+    message = error.what();
+  }
+  // 32 sinks, and of 368 rows behind which a window of 32 stays a fifth, where a tenth is allowed.
+  CHECK(message.find("this cache's token policy keeps at most") != std::string::npos);
+  CHECK(!few.cache().contains(5));
+  CHECK(few.free_pages() == free);
+  many.load(5, saved);
+  CHECK(many.num_tokens(5) == 400);
+}
+
+TEST_CASE("maintain() demands the pages that it takes: with one less it changes nothing") {
+  Random random(41);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 600;
+  config.flush_interval = 16;
+  config.tail_capacity = 256;
+  const auto layer = support::random_layer(random, config.shape, {}, 16);
+  using Cache = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+  Cache::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {20, 32};
+  policies.token_policy.get<ResidualOutliers>().share = 0.3F;
+  const auto key = layer.rows(random, 250, true), value = layer.rows(random, 250, false);
+  const gpu::DeviceArray<float> k(key), v(value);
+  std::int64_t taken = 0;
+  for (const std::int64_t missing : {std::int64_t{-1000}, std::int64_t{1}, std::int64_t{0}}) {  // first with plenty, to learn how many it takes
+    const auto pool = std::make_shared<gpu::PagePool>(Cache::page_bytes(config, layer.basis, policies), missing < 0 ? 1000 : taken - missing);
+    Cache cache(config, layer.basis, policies, pool);
+    cache.create(1);
+    cache.append(1, {k.data(), 250, 2, 64}, {v.data(), 250, 2, 64});
+    if (missing == 1) {
+      CHECK_THROWS_AS(cache.maintain(1), CapacityError);
+      CHECK(cache.tail_length(1) == 250);
+      CHECK(pool->allocator().num_free() == taken - 1);
+      continue;
+    }
+    cache.maintain(1);
+    CHECK(cache.tail_length(1) <= 48);
+    if (missing < 0) taken = 1000 - pool->allocator().num_free();
+    else CHECK(pool->allocator().num_free() == 0);
+  }
+  CHECK(taken > 2);
+}
+
+TEST_CASE("bases move in a batch as they do alone, even where all leaving rows of a sequence stay full") {
+  Random random(43);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 600;
+  config.max_sequences = 4;
+  config.flush_interval = 1;  // every other row is an outlier, here of one sequence, there of the other
+  config.publish_interval = 8;
+  const auto layer = support::random_layer(random, config.shape, {}, 16);
+  OjaKVv2<Cuda>::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {0, 4};
+  policies.token_policy.get<ResidualOutliers>().share = 0.5F;
+  Device<OjaKVv2<Cuda>> together(config, layer.basis, policies), apart(config, layer.basis, policies);
+  const auto key = layer.rows(random, 1, true), value = layer.rows(random, 1, false);
+  const std::vector<SequenceId> seqs{1, 2};
+  for (DeviceSide* side : {static_cast<DeviceSide*>(&together), static_cast<DeviceSide*>(&apart)}) {
+    for (const SequenceId seq : seqs) side->create(seq);
+    side->append_maintained(std::span(seqs).first(1), key, value);
+  }
+  for (int step = 0; step < 40; ++step) {
+    const auto keys = layer.rows(random, 2, true), values = layer.rows(random, 2, false);
+    together.append_maintained(seqs, keys, values);
+    for (std::size_t i = 0; i < 2; ++i) {
+      const std::ptrdiff_t from = static_cast<std::ptrdiff_t>(i * keys.size() / 2), to = from + static_cast<std::ptrdiff_t>(keys.size() / 2);
+      apart.append_maintained(std::span(seqs).subspan(i, 1), {keys.begin() + from, keys.begin() + to}, {values.begin() + from, values.begin() + to});
+    }
+  }
+  CHECK(together.publications() > 2);
+  CHECK(together.publications() == apart.publications());
+  for (const SequenceId seq : seqs) CHECK(together.save(seq) == apart.save(seq));
+}
+
 TEST_CASE("a sequence named twice is maintained once; a layer that ends gives its pages back") {
   Random random(19);
   CacheConfig config;
@@ -845,6 +941,7 @@ TEST_CASE("bad input is refused with both values, and values that are not finite
   gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   CHECK(message([&] { cache.maintain(1, stream); }) == "maintain: the stream is capturing a graph; only append and attend can be captured");
   CHECK(message([&] { cache.create(3, stream); }) == "create: the stream is capturing a graph; only append and attend can be captured");
+  CHECK(message([&] { cache.reconstruct(1, 0, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64}, stream); }) == "reconstruct: the stream is capturing a graph; only append and attend can be captured");
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);

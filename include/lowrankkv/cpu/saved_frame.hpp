@@ -21,6 +21,7 @@ inline constexpr std::string_view kSavedMagic = "LRKVSEQ2";
 
 namespace detail {
 
+/// What a saved sequence of a layer must agree with to be loaded.
 template <class State>
 LayerDescription describe_layer(const State& state) {
   LayerDescription all;

@@ -19,21 +19,21 @@ namespace cuda {
 
 namespace detail {
 
-/// Shared memory that a block may have for its rings, so that two or three blocks share a multiprocessor; and the most there is.
+/// Shared memory that a block may have so that two share a multiprocessor; and the most there is.
 inline constexpr int kRingBytes = 103 * 1024, kMaxRingBytes = 200 * 1024;
 
-/// Launches an attention kernel with as many warps as its rings leave room for.
-template <class... Parameters, class... Arguments>
-void launch_attention(void (*kernel)(Parameters...), dim3 grid, int stage_bytes, int stages, int value_channels, int most_shared, bool early, cudaStream_t stream, const Arguments&... arguments) {
-  int warps = kAttendWarps;
-  while (warps > 4 && warps * stages * stage_bytes > kRingBytes) warps /= 2;
+/// How many warps a block of an attention kernel has: as many as its shared memory has room for. @param warp_bytes  of a warp's rings and states; at least 4 warps
+/// may take more than leaves room for a second block  @throws CapacityError where not even one warp fits
+template <class... Parameters>
+int warps_of(void (*kernel)(Parameters...), int warp_bytes, int most_shared) {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
   const int limit = (std::min)(kMaxRingBytes, most_shared - static_cast<int>(attributes.sharedSizeBytes));
-  const auto bytes = [&] { return (std::max)(warps * stages * stage_bytes, warps * (3 + value_channels) * kBlockColumns * static_cast<int>(sizeof(float))); };
-  while (warps > 1 && bytes() > limit) warps /= 2;
-  if (bytes() > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a ring of ", stages, " stages needs ", bytes(), " bytes of shared memory, the device has ", limit, " to give");
-  launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(bytes()), early, "attention kernel", stream, arguments...);
+  int warps = kAttendWarps;
+  while (warps > 4 && warps * warp_bytes > kRingBytes) warps /= 2;
+  while (warps > 1 && warps * warp_bytes > limit) warps /= 2;
+  if (warps * warp_bytes > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", warp_bytes, " bytes of shared memory, the device has ", limit, " to give");
+  return warps;
 }
 
 /// Calls f with the number of column blocks that a warp serves at once.
@@ -76,7 +76,11 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        launch_attention(attend_plain_kernel<type(), which, max_units(), column_blocks()>, grid, bytes, kPlainStages, channels, layer.shared_bytes(), which != PlainRows::recent && layer.overlaps(), stream, layer.tables(), step, batch, queries, first_sequence);
+        const auto kernel = attend_plain_kernel<type(), which, max_units(), column_blocks()>;
+        const int warp_bytes = (std::max)(kPlainStages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)));  // states lie where rings were
+        const int warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
+        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), which != PlainRows::recent && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
+                     first_sequence);
       });
     });
   });
@@ -94,19 +98,12 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
       constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
       const int state_bytes = (std::max)(parked, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)));
       const auto launch = [&](auto* kernel, int stages, int bytes) {
-        const auto shared = [&](int warps) { return warps * (stages * bytes + state_bytes); };
-        int warps = kAttendWarps;
-        while (warps > 4 && shared(warps) > kRingBytes) warps /= 2;
-        cudaFuncAttributes attributes{};
-        check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-        const int limit = (std::min)(kMaxRingBytes, layer.shared_bytes() - static_cast<int>(attributes.sharedSizeBytes));
-        while (warps > 1 && shared(warps) > limit) warps /= 2;
-        if (shared(warps) > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", shared(warps), " bytes of shared memory, the device has ", limit, " to give");
+        const int warp_bytes = stages * bytes + state_bytes, warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
         const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
         // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
         const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
         const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
-        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(shared(warps)), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
+        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {

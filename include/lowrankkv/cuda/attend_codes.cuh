@@ -167,194 +167,194 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[column_blocks];
   Chunk used{first_split, first_chunk, 0, 0};
   for (find_tiles(used); used.split < splits; next_chunk(used)) {
-  float out[column_blocks][max_units][2][2] = {};
-  float top[column_blocks], sum[column_blocks] = {}, weight[column_blocks] = {};
-  #pragma unroll
-  for (int block = 0; block < column_blocks; ++block) top[block] = -INFINITY;
-  for (int tile = used.tile; tile < used.end; ++tile) {
-    const std::uint8_t* here = ring.wait();
-    float4 two;  // key and value gains of rows 2 lane and 2 lane + 1
-    if (wide_gains) {
-      const float2 key = __half22float2(reinterpret_cast<const __half2*>(here)[lane]), value = __half22float2(reinterpret_cast<const __half2*>(here)[kCodeRows / 2 + lane]);
-      two = {key.x, value.x, key.y, value.y};
-    } else {
-      const std::uint32_t key = reinterpret_cast<const std::uint16_t*>(here)[lane], value = reinterpret_cast<const std::uint16_t*>(here)[kCodeRows / 2 + lane];
-      two = {detail::gain_of_byte(key, 0x7650), detail::gain_of_byte(value, 0x7650), detail::gain_of_byte(key, 0x7651), detail::gain_of_byte(value, 0x7651)};
-    }
-    reinterpret_cast<float4*>(gains[warp])[lane] = two;
-    __syncwarp();
-    float s[column_blocks][4][2];
+    float out[column_blocks][max_units][2][2] = {};
+    float top[column_blocks], sum[column_blocks] = {}, weight[column_blocks] = {};
     #pragma unroll
-    for (int block = 0; block < column_blocks; ++block) {
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) s[block][m][0] = s[block][m][1] = constants[block];
-    }
-    const std::uint8_t* at = here + layout.key_offset;
-    const uint2* query = shared_query + lane;
-    const bool known_keys = detail::with_pattern(key_pattern, [&](auto pattern) {
-      using P = decltype(pattern);
-      detail::key_products<8, column_blocks>(at, detail::Constant<P::count(8)>{}, query, units, s);
-      detail::key_products<4, column_blocks>(at, detail::Constant<P::count(4)>{}, query, units, s);
-      detail::key_products<2, column_blocks>(at, detail::Constant<P::count(2)>{}, query, units, s);
-      detail::key_products<1, column_blocks>(at, detail::Constant<P::count(1)>{}, query, units, s);
-    });
-    if (!known_keys) {
-      detail::key_products<8, column_blocks>(at, key_pattern & 0xff, query, units, s);
-      detail::key_products<4, column_blocks>(at, key_pattern >> 8 & 0xff, query, units, s);
-      detail::key_products<2, column_blocks>(at, key_pattern >> 16 & 0xff, query, units, s);
-      detail::key_products<1, column_blocks>(at, key_pattern >> 24, query, units, s);
-    }
-    if constexpr (kind == CodeRing::halves) {
-      __syncwarp();
-      if (stages == most_stages) fetch_values();  // of the tile whose keys were fetched last
-      else fetch_tile();
-    }
-    const int valid = rows - tile * kCodeRows;
-    std::uint32_t p[column_blocks][4];
-    float from_integer[column_blocks];
-    #pragma unroll
-    for (int block = 0; block < column_blocks; ++block) {
-      // Logits are taken relative to a maximum that is left alone while no weight becomes larger than 2^kHeadroom: no lane has to wait for another.
-      const float base = top[block] > -INFINITY ? top[block] : 0.0F;
-      float highest = -INFINITY, value_gain[4][2];
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float2 gain = gains[warp][16 * m + 8 * r + g];
-          s[block][m][r] = fmaf(s[block][m][r], gain.x, -base);
-          value_gain[m][r] = gain.y;
-        }
+    for (int block = 0; block < column_blocks; ++block) top[block] = -INFINITY;
+    for (int tile = used.tile; tile < used.end; ++tile) {
+      const std::uint8_t* here = ring.wait();
+      float4 two;  // key and value gains of rows 2 lane and 2 lane + 1
+      if (wide_gains) {
+        const float2 key = __half22float2(reinterpret_cast<const __half2*>(here)[lane]), value = __half22float2(reinterpret_cast<const __half2*>(here)[kCodeRows / 2 + lane]);
+        two = {key.x, value.x, key.y, value.y};
+      } else {
+        const std::uint32_t key = reinterpret_cast<const std::uint16_t*>(here)[lane], value = reinterpret_cast<const std::uint16_t*>(here)[kCodeRows / 2 + lane];
+        two = {detail::gain_of_byte(key, 0x7650), detail::gain_of_byte(value, 0x7650), detail::gain_of_byte(key, 0x7651), detail::gain_of_byte(value, 0x7651)};
       }
-      if (valid < kCodeRows) {
+      reinterpret_cast<float4*>(gains[warp])[lane] = two;
+      __syncwarp();
+      float s[column_blocks][4][2];
+      #pragma unroll
+      for (int block = 0; block < column_blocks; ++block) {
+        #pragma unroll
+        for (int m = 0; m < 4; ++m) s[block][m][0] = s[block][m][1] = constants[block];
+      }
+      const std::uint8_t* at = here + layout.key_offset;
+      const uint2* query = shared_query + lane;
+      const bool known_keys = detail::with_pattern(key_pattern, [&](auto pattern) {
+        using P = decltype(pattern);
+        detail::key_products<8, column_blocks>(at, detail::Constant<P::count(8)>{}, query, units, s);
+        detail::key_products<4, column_blocks>(at, detail::Constant<P::count(4)>{}, query, units, s);
+        detail::key_products<2, column_blocks>(at, detail::Constant<P::count(2)>{}, query, units, s);
+        detail::key_products<1, column_blocks>(at, detail::Constant<P::count(1)>{}, query, units, s);
+      });
+      if (!known_keys) {
+        detail::key_products<8, column_blocks>(at, key_pattern & 0xff, query, units, s);
+        detail::key_products<4, column_blocks>(at, key_pattern >> 8 & 0xff, query, units, s);
+        detail::key_products<2, column_blocks>(at, key_pattern >> 16 & 0xff, query, units, s);
+        detail::key_products<1, column_blocks>(at, key_pattern >> 24, query, units, s);
+      }
+      if constexpr (kind == CodeRing::halves) {
+        __syncwarp();
+        if (stages == most_stages) fetch_values();  // of the tile whose keys were fetched last
+        else fetch_tile();
+      }
+      const int valid = rows - tile * kCodeRows;
+      std::uint32_t p[column_blocks][4];
+      float from_integer[column_blocks];
+      #pragma unroll
+      for (int block = 0; block < column_blocks; ++block) {
+        // Logits are taken relative to a maximum that is left alone while no weight becomes larger than 2^kHeadroom: no lane has to wait for another.
+        const float base = top[block] > -INFINITY ? top[block] : 0.0F;
+        float highest = -INFINITY, value_gain[4][2];
         #pragma unroll
         for (int m = 0; m < 4; ++m) {
           #pragma unroll
-          for (int r = 0; r < 2; ++r) s[block][m][r] = 16 * m + 8 * r + g < valid ? s[block][m][r] : -INFINITY;
+          for (int r = 0; r < 2; ++r) {
+            const float2 gain = gains[warp][16 * m + 8 * r + g];
+            s[block][m][r] = fmaf(s[block][m][r], gain.x, -base);
+            value_gain[m][r] = gain.y;
+          }
         }
-      }
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) highest = fmaxf(highest, fmaxf(s[block][m][0], s[block][m][1]));
-      const bool first = top[block] == -INFINITY;
-      if (__any_sync(~0U, first || highest > kHeadroom)) {
-        highest = column_max(highest);  // finite: a tile has a row
-        const bool moves = first || highest > kHeadroom;  // the same in all lanes of a column
-        const float by = moves ? highest : 0.0F, correction = first ? 0.0F : exp2_fast(-by);
-        sum[block] *= correction;
-        weight[block] *= correction;
-        top[block] = base + by;
+        if (valid < kCodeRows) {
+          #pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            #pragma unroll
+            for (int r = 0; r < 2; ++r) s[block][m][r] = 16 * m + 8 * r + g < valid ? s[block][m][r] : -INFINITY;
+          }
+        }
+        #pragma unroll
+        for (int m = 0; m < 4; ++m) highest = fmaxf(highest, fmaxf(s[block][m][0], s[block][m][1]));
+        const bool first = top[block] == -INFINITY;
+        if (__any_sync(~0U, first || highest > kHeadroom)) {
+          highest = column_max(highest);  // finite: a tile has a row
+          const bool moves = first || highest > kHeadroom;  // the same in all lanes of a column
+          const float by = moves ? highest : 0.0F, correction = first ? 0.0F : exp2_fast(-by);
+          sum[block] *= correction;
+          weight[block] *= correction;
+          top[block] = base + by;
+          #pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            s[block][m][0] -= by;
+            s[block][m][1] -= by;
+          }
+          #pragma unroll
+          for (int unit = 0; unit < max_units; ++unit) {
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) out[block][unit][i / 2][i % 2] *= correction;
+          }
+        }
+        float largest = 0.0F;
         #pragma unroll
         for (int m = 0; m < 4; ++m) {
-          s[block][m][0] -= by;
-          s[block][m][1] -= by;
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = exp2_fast(s[block][m][r]);
+            sum[block] += e;
+            s[block][m][r] = e * value_gain[m][r];
+            largest = fmaxf(largest, s[block][m][r]);
+          }
         }
+        largest = fmaxf(column_max(largest), 1e-30F);
+        const float to_integer = __fdividef(32512.0F, largest);
+        from_integer[block] = largest * (1.0F / 32512.0F);
+        #pragma unroll
+        for (int m = 0; m < 4; ++m) p[block][m] = detail::weight_bytes(s[block][m][0], s[block][m][1], to_integer);
+        int c[4];  // the sum of the weights as the values meet them
+        mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][0], p[block][1]);
+        mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][2], p[block][3]);
+        weight[block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[block], weight[block]);
+      }
+      at = kind == CodeRing::tiles ? here + key_bytes : ring.wait();
+      const auto add_values = [&](int unit, auto bits) {
+        float part[column_blocks][2][2];
+        #pragma unroll
+        for (int block = 0; block < column_blocks; ++block) {
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) part[block][i / 2][i % 2] = out[block][unit][i / 2][i % 2];
+        }
+        detail::value_products<column_blocks>(at, bits, p, from_integer, part);
+        #pragma unroll
+        for (int block = 0; block < column_blocks; ++block) {
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) out[block][unit][i / 2][i % 2] = part[block][i / 2][i % 2];
+        }
+        at += code_unit_bytes(bits);
+      };
+      const bool known_values = detail::with_pattern(value_pattern, [&](auto pattern) {
+        using P = decltype(pattern);
+        detail::for_each_unit<(P::units < max_units ? P::units : max_units)>([&](auto unit) { add_values(unit, detail::Constant<P::width(decltype(unit)::value)>{}); });
+      });
+      if (!known_values) {
         #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
-          #pragma unroll
-          for (int i = 0; i < 4; ++i) out[block][unit][i / 2][i % 2] *= correction;
+          if (unit < layout.value_units) add_values(unit, static_cast<int>(layout.value_widths[unit]));
         }
       }
-      float largest = 0.0F;
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float e = exp2_fast(s[block][m][r]);
-          sum[block] += e;
-          s[block][m][r] = e * value_gain[m][r];
-          largest = fmaxf(largest, s[block][m][r]);
-        }
-      }
-      largest = fmaxf(column_max(largest), 1e-30F);
-      const float to_integer = __fdividef(32512.0F, largest);
-      from_integer[block] = largest * (1.0F / 32512.0F);
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) p[block][m] = detail::weight_bytes(s[block][m][0], s[block][m][1], to_integer);
-      int c[4];  // the sum of the weights as the values meet them
-      mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][0], p[block][1]);
-      mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][2], p[block][3]);
-      weight[block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[block], weight[block]);
+      __syncwarp();
+      if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
+      else fetch_values();
     }
-    at = kind == CodeRing::tiles ? here + key_bytes : ring.wait();
-    const auto add_values = [&](int unit, auto bits) {
-      float part[column_blocks][2][2];
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) part[block][i / 2][i % 2] = out[block][unit][i / 2][i % 2];
-      }
-      detail::value_products<column_blocks>(at, bits, p, from_integer, part);
-      #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) out[block][unit][i / 2][i % 2] = part[block][i / 2][i % 2];
-      }
-      at += code_unit_bytes(bits);
-    };
-    const bool known_values = detail::with_pattern(value_pattern, [&](auto pattern) {
-      using P = decltype(pattern);
-      detail::for_each_unit<(P::units < max_units ? P::units : max_units)>([&](auto unit) { add_values(unit, detail::Constant<P::width(decltype(unit)::value)>{}); });
-    });
-    if (!known_values) {
+    const int channels = layout.channels(Part::value);
+    const auto for_each_value = [&](int block, auto&& function) {
       #pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
-        if (unit < layout.value_units) add_values(unit, static_cast<int>(layout.value_widths[unit]));
+        if (unit < layout.value_units) {
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) function(unit * kCodeUnit + 16 * (i / 2) + 8 * (i % 2) + g, (block * max_units + unit) * 4 + i, out[block][unit][i / 2][i % 2]);
+        }
       }
-    }
-    __syncwarp();
-    if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
-    else fetch_values();
-  }
-  const int channels = layout.channels(Part::value);
-  const auto for_each_value = [&](int block, auto&& function) {
-    #pragma unroll
-    for (int unit = 0; unit < max_units; ++unit) {
-      if (unit < layout.value_units) {
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) function(unit * kCodeUnit + 16 * (i / 2) + 8 * (i % 2) + g, (block * max_units + unit) * 4 + i, out[block][unit][i / 2][i % 2]);
+    };
+    if (alone) {
+      const bool begins = used.chunk == 0, ends = used.chunk == last_chunk;
+      #pragma unroll
+      for (int block = 0; block < column_blocks; ++block) {
+        const float total = column_sum(sum[block]), before = begins ? -INFINITY : parked_top[block], best = fmaxf(before, top[block]);
+        const float a = detail::state_factor(before, best), b = detail::state_factor(top[block], best);
+        parked_top[block] = best;
+        parked_sum[block] = detail::fold(begins ? 0.0F : parked_sum[block], a, total, b);
+        parked_weight[block] = detail::fold(begins ? 0.0F : parked_weight[block], a, weight[block], b);
+        float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
+        const bool writes = ends && block < used_blocks;
+        for_each_value(block, [&](int channel, int place, float value) {
+          const float folded = detail::fold(begins ? 0.0F : parked[place * 32], a, value, b);
+          if (writes) target[(3 + channel) * kBlockColumns + t] = folded;
+          else parked[place * 32] = folded;
+        });
+        if (writes && g == 0) {
+          target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
+          target[kBlockColumns + t] = parked_sum[block];
+          target[2 * kBlockColumns + t] = parked_weight[block];
+        }
       }
+      continue;
     }
-  };
-  if (alone) {
-    const bool begins = used.chunk == 0, ends = used.chunk == last_chunk;
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
-      const float total = column_sum(sum[block]), before = begins ? -INFINITY : parked_top[block], best = fmaxf(before, top[block]);
-      const float a = detail::state_factor(before, best), b = detail::state_factor(top[block], best);
-      parked_top[block] = best;
-      parked_sum[block] = detail::fold(begins ? 0.0F : parked_sum[block], a, total, b);
-      parked_weight[block] = detail::fold(begins ? 0.0F : parked_weight[block], a, weight[block], b);
-      float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
-      const bool writes = ends && block < used_blocks;
-      for_each_value(block, [&](int channel, int place, float value) {
-        const float folded = detail::fold(begins ? 0.0F : parked[place * 32], a, value, b);
-        if (writes) target[(3 + channel) * kBlockColumns + t] = folded;
-        else parked[place * 32] = folded;
-      });
-      if (writes && g == 0) {
-        target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
-        target[kBlockColumns + t] = parked_sum[block];
-        target[2 * kBlockColumns + t] = parked_weight[block];
+      __syncthreads();  // the states before these were folded
+      float* state = states + static_cast<std::size_t>(warp) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
+      const float total = column_sum(sum[block]);
+      if (g == 0) {
+        state[t] = top[block];
+        state[kBlockColumns + t] = total;
+        state[2 * kBlockColumns + t] = weight[block];
+      }
+      for_each_value(block, [&](int channel, int, float value) { state[(3 + channel) * kBlockColumns + t] = value; });
+      __syncthreads();
+      if (block < used_blocks) {
+        detail::fold_warps(states, channels, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
       }
     }
-    continue;
-  }
-  #pragma unroll
-  for (int block = 0; block < column_blocks; ++block) {
-    __syncthreads();  // the states before these were folded
-    float* state = states + static_cast<std::size_t>(warp) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
-    const float total = column_sum(sum[block]);
-    if (g == 0) {
-      state[t] = top[block];
-      state[kBlockColumns + t] = total;
-      state[2 * kBlockColumns + t] = weight[block];
-    }
-    for_each_value(block, [&](int channel, int, float value) { state[(3 + channel) * kBlockColumns + t] = value; });
-    __syncthreads();
-    if (block < used_blocks) {
-      detail::fold_warps(states, channels, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
-    }
-  }
   }
 }
 

@@ -368,7 +368,9 @@ class CacheBase {
     if constexpr (Codec::form == CodedForm::codes) {
       launch(store_rows_kernel<StoreForm::codes>, most_compressed, orders.second, true, rank, layer_.tiles().max_tile_bytes(), layer_.tiles().coded_type);
     } else {
-      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, orders.second.rows != nullptr || config_.epoch_type != config_.full_type, rank, 0, layer_.tiles().coded_type);
+      // The two ways round differently. Which it is may not depend on the batch: a sequence none of whose rows is an outlier has an order only beside others.
+      const bool stages = orders.second.rows != nullptr || Rows::choice == RowChoice::errors || config_.epoch_type != config_.full_type;
+      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, stages, rank, 0, layer_.tiles().coded_type);
     }
   }
 };

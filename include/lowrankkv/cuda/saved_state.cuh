@@ -199,8 +199,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   // A sequence has so many epochs in use, one more that is published, and rows under the calibrated one.
   const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() - 2 : 0;
   constexpr std::int64_t most_steps = std::int64_t{1} << 48;
-  const bool epochs_fit = counts.own_epochs >= 0 && counts.own_epochs <= (most_own == 0 ? 0 : most_own + 1) && counts.rows_since_publication <= most_steps && counts.decode_steps <= most_steps && counts.current_epoch >= 0 && counts.current_epoch <= counts.own_epochs && counts.rows_since_publication >= 0 && counts.decode_steps >= 0 &&
-                          (counts.moved == 0 || layer.epochs().adapts());
+  const auto within = [](std::int64_t value, std::int64_t most) { return value >= 0 && value <= most; };
+  const bool epochs_fit = within(counts.own_epochs, most_own == 0 ? 0 : most_own + 1) && within(counts.current_epoch, counts.own_epochs) && (counts.moved == 0 || layer.epochs().adapts());
+  const bool steps_fit = within(counts.rows_since_publication, most_steps) && within(counts.decode_steps, most_steps);
+  if (!steps_fit) fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ", counts.decode_steps, " steps; 0 to ", most_steps);
   if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
   const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
   const std::size_t most_segments = most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));

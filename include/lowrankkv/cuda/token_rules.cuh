@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/concepts/token_policy.hpp"
@@ -24,6 +23,7 @@
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/share_of_rows.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
+#include "lowrankkv/token_policy/sinks.hpp"
 #include "lowrankkv/token_policy/sliding_window.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
 
@@ -44,9 +44,6 @@ struct RowCounts {
   std::int64_t compressed = 0;
 };
 
-/// @brief The oldest of `count` rows from a position on that stand before position `sinks`.
-constexpr std::int64_t sinks_among(int sinks, std::int64_t first_position, std::int64_t count) { return (std::clamp)(std::int64_t{sinks} - first_position, std::int64_t{0}, count); }
-
 }  // namespace cuda
 
 template <>
@@ -61,29 +58,24 @@ struct Impl<CompressAll, Cuda> {
 template <>
 struct Impl<SinkRecent, Cuda> {
   static constexpr RowFate fate = RowFate::compressed;
-  static void validate(const SinkRecent& policy) {
-    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
-  }
+  static void validate(const SinkRecent& policy) { check_sinks(policy.sinks); }
   static int recent(const SinkRecent& policy) { return policy.recent; }
-  static std::int64_t pinned_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) { return cuda::sinks_among(policy.sinks, first_position, count); }
+  static std::int64_t pinned_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) { return sinks_among(policy.sinks, first_position, count); }
 };
 template <>
 struct Impl<SlidingWindow, Cuda> {
   static constexpr RowFate fate = RowFate::dropped;
-  static void validate(const SlidingWindow& policy) {
-    if (policy.sinks < 0) ::lowrankkv::detail::fail<CapacityError>("sinks: at least 0, given ", policy.sinks);
-  }
+  static void validate(const SlidingWindow& policy) { check_sinks(policy.sinks); }
   static int recent(const SlidingWindow& policy) { return policy.recent; }
-  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position, std::int64_t count) { return cuda::sinks_among(policy.sinks, first_position, count); }
+  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position, std::int64_t count) { return sinks_among(policy.sinks, first_position, count); }
 };
 template <>
 struct Impl<ResidualOutliers, Cuda> {
   static constexpr RowFate fate = RowFate::compressed;
   static constexpr cuda::RowChoice choice = cuda::RowChoice::errors;
   static void validate(const ResidualOutliers& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
-    if (policy.threshold != 0.0F) fail<ValueError>("ResidualOutliers: threshold ", policy.threshold, ", 0 expected on this backend, where counts are known beforehand");
+    check_residual_outliers(policy);
+    if (policy.threshold != 0.0F) ::lowrankkv::detail::fail<ValueError>("ResidualOutliers: threshold ", policy.threshold, ", 0 expected on this backend, where counts are known beforehand");
   }
   static bool relative_errors(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
   static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position, std::int64_t count, Phase) { return share_of_rows(policy.share, first_position, count); }
@@ -122,17 +114,6 @@ template <class Policy>
 struct TokenRules : MemberRules<Policy> {};
 template <class... Members>
 struct TokenRules<Compose<Members...>> : MemberRules<Members...> {};
-
-/// @brief Calls f with every member of a policy.
-template <class Policy, class Function>
-void for_each_member(const Policy& policy, Function&& function) {
-  function(policy);
-}
-/// @brief The same of several policies.
-template <class... Members, class Function>
-void for_each_member(const Compose<Members...>& policy, Function&& function) {
-  std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
-}
 
 /// @brief Raises what is wrong with a policy's parameters. @throws ValueError, CapacityError
 template <class Policy>

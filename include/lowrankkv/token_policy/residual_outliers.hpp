@@ -2,7 +2,8 @@
 /// @file token_policy/residual_outliers.hpp  ResidualOutliers: tokens that the basis reconstructs badly stay at full rank (OjaKV v2).
 #pragma once
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -22,5 +23,12 @@ struct ResidualOutliers {
   float threshold = 0.0F;   ///< and only rows whose error exceeds this; 0: the largest whatever they are
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
+
+/// @brief Raises what is wrong with the parameters. @throws ValueError
+inline void check_residual_outliers(const ResidualOutliers& policy) {
+  using detail::fail;
+  if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
+  if (!(policy.threshold >= 0.0F)) fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
+}
 
 LOWRANKKV_NAMESPACE_END

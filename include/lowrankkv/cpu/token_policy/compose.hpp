@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
-#include <tuple>
 #include <vector>
 
 #include "lowrankkv/concepts/token_policy.hpp"
@@ -28,32 +27,32 @@ struct Impl<Compose<Members...>, Cpu> {
   static constexpr Evidence evidence = (Evidence::none | ... | Impl<Members, Cpu>::evidence);
 
   static void validate(const Policy& policy) {
-    for_each(policy, []<class Member>(const Member& member) {
+    for_each_member(policy, []<class Member>(const Member& member) {
       if constexpr (requires { Impl<Member, Cpu>::validate(member); }) Impl<Member, Cpu>::validate(member);
     });
   }
   static int recent(const Policy& policy) {
     int longest = 0;
-    for_each(policy, [&]<class Member>(const Member& member) { longest = (std::max)(longest, Impl<Member, Cpu>::recent(member)); });
+    for_each_member(policy, [&]<class Member>(const Member& member) { longest = (std::max)(longest, Impl<Member, Cpu>::recent(member)); });
     return longest;
   }
   static AttentionScores attention_scores(const Policy& policy) {
     AttentionScores scores;
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::attention)) scores = Impl<Member, Cpu>::attention_scores(member);
     });
     return scores;
   }
   static bool relative_residuals(const Policy& policy) {
     bool relative = true;
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::residuals)) relative = relative_of(member);
     });
     return relative;
   }
   static RowBounds bounds(const Policy& policy, const RowBatch& batch) {
     RowBounds all{0, batch.num_rows};
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       const RowBounds one = Impl<Member, Cpu>::bounds(member, batch);
       all.full = (std::min)(batch.num_rows, all.full + one.full);
       all.compressed = (std::min)(all.compressed, one.compressed);
@@ -63,20 +62,20 @@ struct Impl<Compose<Members...>, Cpu> {
   static void classify(const Policy& policy, const RowBatch& batch, std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     std::vector<RowFate> wish(fates.size());
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       Impl<Member, Cpu>::classify(member, batch, wish);
       for (std::size_t row = 0; row < wish.size(); ++row) fates[row] = (std::max)(fates[row], wish[row]);
     });
   }
   static bool pinned(const Policy& policy, std::int64_t position) {
     bool any = false;
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       if constexpr (requires { Impl<Member, Cpu>::pinned(member, position); }) any = any || Impl<Member, Cpu>::pinned(member, position);
     });
     return any;
   }
   static void evict(const Policy& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
-    for_each(policy, [&]<class Member>(const Member& member) {
+    for_each_member(policy, [&]<class Member>(const Member& member) {
       if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::mass)) Impl<Member, Cpu>::evict(member, batch, stored, fates);
     });
   }
@@ -86,10 +85,6 @@ struct Impl<Compose<Members...>, Cpu> {
   static bool relative_of(const Member& member) {
     if constexpr (requires { Impl<Member, Cpu>::relative_residuals(member); }) return Impl<Member, Cpu>::relative_residuals(member);
     else return true;
-  }
-  template <class Function>
-  static void for_each(const Policy& policy, Function&& function) {
-    std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
   }
 };
 

@@ -7,7 +7,6 @@
 #include <span>
 
 #include "lowrankkv/concepts/token_policy.hpp"
-#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 
@@ -17,11 +16,7 @@ template <>
 struct Impl<ResidualOutliers, Cpu> {
   static constexpr bool compresses = true;
   static constexpr Evidence evidence = Evidence::residuals;
-  static void validate(const ResidualOutliers& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
-    if (!(policy.threshold >= 0.0F)) fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
-  }
+  static void validate(const ResidualOutliers& policy) { check_residual_outliers(policy); }
   static bool relative_residuals(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
   static int recent(const ResidualOutliers&) { return 0; }
   static RowBounds bounds(const ResidualOutliers& policy, const RowBatch& batch) {

@@ -14,7 +14,7 @@ template <>
 struct Impl<SinkRecent, Cpu> {
   static constexpr bool compresses = true;
   static constexpr Evidence evidence = Evidence::none;
-  static void validate(const SinkRecent& policy) { cpu::check_sinks(policy.sinks); }
+  static void validate(const SinkRecent& policy) { check_sinks(policy.sinks); }
   static int recent(const SinkRecent& policy) { return policy.recent; }
   static RowBounds bounds(const SinkRecent& policy, const RowBatch& batch) {
     const std::int64_t sinks = cpu::sinks_in(batch, policy.sinks);

@@ -14,7 +14,7 @@ template <>
 struct Impl<SlidingWindow, Cpu> {
   static constexpr bool compresses = false;
   static constexpr Evidence evidence = Evidence::none;
-  static void validate(const SlidingWindow& policy) { cpu::check_sinks(policy.sinks); }
+  static void validate(const SlidingWindow& policy) { check_sinks(policy.sinks); }
   static int recent(const SlidingWindow& policy) { return policy.recent; }
   static RowBounds bounds(const SlidingWindow& policy, const RowBatch& batch) { return {cpu::sinks_in(batch, policy.sinks), 0}; }
   static void classify(const SlidingWindow& policy, const RowBatch& batch, std::span<RowFate> fates) {
