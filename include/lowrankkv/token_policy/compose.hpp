@@ -25,11 +25,12 @@ struct Compose {
   friend bool operator==(const Compose&, const Compose&) = default;
 };
 
-/// @brief Calls f with a policy, or with every member of a Compose.
+/// @brief Calls f with a policy.
 template <class Policy, class Function>
 void for_each_member(const Policy& policy, Function&& function) {
   function(policy);
 }
+/// @brief Calls f with every member of a Compose.
 template <class... Members, class Function>
 void for_each_member(const Compose<Members...>& policy, Function&& function) {
   std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
