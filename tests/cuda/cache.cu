@@ -691,6 +691,7 @@ TEST_CASE("a state may hold no more full rows than the policies that load it wou
   Random random(37);
   CacheConfig config;
   config.shape = {4, 2, 64};
+  config.max_sequences = 2;
   config.max_tokens = 2000;
   const auto layer = support::random_layer(random, config.shape, {}, 16);
   const auto policies = [](float share) {

@@ -21,6 +21,9 @@ TEST_CASE("codes of a unit fill its bits, none shared, none left over") {
       for (int row = 0; row < gpu::kCodeRows; ++row) {
         for (int channel = 0; channel < gpu::kCodeUnit; ++channel) {
           const gpu::CodePlace place = part == Part::key ? gpu::key_place(bits, row, channel) : gpu::value_place(bits, row, channel);
+          const gpu::CodeIndex back = part == Part::key ? gpu::key_code(bits, place.word / 4, place.shift % 8 / bits, place.shift / 8) : gpu::value_code(bits, place.word / 4, place.shift % 8 / bits, place.shift / 8);
+          CHECK(back.row == row);
+          CHECK(back.channel == channel);
           CHECK(place.word % 4 == 0);
           for (int bit = 0; bit < bits; ++bit) CHECK(used.insert(8 * place.word + place.shift + bit).second);
         }

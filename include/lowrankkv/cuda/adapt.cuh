@@ -26,12 +26,14 @@ namespace cuda {
 /// @brief Sequences whose bases move in one launch: their moments are large.
 inline constexpr int kAdaptBatch = 16;
 /// @brief Shares in which the moment of a prompt is summed.
-inline constexpr int kMomentSplits = 8;
+inline constexpr int kMomentSplits = 16;
 
 /// @brief Where the scratch memory of a call stands.
 struct CompressScratch {
   std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
+  uint2* operands = nullptr;         ///< of score_operands_kernel
   float2* sums = nullptr;            ///< of score_sums_kernel
+  float* lse = nullptr;              ///< of score_lse_kernel
   float* scores = nullptr;           ///< [lists, rows], then pooled ones
   std::int32_t* chosen = nullptr;    ///< [lists, rows]
   std::int32_t* rest = nullptr;      ///< the same
@@ -56,14 +58,18 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
     return begin;
   };
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
-  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
+  const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
+  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
+  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
   std::uint8_t* base = layer.pool().scratch(end);
   return {base + packed,
+          reinterpret_cast<uint2*>(base + operands),
           reinterpret_cast<float2*>(base + sums),
+          reinterpret_cast<float*>(base + lse),
           reinterpret_cast<float*>(base + scores),
           reinterpret_cast<std::int32_t*>(base + chosen),
           reinterpret_cast<std::int32_t*>(base + rest),
@@ -105,12 +111,17 @@ inline const float* enqueue_scores(const LayerState& layer, const CompressScratc
   const RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
+  const unsigned groups = static_cast<unsigned>(queries.groups());
   detail::with_type(tables.full_type, [&](auto type) {
+    detail::launch_early(score_operands_kernel<type()>, dim3(groups, heads), kStoreThreads, 0, false, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
     detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
-      const dim3 pieces(static_cast<unsigned>(queries.pieces()), heads, static_cast<unsigned>((queries.columns() + kScoreColumns - 1) / kScoreColumns));
-      const dim3 rows(static_cast<unsigned>((queries.total + kScoreRows - 1) / kScoreRows), heads);
-      detail::launch_early(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, false, "score_sums_kernel", stream, tables, source, queries, scratch.sums);
-      detail::launch_early(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, false, "score_rows_kernel", stream, tables, source, queries, static_cast<const float2*>(scratch.sums), scratch.scores);
+      const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads), rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
+      const uint2* operands = scratch.operands;
+      detail::launch_early(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, false, "score_sums_kernel", stream, tables, source, queries, operands, scratch.sums);
+      const float2* sums = scratch.sums;
+      detail::launch_early(score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads), kStoreThreads, 0, false, "score_lse_kernel", stream, queries, sums, scratch.lse);
+      const float* lse = scratch.lse;
+      detail::launch_early(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, false, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
     });
   });
   if (wanted.kernel <= 1) return scratch.scores;
@@ -217,13 +228,16 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   }
   const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
   detail::launch_early(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), false, "moment_kernel", stream, tables, source, observed, splits, scratch.moments);
-  const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
-  if (dim <= 128) {
-    oja_kernel<8, 4><<<matrices, kOjaThreads, 0, stream>>>(tables, steps, layer.epochs().bases(), scratch.moments, splits);
-  } else {
-    oja_kernel<16, 8><<<matrices, kOjaThreads, 0, stream>>>(tables, steps, layer.epochs().bases(), scratch.moments, splits);
+  if (splits > 1) {
+    const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
+    detail::launch_early(sum_moments_kernel<>, numbers, kStoreThreads, 0, false, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
   }
-  check(cudaGetLastError(), "oja_kernel");
+  const auto move = [&](auto* kernel) {
+    const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
+    detail::launch_early(kernel, matrices, kOjaThreads, oja_bytes(dim), false, "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(scratch.moments), splits);
+  };
+  if (dim <= kOjaKept) move(oja_kernel<8, 4>);
+  else move(oja_kernel<16, 8>);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
@@ -234,7 +248,7 @@ inline std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, co
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
   ErrorRows wanted{};
   Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};
-  int most_rows = 0, most_channels = 0;
+  int most_rows = 0;
   for (int i = 0; i < leaving.count; ++i) {
     wanted.slots[i] = leaving.slots[i];
     wanted.first[i] = candidates.first[i] = leaving.pinned[i];
@@ -243,14 +257,22 @@ inline std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, co
     candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
     most_rows = (std::max)(most_rows, static_cast<int>(wanted.count[i]));
   }
-  for (const HeadTiles& tiles : layer.tiles().compressed) most_channels = (std::max)({most_channels, static_cast<int>(tiles.channels(Part::key)), static_cast<int>(tiles.channels(Part::value))});
-  const dim3 pieces(static_cast<unsigned>((most_rows + kErrorRows - 1) / kErrorRows), heads, sequences);
-  const std::size_t bytes = detail::error_bytes(tables.head_dim, most_channels);
-  const auto launch = [&](auto* kernel) {
-    detail::launch_early(kernel, pieces, kStoreThreads, bytes, false, "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, scratch.scores, static_cast<int>(scratch.rows));
+  const auto launch = [&]<StoreForm form>(std::integral_constant<StoreForm, form>) {
+    const bool metric = tables.metrics != nullptr;
+    const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
+    const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
+    const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), heads, sequences);  // rows begin and end inside sixteens
+    detail::with_type(tables.full_type, [&](auto type) {
+      const auto start = [&](auto* kernel) {
+        detail::launch_early(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), false, "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
+                             scratch.scores, static_cast<int>(scratch.rows));
+      };
+      if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type()>);
+      else start(row_errors_kernel<form, RowPath::wide, type()>);
+    });
   };
-  if (layer.tiles().form == CodedForm::codes) launch(row_errors_kernel<StoreForm::codes>);
-  else launch(row_errors_kernel<StoreForm::coefficients>);
+  if (layer.tiles().form == CodedForm::codes) launch(std::integral_constant<StoreForm, StoreForm::codes>{});
+  else launch(std::integral_constant<StoreForm, StoreForm::coefficients>{});
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};

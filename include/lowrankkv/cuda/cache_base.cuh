@@ -16,6 +16,7 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/pack_rows.cuh"
 #include "lowrankkv/cuda/policies.cuh"
 #include "lowrankkv/cuda/token_rules.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
@@ -352,26 +353,19 @@ class CacheBase {
     }
   }
   void launch_store(const Leaving& leaving, const RowSource& source, const std::pair<RowOrder, RowOrder>& orders, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
-    const int dim = config_.shape.head_dim;
     const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
       return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
     };
-    const auto launch = [&](auto* kernel, std::int64_t rows, const RowOrder& order, bool stages_rows, int rank, int tile_bytes, DType type) {
-      const std::size_t bytes = detail::store_bytes(dim, stages_rows, rank, tile_bytes);
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "store_rows_kernel");
-      kernel<<<grid(rows), kStoreThreads, bytes, stream>>>(layer_.tables(), source, leaving, order, stages_rows, type);
-      check(cudaGetLastError(), "store_rows_kernel");
+    const auto launch = [&]<StoreForm form, RowPath path>(std::integral_constant<StoreForm, form>, std::integral_constant<RowPath, path>, std::int64_t rows, const RowOrder& order, DType type) {
+      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_tile_bytes() : 0);
+      detail::launch_early(store_rows_kernel<form, path>, grid(rows), kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, type);
     };
-    if (most_full > 0) launch(store_rows_kernel<StoreForm::full>, most_full, orders.first, true, 0, 0, config_.full_type);
+    if (most_full > 0) launch(std::integral_constant<StoreForm, StoreForm::full>{}, std::integral_constant<RowPath, RowPath::words>{}, most_full, orders.first, config_.full_type);
     if (most_compressed == 0) return;
-    const int rank = layer_.most_rank();
-    if constexpr (Codec::form == CodedForm::codes) {
-      launch(store_rows_kernel<StoreForm::codes>, most_compressed, orders.second, true, rank, layer_.tiles().max_tile_bytes(), layer_.tiles().coded_type);
-    } else {
-      // The two ways round differently. Which it is may not depend on the batch: a sequence none of whose rows is an outlier has an order only beside others.
-      const bool stages = orders.second.rows != nullptr || Rows::choice == RowChoice::errors || config_.epoch_type != config_.full_type;
-      launch(store_rows_kernel<StoreForm::coefficients>, most_compressed, orders.second, stages, rank, 0, layer_.tiles().coded_type);
-    }
+    detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : orders.second.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
+      constexpr StoreForm form = Codec::form == CodedForm::codes ? StoreForm::codes : StoreForm::coefficients;
+      launch(std::integral_constant<StoreForm, form>{}, path, most_compressed, orders.second, layer_.tiles().coded_type);
+    });
   }
 };
 

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
     maps = tables.maps[range.epoch * tables.num_heads + head].value;
   }
   #pragma unroll
-  for (int i = 0; i < kInFlight; ++i) ahead[i] = 16 * i < channels && 8 * warp < dim ? maps.quad(maps.reader, (i * (dim / 8) + warp) * 32 + lane) : float4{};
+  for (int i = 0; i < kInFlight; ++i) ahead[i] = 16 * i < channels && 8 * warp < dim ? maps.reader.quad((i * (dim / 8) + warp) * 32 + lane) : float4{};
   wait_for_last_kernel();
   if (thread < 32 * kBlockColumns) {  // a warp a column
     constexpr int kPerLane = (kMaxEntries + 31) / 32;
@@ -174,9 +174,9 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       const bool fetched = i == 0 && index == 0;
       #pragma unroll
       for (int k = 0; k < kInFlight; ++k) {
-        if (16 * k < channels) add(k, fetched ? ahead[k] : maps.quad(maps.reader, (k * (dim / 8) + channel_block) * 32 + lane));
+        if (16 * k < channels) add(k, fetched ? ahead[k] : maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
       }
-      for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.quad(maps.reader, (k * (dim / 8) + channel_block) * 32 + lane));
+      for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
       if (g == 0 && maps.mean != nullptr) {
         const float4 weights = {segment_sums[0][0], segment_sums[0][1], segment_sums[0][2], segment_sums[0][3]};
         detail::add_scaled(totals[i][0], maps.mean[8 * channel_block + 2 * t], weights);

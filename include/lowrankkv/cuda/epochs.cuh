@@ -57,7 +57,7 @@ class EpochStore {
         for (int head = 0; head < heads_; ++head) {
           HeadMaps maps = table[static_cast<std::size_t>(head)];
           for (PartMaps* part : {&maps.key, &maps.value}) {
-            part->encoder = part->reader = next;
+            part->encoder = part->reader = part->decoder = {next, type_};
             part->offset = reinterpret_cast<const float*>(next + map_bytes(*part));
             next += own_bytes(*part);
           }

@@ -52,34 +52,47 @@ inline void write_as(DType type, float value, std::uint8_t* target) {
   for (std::size_t byte = 0; byte < size_of(type); ++byte) target[byte] = static_cast<std::uint8_t>(word >> (8 * byte));
 }
 
-/// @brief Maps of keys, or of values, of one head in device memory, elements at place_in_map(). Tiles of codes have f32 maps, since steps are in
-/// them; plain coefficients have them as they are stored.
+/// @brief A map in device memory, elements at place_in_map().
+struct MapElements {
+  const void* data = nullptr;
+  DType type = DType::f32;
+
+  /// @brief Elements [4 index, 4 index + 4), as f32.
+  __device__ __forceinline__ float4 quad(int index) const {
+    if (type == DType::f32) return __ldg(static_cast<const float4*>(data) + index);
+    const uint2 words = __ldg(static_cast<const uint2*>(data) + index);
+    if (type == DType::bf16) return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U), __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
+    return {low.x, low.y, high.x, high.y};
+  }
+  /// @brief One element.
+  __device__ float element(int channel, int row, int head_dim) const {
+    const int place = place_in_map(channel, row, head_dim);
+    return type == DType::f32 ? __ldg(static_cast<const float*>(data) + place) : from_bits(type, __ldg(static_cast<const std::uint16_t*>(data) + place));
+  }
+};
+
+/// @brief Maps of keys, or of values, of one head. Where tiles hold codes, what reads them is f32, since steps are in it; else maps are as they are stored.
 struct PartMaps {
-  const void* encoder = nullptr;         ///< rows to coefficients, in steps
-  const void* reader = nullptr;          ///< channels of tiles to rows; may be the encoder
+  MapElements encoder;                   ///< rows to coefficients
+  MapElements reader;                    ///< channels of tiles to rows; may be the encoder
+  MapElements decoder;                   ///< coefficients to rows; may be one of the others
   float reader_scale = 1.0F;             ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
-  const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean
+  const float* steps = nullptr;          ///< [rank]: the quantizer's; null: ones
+  const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean, in steps
   const float* mean = nullptr;           ///< [head_dim] or null
-  const TileChannel* channels = nullptr; ///< [channels]; null for plain tiles
+  const TileChannel* channels = nullptr; ///< [width]; null for plain tiles
+  const std::uint8_t* bits = nullptr;    ///< [rank]: of the codes; null for plain tiles
   std::int32_t rank = 0;
   std::int32_t width = 0;                ///< channels of tiles, padding included
   std::int32_t coded = 0;                ///< of the coefficients, those with bits
   ScaleKind gains = ScaleKind::norm_log8;
   float reference = 1.0F;
-  DType type = DType::f32;               ///< of the maps' elements
 
-  /// @brief Elements [4 index, 4 index + 4) of a map, as f32.
-  __device__ __forceinline__ float4 quad(const void* map, int index) const {
-    if (type == DType::f32) return __ldg(static_cast<const float4*>(map) + index);
-    const uint2 words = __ldg(static_cast<const uint2*>(map) + index);
-    if (type == DType::bf16) return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U), __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
-    return {low.x, low.y, high.x, high.y};
-  }
-  /// @brief One element of a map.
-  __device__ float element(const void* map, int channel, int row, int head_dim) const {
-    const int place = place_in_map(channel, row, head_dim);
-    return type == DType::f32 ? __ldg(static_cast<const float*>(map) + place) : from_bits(type, __ldg(static_cast<const std::uint16_t*>(map) + place));
+  /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y. Nothing is left of those behind the last.
+  __device__ __forceinline__ float2 to_steps(int channel) const {
+    if (channel >= rank) return {0.0F, 0.0F};
+    return {steps == nullptr ? 1.0F : __fdividef(1.0F, __ldg(steps + channel)), offset == nullptr ? 0.0F : -__ldg(offset + channel)};
   }
 };
 
@@ -100,7 +113,7 @@ class LayerMaps {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
-      std::size_t encoder, reader, offset, mean, channels;
+      std::size_t encoder, reader, decoder, steps, offset, mean, bits, channels;
       float reader_scale;
     };
     std::vector<Offsets> offsets;
@@ -115,36 +128,45 @@ class LayerMaps {
       const HeadBasis& head = basis.heads[part / 2];
       const bool key = part % 2 == 0, coded = !tiles[part].channels.empty();
       const int rank = key ? head.key_rank : head.value_rank, width = layouts[part / 2].channels(key ? Part::key : Part::value);
-      const DType stored = coded ? DType::f32 : type;
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
       const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
-      const auto encode = [&](int row, int channel) { return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]) / step(channel); };
-      std::vector<float> encoder(static_cast<std::size_t>(map_size(rank, head_dim))), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
+      const auto encode = [&](int row, int channel) { return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]); };
+      std::vector<float> encoder(static_cast<std::size_t>(map_size(rank, head_dim))), decoder(encoder.size()), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
       for (int channel = 0; channel < rank; ++channel) {
         double sum = 0.0;
         for (int row = 0; row < head_dim; ++row) {
           encoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = encode(row, channel);
+          decoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = round_to(type, decoded(head, key, channel, row, head_dim));
           if (!mean.empty()) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
         }
-        offset.push_back(static_cast<float>(sum));
+        offset.push_back(static_cast<float>(sum / static_cast<double>(step(channel))));
       }
       for (int channel = 0; channel < width; ++channel) {
         const TileChannel place = coded ? tiles[part].channels[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
         const float weight = coded && !key ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
         for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
           reader[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
-              round_to(type, decoder(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
+              round_to(type, decoded(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
         }
       }
       for (const float value : mean) rounded_mean.push_back(round_to(type, value));
       Offsets at{};
-      at.encoder = append(encoder, stored);
-      at.reader = encoder == reader ? at.encoder : append(reader, stored);
+      at.encoder = append(encoder, type);
+      at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
+      at.reader = coded ? append(reader, DType::f32) : at.decoder;
+      at.steps = steps.empty() ? none : append(steps, DType::f32);
       float largest = 1e-30F;
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
       at.reader_scale = std::exp2(8.0F - std::ceil(std::log2(largest)));
+      at.bits = bytes.size();
+      if (coded) {
+        bytes.resize(at.bits + (static_cast<std::size_t>(rank) + 15) / 16 * 16);
+        for (const TileChannel& place : tiles[part].channels) {
+          if (place.source >= 0) bytes[at.bits + static_cast<std::size_t>(place.source)] = place.bits;
+        }
+      }
       at.offset = append(offset, DType::f32);
       at.mean = mean.empty() ? none : append(rounded_mean, DType::f32);
       at.channels = channels.size();
@@ -157,18 +179,20 @@ class LayerMaps {
     heads_.resize(tiles.size() / 2);
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       PartMaps& maps = part % 2 == 0 ? heads_[part / 2].key : heads_[part / 2].value;
-      maps.encoder = bytes_.data() + offsets[part].encoder;
-      maps.reader = bytes_.data() + offsets[part].reader;
+      maps.encoder = {bytes_.data() + offsets[part].encoder, type};
+      maps.decoder = {bytes_.data() + offsets[part].decoder, type};
+      maps.reader = {bytes_.data() + offsets[part].reader, tiles[part].channels.empty() ? type : DType::f32};
+      maps.steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
       maps.reader_scale = offsets[part].reader_scale;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
       maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
+      maps.bits = tiles[part].channels.empty() ? nullptr : bytes_.data() + offsets[part].bits;
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
       maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
       maps.coded = tiles[part].coded;
       maps.gains = tiles[part].gains;
       maps.reference = tiles[part].reference;
-      maps.type = tiles[part].channels.empty() ? type : DType::f32;
     }
   }
 
@@ -181,7 +205,7 @@ class LayerMaps {
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
-  static float decoder(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
+  static float decoded(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
     const int rank = key ? head.key_rank : head.value_rank;
     const auto column = [&](const std::vector<float>& map) { return map[static_cast<std::size_t>(row * rank + coefficient)]; };
     if (key) return column(head.query_down.empty() ? head.key_down : head.query_down);
@@ -219,7 +243,7 @@ class LayerMetrics {
     for (std::size_t part = 0; part < offsets.size(); ++part) {
       PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
       const HeadBasis& head = basis.heads[part / 2];
-      if (!(part % 2 == 0 ? head.key_metric : head.value_metric).empty()) maps.encoder = values_.data() + offsets[part];
+      if (!(part % 2 == 0 ? head.key_metric : head.value_metric).empty()) maps.encoder = {values_.data() + offsets[part], DType::f32};
       maps.rank = head_dim;
     }
     heads_ = DeviceArray<HeadMaps>(heads);

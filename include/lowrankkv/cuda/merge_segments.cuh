@@ -32,14 +32,14 @@ __global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables
   const PartMaps& to = tables.maps[to_epoch * tables.num_heads + head].of(part);
   for (int item = static_cast<int>(threadIdx.x); item < kTransitionColumns * dim; item += kStoreThreads) {
     const int channel = first + item / dim;
-    encoder[item / dim][item % dim] = channel < to.rank ? to.element(to.encoder, channel, item % dim, dim) : 0.0F;
+    encoder[item / dim][item % dim] = channel < to.rank ? to.encoder.element(channel, item % dim, dim) : 0.0F;
   }
   __syncthreads();
   float* target = transitions + static_cast<std::size_t>(head * 2 + static_cast<int>(part)) * static_cast<std::size_t>(most * most);
   for (int channel = static_cast<int>(threadIdx.x); channel < from.rank; channel += kStoreThreads) {
     float sums[kTransitionColumns] = {};
     for (int d = 0; d < dim; ++d) {
-      const float value = from.element(from.reader, channel, d, dim);
+      const float value = from.reader.element(channel, d, dim);
       #pragma unroll
       for (int i = 0; i < kTransitionColumns; ++i) sums[i] = fmaf(value, encoder[i][d], sums[i]);
     }
@@ -48,14 +48,15 @@ __global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables
 }
 
 /// @brief Shared memory of merge_kernel in bytes.
-inline std::size_t merge_bytes(int most) { return sizeof(float) * static_cast<std::size_t>(2 * kStoreRows * (most + 1)); }
+inline std::size_t merge_bytes(int most) { return static_cast<std::size_t>(kStoreRows * (2 * plain_stride(most) + 4 * (most + 1))); }
 
 /// @brief Rewrites rows [first, end) of the compressed lists of a sequence. Grid: 64-row pieces from first's on x heads.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, int slot, int first, int end, int most, const float* transitions, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float* old_rows = reinterpret_cast<float*>(shared_memory);
-  float* new_rows = old_rows + kStoreRows * (most + 1);
+  const int stride = plain_stride(most);
+  std::uint16_t* new_rows = reinterpret_cast<std::uint16_t*>(shared_memory);
+  float* old_rows = reinterpret_cast<float*>(new_rows + kStoreRows * stride);
   __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
   const int head = static_cast<int>(blockIdx.y), tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
   const int from = max(first - tile_row, 0), until = min(end - tile_row, kStoreRows);
@@ -74,15 +75,16 @@ __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, int
       old_rows[row * (most + 1) + channel] = detail::plain_element(tiles[row / layout.rows], layout, part, type, row % layout.rows, channel);
     }
     __syncthreads();
-    for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
-      const int row = from + item / rank, channel = item % rank;
+    const int channels = layout.channels(part);
+    for (int item = static_cast<int>(threadIdx.x); item < (until - from) * channels; item += kStoreThreads) {
+      const int row = from + item / channels, channel = item % channels;
       float sum = 0.0F;
       #pragma unroll 8
-      for (int k = 0; k < rank; ++k) sum = fmaf(old_rows[row * (most + 1) + k], transition[k * most + channel], sum);
-      new_rows[row * (most + 1) + channel] = sum;
+      for (int k = 0; k < (channel < rank ? rank : 0); ++k) sum = fmaf(old_rows[row * (most + 1) + k], transition[k * most + channel], sum);
+      new_rows[row * stride + channel] = to_bits(type, sum);
     }
     __syncthreads();
-    detail::store_plain(layout, tiles, part, type, new_rows, most + 1, rank, from, until, false);
+    detail::store_plain(layout, tiles, part, new_rows, stride, from, until, false);
     __syncthreads();
   }
 }

@@ -101,17 +101,39 @@ struct OjaSteps {
   bool moved[kMaxBatch];            ///< the bases have moved before
 };
 
+/// @brief The splits of moments [matrices, splits, size] summed, in their order, into the first. Grid: 1024 numbers x matrices.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) sum_moments_kernel(float* moments, int splits, int size) {
+  const int place = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);  // of four numbers
+  if (4 * place >= size) return;
+  float4* own = reinterpret_cast<float4*>(moments + static_cast<std::size_t>(blockIdx.y) * static_cast<std::size_t>(splits) * static_cast<std::size_t>(size)) + place;
+  float4 sum = own[0];
+  #pragma unroll 8
+  for (int split = 1; split < splits; ++split) {
+    const float4 more = own[static_cast<std::size_t>(split) * static_cast<std::size_t>(size / 4)];
+    sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+  }
+  own[0] = sum;
+}
+
 /// @brief Threads of oja_kernel.
 inline constexpr int kOjaThreads = 512;
+/// @brief A moment of so many channels at most fits its shared memory.
+inline constexpr int kOjaKept = 128;
+/// @brief Shared memory of oja_kernel in bytes.
+inline std::size_t oja_bytes(int head_dim) { return head_dim <= kOjaKept ? sizeof(float) * static_cast<std::size_t>(head_dim * head_dim) : 0; }
 
-/// @brief Moves bases and publishes them. moments: of moment_kernel; their splits are summed into the first. A basis whose rows have no energy, or
+/// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows have no energy, or
 /// that would not come out finite and orthonormal, stays. Grid: 2 x heads x sequences.
 /// @tparam columns  columns of U that a warp has, at most  @tparam parts  channels that a lane has of each, at most
 ///
 /// Gram-Schmidt, one column after the other, what is left of the others in registers.
 template <int columns, int parts>
-__global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, float* moments, int splits) {
+__global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, const float* moments, int splits) {
   constexpr int kWarps = kOjaThreads / 32;
+  constexpr bool keeps_moment = 32 * parts <= kOjaKept;
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  float* kept = reinterpret_cast<float*>(shared_memory);
   __shared__ float column[2][kMaxHeadDim];
   __shared__ float partial[kWarps];
   __shared__ float energy;
@@ -136,13 +158,12 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
   }
   bool step = steps.rate[sequence] >= 0.0F;
   if (step) {
-    float* moment = moments + (static_cast<std::size_t>(sequence * tables.num_heads * 2) + which) * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
+    const float* moment = moments + (static_cast<std::size_t>(sequence * tables.num_heads * 2) + which) * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
     float trace = 0.0F;
-    for (int item = thread; item < dim * dim; item += kOjaThreads) {
-      float total = moment[item];
-      for (int split = 1; split < splits; ++split) total += moment[static_cast<std::size_t>(split) * static_cast<std::size_t>(dim * dim) + static_cast<std::size_t>(item)];
-      moment[item] = total;
-      if (item / dim == item % dim) trace += total;
+    if (thread < dim) trace = moment[thread * (dim + 1)];
+    if constexpr (keeps_moment) {
+      for (int place = thread; place < dim * dim / 4; place += kOjaThreads) reinterpret_cast<float4*>(kept)[place] = reinterpret_cast<const float4*>(moment)[place];
+      moment = kept;
     }
     for (int distance = 16; distance > 0; distance /= 2) trace += __shfl_xor_sync(~0U, trace, distance);
     if (lane == 0) partial[warp] = trace;
@@ -171,6 +192,7 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
           for (int q = 0; q < parts; ++q) m[q] = lane + 32 * q < dim ? moment[(first + k) * dim + lane + 32 * q] : 0.0F;
           #pragma unroll
           for (int i = 0; i < columns; ++i) {
+            if (kWarps * i >= rank) break;
             const float other = __shfl_sync(~0U, own[i], k);
             #pragma unroll
             for (int q = 0; q < parts; ++q) pull[i][q] = fmaf(m[q], other, pull[i][q]);
@@ -244,7 +266,7 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
       if (d >= dim) continue;
       put(bases.moved, own_basis + static_cast<std::size_t>(c * dim + d), u[i][q]);
       if (target == nullptr) continue;
-      put(const_cast<void*>(target->encoder), static_cast<std::size_t>(place_in_map(c, d, dim)), u[i][q]);
+      put(const_cast<void*>(target->encoder.data), static_cast<std::size_t>(place_in_map(c, d, dim)), u[i][q]);
       if (target->mean != nullptr) shift = fmaf(target->mean[d], bases.type == DType::f32 ? u[i][q] : from_bits(bases.type, to_bits(bases.type, u[i][q])), shift);
     }
     for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);

@@ -41,7 +41,7 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, width = 16 * share.channel_blocks, steps = share.end - share.first;
   for (int base = 0; base < share.channel_blocks; base += kStepWarps) {  // once, unless there are more than 256 channels
     const int own = base + share.channel_block;
-    const auto operand = [&](int step) { return maps.quad(maps.reader, (own * share.steps + share.first + step) * 32 + lane); };
+    const auto operand = [&](int step) { return maps.reader.quad((own * share.steps + share.first + step) * 32 + lane); };
     for (int block = 0; block < blocks; ++block) {
       float sums[4] = {};
       if (own < share.channel_blocks) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
   #pragma unroll
   for (int i = 0; i < kMapTiles; ++i) {
     const bool mine = share.channel_block < share.channel_blocks && share.first + i < share.end;
-    map[i] = mine ? maps.quad(maps.reader, (share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
+    map[i] = mine ? maps.reader.quad((share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
   }
   for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
     const int own = item / head_dim, channel = item % head_dim;

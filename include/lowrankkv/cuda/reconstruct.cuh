@@ -75,20 +75,18 @@ __device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stri
   constexpr std::uint32_t mask = 0x01010101U * ((1U << bits) - 1U);
   for (int item = static_cast<int>(threadIdx.x); item < code_unit_bytes(bits) / 4; item += kStoreThreads) {
     const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(unit)[item];
-    const int lane = bits == 1 ? item / 2 : item / 4 % 32, low = bits == 1 ? item % 2 : item % 4, high = bits == 1 ? 0 : item / 128;
     #pragma unroll
     for (int q = 0; q < 8 / bits; ++q) {
       const std::uint32_t codes = word >> (bits * q) & mask;
       if constexpr (part == Part::key) {
-        const int block = bits == 8 ? high : bits == 4 ? 2 * high + q : bits == 2 ? q : q / 2, half = bits == 1 ? q % 2 : low % 2, deep = bits == 1 ? low : low / 2;
-        __half2* own = reinterpret_cast<__half2*>(target + (16 * block + 8 * half + lane / 4) * stride + 16 * deep + 4 * (lane % 4));
+        const CodeIndex first = key_code(bits, item, q, 0);  // of four channels
+        __half2* own = reinterpret_cast<__half2*>(target + first.row * stride + first.channel);
         own[0] = levels_of(codes, 0x4140, centre);
         own[1] = levels_of(codes, 0x4342, centre);
       } else {
-        const int step = bits == 8 ? high % 2 : bits == 1 ? q / 4 : low / 2, half = bits == 8 ? low / 2 : bits == 1 ? low : low % 2;
-        const int eighth = bits == 8 ? 2 * (high / 2) + low % 2 : bits == 4 ? 2 * high + q : bits == 2 ? q : q % 4, channel = 8 * eighth + lane / 4;
-        const __half2 weight = __float2half2_rn(static_cast<float>(value_weight(bits, channel)));
-        __half2* own = reinterpret_cast<__half2*>(target + channel * stride + 32 * step + 16 * half + 2 * (lane % 4));
+        const CodeIndex first = value_code(bits, item, q, 0);  // of rows r, r + 8, r + 1, r + 9
+        const __half2 weight = __float2half2_rn(static_cast<float>(value_weight(bits, first.channel)));
+        __half2* own = reinterpret_cast<__half2*>(target + first.channel * stride + first.row);
         own[0] = __hmul2(levels_of(codes, 0x4240, centre), weight);
         own[4] = __hmul2(levels_of(codes, 0x4341, centre), weight);  // eight rows on
       }
@@ -159,7 +157,7 @@ struct MapOperands {
       #pragma unroll
       for (int k = 0; k < kDecodeSteps; ++k) {
         const bool there = 16 * (first + k) < maps.width && 8 * (block + n) < dim;
-        float4 rest = there ? maps.quad(maps.reader, ((first + k) * (dim / 8) + block + n) * 32 + lane) : float4{};
+        float4 rest = there ? maps.reader.quad(((first + k) * (dim / 8) + block + n) * 32 + lane) : float4{};
         rest = {rest.x * maps.reader_scale, rest.y * maps.reader_scale, rest.z * maps.reader_scale, rest.w * maps.reader_scale};
         #pragma unroll
         for (int part = 0; part < parts; ++part) {

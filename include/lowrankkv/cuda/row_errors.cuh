@@ -2,18 +2,18 @@
 /// @file cuda/row_errors.cuh  How badly leaving rows would be reconstructed, under the maps that are about to store them.
 ///
 /// error = ||k - k^||^2 + ||v - v^||^2 in the metrics of the bases, each over ||x - mean||^2 if errors are relative (token_policy/residual_outliers.hpp).
-/// Rows are encoded, quantised and decoded as they would be; products are sums of tf32 that come to f32.
+/// Rows are encoded, quantised and decoded as they would be. Rows, and maps of their type, are exact operands; other numbers are the sum of two of 16 bits.
+/// Floor: the rows' bytes once, 4 rank head_dim flops a row and part (2 head_dim^2 more in a metric).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "lowrankkv/cuda/query_operands.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-inline constexpr int kErrorRows = 32;  ///< of a block
 
 /// @brief Rows whose errors are wanted, by sequence of the batch: [first, first + count) of its source.
 struct ErrorRows {
@@ -22,128 +22,244 @@ struct ErrorRows {
   std::int32_t count[kMaxBatch];
 };
 
+inline constexpr int kErrorBytes = 100 * 1024;  ///< of shared memory, so that two blocks share a multiprocessor
+
+/// @brief Where row_errors_kernel has what, in bytes of its shared memory. @param steps  of sixteen rows, that a block takes: 2 or 4
+struct ErrorMemory {
+  int values = 0, rest = 0;     ///< coefficients as they will be read, as two numbers of 16 bits: [16 steps, plain_stride(rank)]
+  int coefficients = 0;         ///< [16 steps, rank + 1] f32, of codes
+  int lost = 0, rows = 0;       ///< [16 steps, row_stride(head_dim)] f32: in metrics; rows where errors are relative too
+  int bytes = 0;
+
+  __host__ __device__ ErrorMemory(int steps, StoreForm form, int head_dim, int max_rank, bool metric, bool keeps_rows) {
+    const int count = kPlainRows * steps;
+    const auto reserve = [&](int size) {
+      const int begin = bytes;
+      bytes += (size + 15) / 16 * 16;
+      return begin;
+    };
+    values = reserve(2 * count * plain_stride(max_rank));
+    rest = reserve(2 * count * plain_stride(max_rank));
+    coefficients = reserve(form == StoreForm::codes ? 4 * count * (max_rank + 1) : 0);
+    lost = reserve(metric ? 4 * count * detail::row_stride(head_dim) : 0);
+    rows = reserve(keeps_rows ? 4 * count * detail::row_stride(head_dim) : 0);
+  }
+};
+
 namespace detail {
 
-/// Shared memory of row_errors_kernel in bytes.
-inline std::size_t error_bytes(int head_dim, int most_channels) {
-  const int most = (std::max)(head_dim, most_channels);
-  return sizeof(float) * static_cast<std::size_t>(kErrorRows * (2 * row_stride(head_dim) + 2 * (most + 1)));
-}
-
-/// What the channels of tiles hold of coefficients [kErrorRows, stride], as maps expect it: values [kErrorRows, stride].
-template <StoreForm form>
-__device__ void quantise_rows(const PartMaps& maps, Part part, DType type, const float* coefficients, int stride, float* values) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int row = warp; row < kErrorRows; row += kStoreThreads / 32) {
-    const float* own = coefficients + row * stride;
-    if constexpr (form == StoreForm::coefficients) {
-      for (int channel = lane; channel < maps.width; channel += 32) values[row * stride + channel] = channel < maps.rank ? from_bits(type, to_bits(type, own[channel])) : 0.0F;
-    } else {
-      const float gain = gain_of_row(maps, own).value, inverse = gain > 0.0F ? 1.0F / gain : 0.0F;
-      for (int channel = lane; channel < maps.width; channel += 32) {
-        const TileChannel place = maps.channels[channel];
-        float value = 0.0F;
-        if (place.source >= 0) {
-          const std::uint32_t mask = (1U << place.width) - 1U, plane = code_of(own[place.source] * inverse, place.bits) >> place.shift & mask;
-          value = (static_cast<float>(plane) - 0.5F * static_cast<float>(mask)) * gain * (part == Part::key ? 1.0F : static_cast<float>(value_weight(place.width, channel)));
-        }
-        values[row * stride + channel] = value;
-      }
-    }
+/// A number as two of 16 bits, and the next one: what `low` says of both, in a word. Beyond the type's range they stay at its end: the error is large then, not undefined.
+template <DType type>
+__device__ __forceinline__ std::uint32_t half_of(float first, float second, bool low) {
+  if constexpr (type == DType::f16) {
+    first = fminf(fmaxf(first, -65504.0F), 65504.0F);
+    second = fminf(fmaxf(second, -65504.0F), 65504.0F);
   }
+  return pair_of<type>(first, second, low);
 }
 
-/// rows [kErrorRows, row_stride(head_dim)] = values [kErrorRows, stride] reader: a warp makes eight channels of all rows at a time.
-__device__ inline void decode_rows(const PartMaps& maps, const float* values, int stride, int head_dim, float* rows) {
-  constexpr int kRowBlocks = kErrorRows / 16;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  for (int block = warp; block < head_dim / 8; block += kStoreThreads / 32) {
-    float sums[kRowBlocks][4] = {};
-    #pragma unroll 4
-    for (int k = 0; k < maps.width / 8; ++k) {
-      const float b0 = maps.element(maps.reader, 8 * k + t, 8 * block + g, head_dim), b1 = maps.element(maps.reader, 8 * k + t + 4, 8 * block + g, head_dim);
-      #pragma unroll
-      for (int m = 0; m < kRowBlocks; ++m) {
-        const float* own = values + (16 * m + g) * stride + 8 * k + t;
-        const float4 a = {own[0], own[8 * stride], own[4], own[8 * stride + 4]};
-        mma_tf32(sums[m], {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)}, b0, b1);
-        mma_tf32(sums[m], a, beyond_tf32(b0), beyond_tf32(b1));
-        mma_tf32(sums[m], a, b0, b1);
+/// project_steps() with maps of another type, as the sum of two numbers: put(row, channel, first, second).
+template <DType type, class Words, class Put>
+__device__ __forceinline__ void project_words(const PartMaps& maps, int steps, int head_dim, Words&& words, Put&& put) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit, blocks = (maps.rank + 15) / 16;
+  for (int item = warp; item < steps * blocks; item += kStoreThreads / 32) {
+    const int step = item / blocks, block = item % blocks;
+    const auto own_words = words(step);
+    float sums[2][4] = {};
+    for (int unit = 0; unit < units; ++unit) {
+      const uint4 a = own_words(unit);
+      const float4 low = maps.encoder.quad((block * 2 * units + 2 * unit) * 32 + lane), high = maps.encoder.quad((block * 2 * units + 2 * unit + 1) * 32 + lane);
+      for (const bool rest : {true, false}) {
+        mma_plain<type>(sums[0], a, half_of<type>(low.x, low.y, rest), half_of<type>(high.x, high.y, rest));
+        mma_plain<type>(sums[1], a, half_of<type>(low.z, low.w, rest), half_of<type>(high.z, high.w, rest));
       }
     }
     #pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      float* own = rows + (16 * m + g) * row_stride(head_dim) + 8 * block + 2 * t;
-      own[0] = sums[m][0];
-      own[1] = sums[m][1];
-      own[8 * row_stride(head_dim)] = sums[m][2];
-      own[8 * row_stride(head_dim) + 1] = sums[m][3];
+    for (int n = 0; n < 2; ++n) {
+      const int channel = 16 * block + 8 * n + 2 * t;
+      const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) put(16 * step + g + 8 * half, channel, fmaf(sums[n][2 * half], one.x, one.y), fmaf(sums[n][2 * half + 1], two.x, two.y));
     }
   }
 }
 
-/// The energy of one row, summed by a warp.
-__device__ inline float energy_of(const float* row, int channels) {
-  float energy = 0.0F;
-  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < channels; channel += 32) energy = fmaf(row[channel], row[channel], energy);
-  for (int distance = 16; distance > 0; distance /= 2) energy += __shfl_xor_sync(~0U, energy, distance);
-  return energy;
+/// Coefficients of a row in steps, as they will be read: quantised, in the unit of the maps. A warp has one row.
+template <DType type>
+__device__ __forceinline__ void quantise_row(const PartMaps& maps, const float* own, std::uint16_t* values, std::uint16_t* rest, int channels) {
+  const float gain = gain_of_row(maps, own).value, inverse = gain > 0.0F ? 1.0F / gain : 0.0F;
+  for (int channel = 2 * (static_cast<int>(threadIdx.x) % 32); channel < channels; channel += 64) {
+    float x[2] = {};
+    #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (channel + i >= maps.coded) continue;
+      const float half_range = static_cast<float>(1 << maps.bits[channel + i]) * 0.5F, level = static_cast<float>(code_of(own[channel + i] * inverse, half_range)) - half_range + 0.5F;
+      x[i] = level * gain * (maps.steps == nullptr ? 1.0F : __ldg(maps.steps + channel + i));
+    }
+    *reinterpret_cast<std::uint32_t*>(values + channel) = half_of<type>(x[0], x[1], false);
+    *reinterpret_cast<std::uint32_t*>(rest + channel) = half_of<type>(x[0], x[1], true);
+  }
 }
 
 }  // namespace detail
 
-/// @brief errors [sequence of the batch, head, stride], by row of the source. Grid: kErrorRows rows x heads x sequences.
-template <StoreForm form>
-__global__ void __launch_bounds__(kStoreThreads) row_errors_kernel(Tables tables, RowSource source, ErrorRows wanted, bool relative, DType type, float* errors, int stride) {
+/// @brief errors [sequence of the batch, head, stride], by row of the source. Grid: groups of `steps` sixteens of rows x heads x sequences.
+/// @tparam type  of full rows  @param coded_type  of plain coefficients
+template <StoreForm form, RowPath path, DType type>
+__global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tables, RowSource source, ErrorRows wanted, bool relative, DType coded_type, int steps, bool metric, float* errors, int stride) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = wanted.slots[index], dim = tables.head_dim, row_width = detail::row_stride(dim);
-  const int first = wanted.first[index] + static_cast<int>(blockIdx.x) * kErrorRows, count = min(kErrorRows, wanted.first[index] + wanted.count[index] - first);
-  if (count <= 0) return;
-  const HeadMaps& maps_now = tables.current_maps(slot, head);
-  const int most = max(dim, max(max(maps_now.key.rank, maps_now.key.width), max(maps_now.value.rank, maps_now.value.width))) + 1;
-  float* rows = reinterpret_cast<float*>(shared_memory);      // [kErrorRows, row_width]
-  float* lost = rows + kErrorRows * row_width;                // the same
-  float* coefficients = lost + kErrorRows * row_width;        // [kErrorRows, most]
-  float* values = coefficients + kErrorRows * most;           // the same
-  __shared__ float total[kErrorRows];
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  constexpr int kMaxRows = 4 * kPlainRows, kShares = 16;
+  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = wanted.slots[index], dim = tables.head_dim, units = dim / kPlainUnit, width = detail::row_stride(dim);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const SourceRows from(tables, source, slot, head);
-  if (threadIdx.x < kErrorRows) total[threadIdx.x] = 0.0F;
-  for (int item = static_cast<int>(threadIdx.x); item < (kErrorRows - count) * row_width; item += kStoreThreads) rows[count * row_width + item] = 0.0F;
+  // Blocks have the sixteens of rows that lie together in the source.
+  const int begin = wanted.first[index], end = begin + wanted.count[index];
+  if (begin == end) return;
+  const int first_step = from.step_of(begin) + static_cast<int>(blockIdx.x) * steps, used = min(steps, from.step_of(end - 1) - first_step + 1), first_row = first_step * kPlainRows - from.offset();
+  if (used <= 0) return;
+  const HeadMaps& maps_now = tables.current_maps(slot, head);
+  const int max_rank = max(maps_now.key.rank, maps_now.value.rank), values_stride = plain_stride(max_rank);
+  const ErrorMemory memory(steps, form, dim, max_rank, metric, metric && relative);
+  std::uint16_t* values = reinterpret_cast<std::uint16_t*>(shared_memory + memory.values);
+  std::uint16_t* rest = reinterpret_cast<std::uint16_t*>(shared_memory + memory.rest);
+  float* coefficients = reinterpret_cast<float*>(shared_memory + memory.coefficients);
+  float* lost_rows = reinterpret_cast<float*>(shared_memory + memory.lost);
+  float* own_rows = reinterpret_cast<float*>(shared_memory + memory.rows);
+  __shared__ float loss[kShares][kMaxRows], whole[kShares][kMaxRows];  // by unit of channels, or warp
+  __shared__ float total[kMaxRows];
+  if (threadIdx.x < kMaxRows) total[threadIdx.x] = 0.0F;
   for (const Part part : {Part::key, Part::value}) {
     const PartMaps& maps = maps_now.of(part);
-    from.load(part, nullptr, first, 0, count, dim, rows, row_width);
-    __syncthreads();
-    detail::project_rows<kErrorRows / 16, true>(rows, dim, maps, coefficients, most);
-    __syncthreads();
-    detail::quantise_rows<form>(maps, part, type, coefficients, most, values);
-    __syncthreads();
-    detail::decode_rows(maps, values, most, dim, lost);
-    __syncthreads();
-    for (int item = static_cast<int>(threadIdx.x); item < kErrorRows * dim; item += kStoreThreads) {
-      const int at = item / dim * row_width + item % dim;
-      const float x = rows[at] - (maps.mean == nullptr ? 0.0F : maps.mean[item % dim]);
-      lost[at] = x - lost[at];
-      rows[at] = x;
+    const PartMaps* own_metric = metric && tables.metrics[head].of(part).encoder.data != nullptr ? &tables.metrics[head].of(part) : nullptr;
+    const auto words = [&](Part, int step) { return detail::rows_as_operands(part, from.words(part, first_step + step)); };
+    const auto put = [&](int row, int channel, float one, float two) {
+      if constexpr (form == StoreForm::codes) {
+        if (channel < maps.rank) coefficients[row * (max_rank + 1) + channel] = one;
+        if (channel + 1 < maps.rank) coefficients[row * (max_rank + 1) + channel + 1] = two;
+      } else {
+        const float a = from_bits(coded_type, to_bits(coded_type, one)), b = from_bits(coded_type, to_bits(coded_type, two));
+        *reinterpret_cast<std::uint32_t*>(values + row * values_stride + channel) = detail::half_of<type>(a, b, false);
+        *reinterpret_cast<std::uint32_t*>(rest + row * values_stride + channel) = detail::half_of<type>(a, b, true);
+      }
+    };
+    if constexpr (path == RowPath::words) {
+      detail::project_steps<type>(maps_now, static_cast<int>(part), 1, used, dim, words, [&](Part, int row, int channel, float one, float two) { put(row, channel, one, two); });
+    } else {
+      detail::project_words<type>(maps, used, dim, [&](int step) { return words(part, step); }, put);
     }
+    for (int item = static_cast<int>(threadIdx.x); item < kShares * kMaxRows; item += kStoreThreads) loss[item / kMaxRows][item % kMaxRows] = whole[item / kMaxRows][item % kMaxRows] = 0.0F;
     __syncthreads();
-    const PartMaps* metric = tables.metrics == nullptr || tables.metrics[head].of(part).encoder == nullptr ? nullptr : &tables.metrics[head].of(part);
-    if (metric != nullptr) {
-      detail::project_rows<kErrorRows / 16, false>(lost, dim, *metric, coefficients, most);
-      if (relative) detail::project_rows<kErrorRows / 16, false>(rows, dim, *metric, values, most);
+    if constexpr (form == StoreForm::codes) {
+      for (int row = warp; row < used * kPlainRows; row += kStoreThreads / 32) {
+        detail::quantise_row<type>(maps, coefficients + row * (max_rank + 1), values + row * values_stride, rest + row * values_stride, (maps.rank + 15) / 16 * 16);
+      }
       __syncthreads();
     }
-    for (int row = warp; row < count; row += kStoreThreads / 32) {
-      const float loss = metric != nullptr ? detail::energy_of(coefficients + row * most, dim) : detail::energy_of(lost + row * row_width, dim);
-      float whole = 1.0F;
-      if (relative) whole = metric != nullptr ? detail::energy_of(values + row * most, dim) : detail::energy_of(rows + row * row_width, dim);
-      if (threadIdx.x % 32 == 0 && whole > 0.0F) total[row] += loss / whole;  // a row without energy has no relative error
+    // A warp decodes sixteen channels of up to 32 rows.
+    const int halves = (used + 1) / 2;
+    const bool exact_values = form == StoreForm::coefficients && coded_type == type, exact_maps = maps.decoder.type == type;
+    for (int item = warp; item < units * halves; item += kStoreThreads / 32) {
+      const int unit = item / halves, half = item % halves;
+      float sums[2][2][4] = {};
+      for (int block = 0; block < (maps.rank + 15) / 16; ++block) {
+        std::uint32_t map[2][2], map_rest[2][2] = {};  // [eight channels of rows, eight coefficients]
+        #pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int place = (block * 2 * units + 2 * unit + n) * 32 + lane;
+          if (exact_maps) {
+            const uint2 both = __ldg(static_cast<const uint2*>(maps.decoder.data) + place);
+            map[n][0] = transposed(both.x);
+            map[n][1] = transposed(both.y);
+          } else {
+            const float4 four = maps.decoder.quad(place);
+            map[n][0] = transposed(detail::half_of<type>(four.x, four.y, false));
+            map[n][1] = transposed(detail::half_of<type>(four.z, four.w, false));
+            map_rest[n][0] = transposed(detail::half_of<type>(four.x, four.y, true));
+            map_rest[n][1] = transposed(detail::half_of<type>(four.z, four.w, true));
+          }
+        }
+        #pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const int row = (2 * half + s) * kPlainRows;
+          if (2 * half + s >= used) continue;
+          const uint4 high = detail::plain_words(Part::key, values + row * values_stride, values_stride, block);
+          #pragma unroll
+          for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], high, map[n][0], map[n][1]);
+          if (!exact_maps) {
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], high, map_rest[n][0], map_rest[n][1]);
+          }
+          if (exact_values) continue;
+          const uint4 low = detail::plain_words(Part::key, rest + row * values_stride, values_stride, block);
+          #pragma unroll
+          for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], low, map[n][0], map[n][1]);
+        }
+      }
+      #pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const int step = 2 * half + s;
+        if (step >= used) continue;
+        const uint4 all = words(part, step)(unit);
+        const std::uint32_t own[2][2] = {{all.x, all.z}, {all.y, all.w}};  // [eight rows, eight channels]
+        #pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = step * kPlainRows + 8 * h + g;
+          float away = 0.0F, energy = 0.0F;
+          #pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            #pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int channel = unit * kPlainUnit + 8 * n + 2 * t + i;
+              const float x = from_bits(type, static_cast<std::uint16_t>(own[h][n] >> (16 * i))) - (maps.mean == nullptr ? 0.0F : __ldg(maps.mean + channel)), difference = x - sums[s][n][2 * h + i];
+              away = fmaf(difference, difference, away);
+              energy = fmaf(x, x, energy);
+              if (own_metric == nullptr) continue;
+              lost_rows[row * width + channel] = difference;
+              if (relative) own_rows[row * width + channel] = x;
+            }
+          }
+          for (int distance = 1; distance < 4; distance *= 2) {
+            away += __shfl_xor_sync(~0U, away, distance);
+            energy += __shfl_xor_sync(~0U, energy, distance);
+          }
+          if (t == 0 && own_metric == nullptr) {
+            loss[unit][row] = away;
+            whole[unit][row] = energy;
+          }
+        }
+      }
     }
     __syncthreads();
-    for (int item = static_cast<int>(threadIdx.x); item < (kErrorRows - count) * row_width; item += kStoreThreads) rows[count * row_width + item] = 0.0F;
+    if (own_metric != nullptr) {
+      const auto energies = [&](const float* rows, float (&target)[kShares][kMaxRows]) {
+        for (int first = 0; first < used * kPlainRows; first += 2 * kPlainRows) {  // 32 rows at a time
+          float own[4] = {};
+          detail::project_rows<2, false>(rows + first * width, dim, *own_metric, [&](int row, int, float one, float two) { own[(row - g) / 8] += one * one + two * two; });
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            own[i] += __shfl_xor_sync(~0U, own[i], 1);
+            own[i] += __shfl_xor_sync(~0U, own[i], 2);
+            if (t == 0) target[warp][first + 8 * i + g] = own[i];
+          }
+        }
+      };
+      energies(lost_rows, loss);
+      if (relative) energies(own_rows, whole);
+      __syncthreads();
+    }
+    if (static_cast<int>(threadIdx.x) < used * kPlainRows) {
+      float away = 0.0F, energy = 0.0F;
+      for (int share = 0; share < kShares; ++share) {
+        away += loss[share][threadIdx.x];
+        energy += whole[share][threadIdx.x];
+      }
+      total[threadIdx.x] += !relative ? away : energy > 0.0F ? away / energy : 0.0F;  // a row without energy has no relative error
+    }
+    __syncthreads();
   }
-  if (static_cast<int>(threadIdx.x) < count) {
-    errors[(static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(first) + threadIdx.x] = total[threadIdx.x];
+  const int row = first_row + static_cast<int>(threadIdx.x);
+  if (static_cast<int>(threadIdx.x) < used * kPlainRows && row >= begin && row < end) {
+    errors[(static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)] = total[threadIdx.x];
   }
 }
 

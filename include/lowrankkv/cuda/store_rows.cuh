@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "lowrankkv/cuda/plain_tiles.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
@@ -16,35 +18,57 @@ namespace cuda {
 /// @brief What is stored: plain rows, their coefficients in plain tiles, or their codes.
 enum class StoreForm : std::uint8_t { full, coefficients, codes };
 
+/// @brief How a block comes by the rows that it projects: straight from their tiles; through shared memory, as they are, where rows are chosen; as f32, where maps are of another
+/// type. The first two make the same bits: which of them it is may depend on the batch.
+enum class RowPath : std::uint8_t { words, staged, wide };
+
 namespace detail {
 
-/// Shared memory of a block, in order: rows, where they do not go straight from their words into products; coefficients, gains, a tile of codes.
-struct StoreMemory {
-  float* rows;           // [kStoreRows, row_stride(head_dim)], or nothing
-  float* coefficients;   // [kStoreRows, rank + 1]
-  float* inverse_gains;  // [kStoreRows]
-  std::uint32_t* tile;
-};
-
-/// Elements from a row to the next: no two lanes of a fragment meet in a bank.
-__host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4; }
-
-__host__ __device__ inline std::size_t store_bytes(int head_dim, bool stages_rows, int max_rank, int tile_bytes) {
-  return sizeof(float) * static_cast<std::size_t>(kStoreRows * ((stages_rows ? row_stride(head_dim) : 0) + max_rank + 2)) + static_cast<std::size_t>(tile_bytes);
+/// Calls f with a path as a constant.
+template <class Function>
+void with_path(RowPath path, Function&& function) {
+  if (path == RowPath::words) {
+    function(std::integral_constant<RowPath, RowPath::words>{});
+  } else if (path == RowPath::staged) {
+    function(std::integral_constant<RowPath, RowPath::staged>{});
+  } else {
+    function(std::integral_constant<RowPath, RowPath::wide>{});
+  }
 }
 
-/// coefficients [16 row_blocks, coefficient_stride] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] - offset. A warp makes 16 coefficients of
-/// all rows at a time. exact_rows: they are numbers of 16 bits, tf32 as they are; others are the sum of two.
-template <int row_blocks, bool exact_rows>
-__device__ void project_rows(const float* rows, int head_dim, const PartMaps& maps, float* coefficients, int coefficient_stride) {
+/// What a channel of a tile holds, as TileChannel says.
+struct CodePlan {
+  std::int16_t source;
+  std::uint16_t shift;
+  float half_range;
+};
+
+/// Elements from a row of f32 to the next: no two lanes of a fragment meet in a bank.
+__host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4; }
+
+/// Shared memory for the rows of a block, in bytes.
+__host__ __device__ constexpr int path_bytes(RowPath path, int head_dim) {
+  return path == RowPath::words ? 0 : kStoreRows * (path == RowPath::staged ? 2 * plain_stride(head_dim) : 4 * row_stride(head_dim));
+}
+/// Shared memory of store_rows_kernel: rows, then either coefficients as plain tiles have them, keys and values, or the f32 coefficients of a part, gains, and a tile of codes.
+__host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim, int max_rank, int tile_bytes) {
+  if (form == StoreForm::full) return static_cast<std::size_t>(2 * kStoreRows * 2 * plain_stride(head_dim));
+  const int results = form == StoreForm::coefficients ? 2 * kStoreRows * 2 * plain_stride(max_rank) : kStoreRows * 4 * (max_rank + 2) + tile_bytes + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
+  return static_cast<std::size_t>(path_bytes(path, head_dim) + results);
+}
+
+/// coefficients [16 row_blocks, rank] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] - offset, two neighbours at a time: put(row, channel, first, second), up to the next
+/// sixteen channels, where they are zeros. A warp makes 16 coefficients of all rows at a time. exact_rows: they are numbers of 16 bits, tf32 as they are; others are the sum of two.
+template <int row_blocks, bool exact_rows, class Put>
+__device__ void project_rows(const float* rows, int head_dim, const PartMaps& maps, Put&& put) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int stride = row_stride(head_dim), steps = head_dim / 8;
-  const bool exact = maps.type != DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
+  const bool exact = maps.encoder.type != DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
   for (int block = warp; block < (maps.rank + 15) / 16; block += kStoreThreads / 32) {
     float sums[row_blocks][2][4] = {};
     #pragma unroll 2
     for (int k = 0; k < steps; ++k) {
-      const float4 map = maps.quad(maps.encoder, (block * steps + k) * 32 + lane);
+      const float4 map = maps.encoder.quad((block * steps + k) * 32 + lane);
       const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z), beyond_tf32(map.w)};
       #pragma unroll
       for (int m = 0; m < row_blocks; ++m) {
@@ -65,42 +89,49 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
     }
     #pragma unroll
     for (int n = 0; n < 2; ++n) {
+      const int channel = 16 * block + 8 * n + 2 * t;
+      const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
       #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int channel = 16 * block + 8 * n + 2 * t + i;
-        if (channel >= maps.rank) continue;
-        const float offset = maps.offset == nullptr ? 0.0F : maps.offset[channel];
+      for (int m = 0; m < row_blocks; ++m) {
         #pragma unroll
-        for (int m = 0; m < row_blocks; ++m) {
-          coefficients[(16 * m + g) * coefficient_stride + channel] = sums[m][n][i] - offset;
-          coefficients[(16 * m + g + 8) * coefficient_stride + channel] = sums[m][n][2 + i] - offset;
-        }
+        for (int half = 0; half < 2; ++half) put(16 * m + g + 8 * half, channel, fmaf(sums[m][n][2 * half], one.x, one.y), fmaf(sums[m][n][2 * half + 1], two.x, two.y));
       }
     }
   }
 }
 
-/// The same for rows first + i, i in [begin, end), of a source as they lie there, and maps of the rows' own type: straight from their words, exact
-/// products of 16-bit numbers. A warp has sixteen rows, 128 channels of them at a time, and makes a third of their coefficients.
-template <DType type>
-__device__ void project_source(const SourceRows& source, Part part, int first, int begin, int end, int head_dim, const PartMaps& maps, float* coefficients, int coefficient_stride) {
-  constexpr int kUnits = 8, kShares = 3;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int units = head_dim / kPlainUnit, blocks = (maps.rank + 15) / 16, first_step = source.step_of(first + begin), row_steps = source.step_of(first + end - 1) - first_step + 1;
-  for (int item = warp; item < row_steps * kShares; item += kStoreThreads / 32) {
-    const int step = first_step + item / kShares, row = step * kPlainRows + g - source.offset() - first;
-    const uint4* words = source.words(part, step);
-    for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
-      uint4 a[kUnits];
+/// Sixteen rows of a part as operands, by unit, of their words in a tile.
+__device__ __forceinline__ auto rows_as_operands(Part part, const uint4* words) {
+  return [part, words](int unit) {
+    const uint4 a = words[32 * unit];
+    return part == Part::key ? a : uint4{transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
+  };
+}
+
+/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts` parts: exact products. words(part, step)(unit): a lane's operand;
+/// put(part, row, channel, first, second). A warp has sixteen rows, and makes half of their coefficients.
+template <DType type, class Words, class Put>
+__device__ __forceinline__ void project_steps(const HeadMaps& both, int first_part, int num_parts, int steps, int head_dim, Words&& words, Put&& put) {
+  constexpr int kUnits = 8, kShares = 2;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit;
+  for (int item = warp; item < num_parts * steps * kShares; item += kStoreThreads / 32) {
+    const int share = item % kShares, index = item / kShares;
+    const bool second = index >= steps;
+    const Part part = static_cast<Part>(first_part + (second ? 1 : 0));
+    const int step = second ? index - steps : index;
+    const PartMaps& maps = both.of(part);
+    uint4 a[kUnits];
+    const auto own_words = words(part, step);
+    const auto load = [&](int first_unit) {
       #pragma unroll
-      for (int i = 0; i < kUnits; ++i) a[i] = first_unit + i < units ? words[32 * (first_unit + i)] : uint4{0, 0, 0, 0};
-      if (part == Part::value) {
-        #pragma unroll
-        for (int i = 0; i < kUnits; ++i) a[i] = {transposed(a[i].x), transposed(a[i].z), transposed(a[i].y), transposed(a[i].w)};
-      }
-      for (int block = item % kShares; block < blocks; block += kShares) {
-        const uint2* map = static_cast<const uint2*>(maps.encoder) + (block * 2 * units + 2 * first_unit) * 32 + lane;
-        float sums[2][4] = {};
+      for (int i = 0; i < kUnits; ++i) a[i] = first_unit + i < units ? own_words(first_unit + i) : uint4{0, 0, 0, 0};
+    };
+    if (units <= kUnits) load(0);
+    for (int block = share; block < (maps.rank + 15) / 16; block += kShares) {
+      float sums[2][4] = {};
+      for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
+        if (units > kUnits) load(first_unit);
+        const uint2* map = static_cast<const uint2*>(maps.encoder.data) + (block * 2 * units + 2 * first_unit) * 32 + lane;
         #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
           if (first_unit + i >= units) continue;
@@ -108,70 +139,50 @@ __device__ void project_source(const SourceRows& source, Part part, int first, i
           mma_plain<type>(sums[0], a[i], low.x, high.x);
           mma_plain<type>(sums[1], a[i], low.y, high.y);
         }
+      }
+      #pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int channel = 16 * block + 8 * n + 2 * t;
+        const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
         #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int own = row + 8 * (i / 2 % 2), channel = 16 * block + 8 * (i / 4) + 2 * t + i % 2;
-          if (own < begin || own >= end || channel >= maps.rank) continue;
-          float& target = coefficients[own * coefficient_stride + channel];
-          const float base = first_unit > 0 ? target : maps.offset == nullptr ? 0.0F : -maps.offset[channel];
-          target = base + sums[i / 4][i % 4];
-        }
+        for (int half = 0; half < 2; ++half) put(part, 16 * step + g + 8 * half, channel, fmaf(sums[n][2 * half], one.x, one.y), fmaf(sums[n][2 * half + 1], two.x, two.y));
       }
     }
   }
 }
 
-/// Writes rows of a part into plain tiles. At a list's end, rows past it become zeros, which weigh nothing. tiles: those of the piece's rows.
-__device__ inline void store_plain(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, DType type, const float* values, int stride, int width, int begin, int end, bool at_end) {
-  const int channels = layout.channels(part), units = channels / kPlainUnit;
-  const int padded_end = at_end ? (end + layout.rows - 1) / layout.rows * layout.rows : end;
-  const auto value_at = [&](int row, int channel) { return row < end && channel < width ? values[row * stride + channel] : 0.0F; };
-  // Sixteen rows that are all new: lanes write their 16 bytes of every unit.
-  const int whole = (begin + kPlainRows - 1) / kPlainRows;  // steps of 16 rows from here on
-  for (int item = static_cast<int>(threadIdx.x); item < (padded_end / kPlainRows - whole) * units * 32; item += kStoreThreads) {
-    const int lane = item % 32, unit = item / 32 % units, step = whole + item / 32 / units;
-    std::uint32_t words[4];
-    #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      // A is [m, k]: m = lane / 4 (+ 8), k = 2 (lane % 4) (+ 8), two at a time.
-      const int m = lane / 4 + 8 * (word % 2), k = 2 * (lane % 4) + 8 * (word / 2);
-      const int row = step * kPlainRows + (part == Part::key ? m : k), channel = unit * kPlainUnit + (part == Part::key ? k : m);
-      const float first = value_at(row, channel), second = part == Part::key ? value_at(row, channel + 1) : value_at(row + 1, channel);
-      words[word] = static_cast<std::uint32_t>(to_bits(type, first)) | static_cast<std::uint32_t>(to_bits(type, second)) << 16;
-    }
-    const int row = step * kPlainRows;
-    std::uint8_t* tile = tiles[row / layout.rows];
-    *reinterpret_cast<uint4*>(tile + layout.offset(part) + (row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) = {words[0], words[1], words[2], words[3]};
-  }
-  // The others, at the beginning and, inside a list, at the end.
-  const int head = min(whole * kPlainRows, padded_end) - begin, first_left = max(whole, padded_end / kPlainRows) * kPlainRows;
-  for (int item = static_cast<int>(threadIdx.x); item < (head + max(0, padded_end - first_left)) * channels; item += kStoreThreads) {
-    const int index = item / channels, row = index < head ? begin + index : first_left + index - head, channel = item % channels;
-    *reinterpret_cast<std::uint16_t*>(tiles[row / layout.rows] + layout.plain_byte(part, row % layout.rows, channel)) = to_bits(type, value_at(row, channel));
-  }
-}
-
-/// Copies rows of a source whose sixteens are those of the tiles. Rows past the end become zeros.
-__device__ inline void copy_rows(const HeadTiles& layout, std::uint8_t* const* tiles, const SourceRows& source, int first, int begin, int end) {
-  const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
-  for (const Part part : {Part::key, Part::value}) {
-    const int units = part == Part::key ? layout.key_units : layout.value_units;
-    #pragma unroll 4
-    for (int item = static_cast<int>(threadIdx.x); item < (padded_end - begin) / kPlainRows * units * 32; item += kStoreThreads) {  // whole warps
-      const int lane = item % 32, unit = item / 32 % units, row = begin + item / 32 / units * kPlainRows, left = end - row;  // rows that are there
-      uint4 words = {0, 0, 0, 0};
-      if (left > 0) words = source.words(part, source.step_of(first + row))[32 * unit];
-      if (left < kPlainRows) {
-        std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
-        #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const int m = lane / 4 + 8 * (word % 2), k = 2 * (lane % 4) + 8 * (word / 2);
-          if (part == Part::key) all[word] = m < left ? all[word] : 0U;
-          else all[word] &= (k < left ? 0xffffU : 0U) | (k + 1 < left ? 0xffff0000U : 0U);
-        }
-        words = {all[0], all[1], all[2], all[3]};
+/// Projects rows [begin, end) of a block, parts first_part and, if num_parts is 2, the next: put(part, row, channel, first, second). Row r is row from + r of the source, or chosen[from + r].
+/// All threads of the block call it; the caller synchronises.
+template <RowPath path, class Put>
+__device__ __forceinline__ void project_block(const SourceRows& source, DType type, const std::int32_t* chosen, int from, int begin, int end, int head_dim, const HeadMaps& maps, int first_part, int num_parts,
+                                              std::uint8_t* memory, Put&& put) {
+  const auto within = [&](Part part, int row, int channel, float first, float second) {
+    if (row >= begin && row < end) put(part, row, channel, first, second);
+  };
+  if constexpr (path == RowPath::words) {
+    const int first_step = source.step_of(from + begin), steps = source.step_of(from + end - 1) - first_step + 1, shift = first_step * kPlainRows - source.offset() - from;
+    const auto words = [&](Part part, int step) { return rows_as_operands(part, source.words(part, first_step + step)); };
+    const auto shifted = [&](Part part, int row, int channel, float first, float second) { within(part, row + shift, channel, first, second); };
+    if (type == DType::f16) project_steps<DType::f16>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+    else project_steps<DType::bf16>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+  } else {
+    for (int index = first_part; index < first_part + num_parts; ++index) {
+      const Part part = static_cast<Part>(index);
+      if (index > first_part) __syncthreads();
+      if constexpr (path == RowPath::staged) {
+        std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(memory);
+        const int stride = plain_stride(head_dim);
+        source.load(part, chosen, from, begin, end, head_dim, rows, stride);
+        __syncthreads();
+        const auto words = [&](Part, int step) { return [own = rows + kPlainRows * step * stride, stride](int unit) { return plain_words(Part::key, own, stride, unit); }; };
+        if (type == DType::f16) project_steps<DType::f16>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
+        else project_steps<DType::bf16>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
+      } else {
+        float* rows = reinterpret_cast<float*>(memory);
+        source.load(part, chosen, from, begin, end, head_dim, rows, row_stride(head_dim));
+        __syncthreads();
+        project_rows<kStoreRows / 16, true>(rows, head_dim, maps.of(part), [&](int row, int channel, float first, float second) { within(part, row, channel, first, second); });
       }
-      *reinterpret_cast<uint4*>(tiles[row / layout.rows] + layout.offset(part) + (row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) = words;
     }
   }
 }
@@ -212,14 +223,21 @@ __device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& l
   return layout.gains == ScaleKind::norm_log8 ? gain_of(*place) : __half2float(*reinterpret_cast<const __half*>(place));
 }
 
-/// The code of so many bits of a coefficient in steps, gains taken out.
-__device__ inline std::uint32_t code_of(float coefficient, int bits) {
-  const float half_range = static_cast<float>(1U << (bits - 1));
+/// The code of 2 half_range levels of a coefficient in steps, gains taken out.
+__device__ inline std::uint32_t code_of(float coefficient, float half_range) {
   return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range), 2.0F * half_range - 1.0F));  // NaN becomes the lowest
 }
 
+/// Shared memory for a tile of codes.
+struct CodeMemory {
+  float* coefficients;   // [kStoreRows, rank + 1]
+  float* inverse_gains;  // [kStoreRows]
+  std::uint32_t* tile;
+  CodePlan* plan;        // [channels of a part]
+};
+
 /// Gains of the rows, into the tile and as inverses.
-__device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const StoreMemory& memory, int begin, int end) {
+__device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int row = begin + warp; row < end; row += kStoreThreads / 32) {
     const StoredGain gain = gain_of_row(maps, memory.coefficients + row * (maps.rank + 1));
@@ -231,31 +249,43 @@ __device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps
   }
 }
 
-/// Calls f(channel, row, word of the tile, shift) for the codes of rows [begin, end) of a part.
-template <class Function>
-__device__ void for_each_code(const HeadTiles& layout, Part part, int begin, int end, Function&& function) {
-  const int units = part == Part::key ? layout.key_units : layout.value_units;
-  int offset = layout.offset(part);
-  for (int unit = 0; unit < units; ++unit) {
-    const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
-    for (int item = static_cast<int>(threadIdx.x); item < kCodeUnit * kCodeRows; item += kStoreThreads) {
-      const int channel = item / kCodeRows, row = item % kCodeRows;
-      if (row < begin || row >= end) continue;
-      const CodePlace place = part == Part::key ? key_place(bits, row, channel) : value_place(bits, row, channel);
-      function(unit * kCodeUnit + channel, row, (offset + place.word) / 4, place.shift);
+/// Codes of rows [begin, end) of a unit into a tile in shared memory, a thread a word. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
+template <Part part, int bits>
+__device__ void pack_unit(const CodeMemory& memory, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
+  constexpr std::uint32_t mask = (1U << bits) - 1U;
+  for (int word = static_cast<int>(threadIdx.x); word < code_unit_bytes(bits) / 4; word += kStoreThreads) {
+    std::uint32_t fresh = 0, kept = 0;
+    #pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+      #pragma unroll
+      for (int q = 0; q < 8 / bits; ++q) {
+        const CodeIndex index = part == Part::key ? key_code(bits, word, q, byte) : value_code(bits, word, q, byte);
+        const CodePlan channel = plan[index.channel];
+        const int shift = 8 * byte + bits * q;
+        if (index.row < begin) kept |= mask << shift;
+        if (index.row < begin || index.row >= end || channel.source < 0) continue;
+        const std::uint32_t code = code_of(memory.coefficients[index.row * stride + channel.source] * memory.inverse_gains[index.row], channel.half_range);
+        fresh |= (code >> channel.shift & mask) << shift;
+      }
     }
-    offset += code_unit_bytes(bits);
+    unit[word] = (begin > 0 ? unit[word] & kept : 0U) | fresh;
   }
 }
 
-/// Codes of rows [begin, end) of a part into the tile in shared memory, whose bits there are clear.
-__device__ inline void store_codes(const HeadTiles& layout, const PartMaps& maps, Part part, const StoreMemory& memory, int begin, int end) {
-  for_each_code(layout, part, begin, end, [&](int index, int row, int word, int shift) {
-    const TileChannel channel = maps.channels[index];
-    if (channel.source < 0) return;
-    const std::uint32_t code = code_of(memory.coefficients[row * (maps.rank + 1) + channel.source] * memory.inverse_gains[row], channel.bits);
-    atomicOr(memory.tile + word, (code >> channel.shift & ((1U << channel.width) - 1U)) << shift);
-  });
+/// The same of all units of a part.
+template <Part part>
+__device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride, int begin, int end) {
+  const int units = part == Part::key ? layout.key_units : layout.value_units;
+  std::uint32_t* words = memory.tile + layout.offset(part) / 4;
+  for (int unit = 0; unit < units; ++unit) {
+    const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
+    const CodePlan* plan = memory.plan + unit * kCodeUnit;
+    if (bits == 8) pack_unit<part, 8>(memory, stride, plan, words, begin, end);
+    else if (bits == 4) pack_unit<part, 4>(memory, stride, plan, words, begin, end);
+    else if (bits == 2) pack_unit<part, 2>(memory, stride, plan, words, begin, end);
+    else pack_unit<part, 1>(memory, stride, plan, words, begin, end);
+    words += code_unit_bytes(bits) / 4;
+  }
 }
 
 }  // namespace detail
@@ -268,9 +298,9 @@ struct RowOrder {
 };
 
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
-/// those before. stages_rows: rows go through shared memory, which chosen rows must, and those whose maps are of another type. Grid: 64-row pieces of a list x KV heads x sequences.
-template <StoreForm form>
-__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, bool stages_rows, DType type) {
+/// those before. Grid: 64-row pieces of a list x KV heads x sequences.
+template <StoreForm form, RowPath path>
+__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
@@ -282,73 +312,69 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
   const int tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
   const int begin = max(first - tile_row, 0), end = min(first + count - tile_row, kStoreRows);
   if (begin >= end) return;
-  const HeadMaps* maps_now = form == StoreForm::full ? nullptr : &tables.current_maps(slot, head);
-  const int max_rank = form == StoreForm::full ? 0 : max(maps_now->key.rank, maps_now->value.rank);
-  detail::StoreMemory memory;
-  memory.rows = reinterpret_cast<float*>(shared_memory);
-  memory.coefficients = memory.rows + (stages_rows ? kStoreRows * detail::row_stride(dim) : 0);
-  memory.inverse_gains = memory.coefficients + kStoreRows * (max_rank + 1);
-  memory.tile = reinterpret_cast<std::uint32_t*>(memory.inverse_gains + kStoreRows);
-  __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];  // plain ones
-  if (form != StoreForm::codes && threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
-    tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
-  }
-  std::uint32_t* target = nullptr;
-  if constexpr (form == StoreForm::codes) {
-    target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
-    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
-  }
-  __syncthreads();
-  if constexpr (form == StoreForm::codes) {
-    for (const Part part : {Part::key, Part::value}) {
-      if (begin == 0) break;  // rows that were here and are dropped left their bits
-      const PartMaps& maps = maps_now->of(part);
-      detail::for_each_code(layout, part, begin, kCodeRows, [&](int channel, int, int word, int shift) {
-        if (maps.channels[channel].source >= 0) atomicAnd(memory.tile + word, ~(((1U << maps.channels[channel].width) - 1U) << shift));
-      });
-    }
-  }
   const SourceRows rows(tables, source, slot, head);
   const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
-  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) {
-    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) {
-      const int at = (chosen == nullptr ? skipped : 0) + tile_row - first + row;
-      positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? at : chosen[at]);
-    }
-  }
   const int from = (chosen == nullptr ? skipped : 0) + tile_row - first;  // the source's row for row 0 of this piece
-  if (form == StoreForm::full && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
-    detail::copy_rows(layout, tiles, rows, from, begin, end);
-    return;
-  }
-  for (const Part part : {Part::key, Part::value}) {
-    if constexpr (form == StoreForm::full) {
-      rows.load(part, chosen, from, begin, end, dim, memory.rows, detail::row_stride(dim));
-      __syncthreads();
-      detail::store_plain(layout, tiles, part, type, memory.rows, detail::row_stride(dim), dim, begin, end, true);
-    } else {
-      const PartMaps& maps = maps_now->of(part);
-      if (form == StoreForm::codes || stages_rows) {
-        rows.load(part, chosen, from, begin, end, dim, memory.rows, detail::row_stride(dim));
-        __syncthreads();
-        detail::project_rows<kStoreRows / 16, true>(memory.rows, dim, maps, memory.coefficients, maps.rank + 1);
-      } else if constexpr (form == StoreForm::coefficients) {
-        if (tables.full_type == DType::f16) detail::project_source<DType::f16>(rows, part, from, begin, end, dim, maps, memory.coefficients, maps.rank + 1);
-        else detail::project_source<DType::bf16>(rows, part, from, begin, end, dim, maps, memory.coefficients, maps.rank + 1);
-      }
-      __syncthreads();
-      if constexpr (form == StoreForm::coefficients) {
-        detail::store_plain(layout, tiles, part, type, memory.coefficients, maps.rank + 1, maps.rank, begin, end, true);
-      } else {
-        detail::store_gains(layout, maps, part, memory, begin, end);
-        __syncthreads();
-        detail::store_codes(layout, maps, part, memory, begin, end);
-      }
-    }
-    __syncthreads();
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) {
+    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
   }
   if constexpr (form == StoreForm::codes) {
+    const HeadMaps& maps = tables.current_maps(slot, head);
+    detail::CodeMemory memory;
+    memory.coefficients = reinterpret_cast<float*>(shared_memory + detail::path_bytes(path, dim));
+    memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, maps.value.rank) + 1);
+    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + kStoreRows);
+    memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
+    std::uint32_t* target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
+    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
+    __syncthreads();
+    for (const Part part : {Part::key, Part::value}) {
+      const PartMaps& own = maps.of(part);
+      const int coefficients_stride = own.rank + 1;
+      for (int channel = static_cast<int>(threadIdx.x); channel < own.width; channel += kStoreThreads) {
+        const TileChannel place = own.channels[channel];
+        memory.plan[channel] = {place.source, place.shift, static_cast<float>(1 << place.bits) * 0.5F};
+      }
+      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, static_cast<int>(part), 1, shared_memory, [&](Part, int row, int channel, float one, float two) {
+        float* at = memory.coefficients + row * coefficients_stride + channel;
+        if (channel < own.rank) at[0] = one;
+        if (channel + 1 < own.rank) at[1] = two;
+      });
+      __syncthreads();
+      detail::store_gains(layout, own, part, memory, begin, end);
+      __syncthreads();
+      if (part == Part::key) detail::store_codes<Part::key>(layout, memory, coefficients_stride, begin, end);
+      else detail::store_codes<Part::value>(layout, memory, coefficients_stride, begin, end);
+      __syncthreads();
+    }
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) target[word] = memory.tile[word];
+  } else {
+    __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
+    if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
+      tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
+    }
+    __syncthreads();
+    if (form == StoreForm::full && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
+      detail::copy_rows(layout, tiles, rows, from, begin, end);
+      return;
+    }
+    std::uint16_t* results;
+    int stride;
+    if constexpr (form == StoreForm::full) {
+      results = reinterpret_cast<std::uint16_t*>(shared_memory);
+      stride = plain_stride(dim);
+      rows.load(Part::key, chosen, from, begin, end, dim, results, stride);
+      rows.load(Part::value, chosen, from, begin, end, dim, results + kStoreRows * stride, stride);
+    } else {
+      const HeadMaps& maps = tables.current_maps(slot, head);
+      results = reinterpret_cast<std::uint16_t*>(shared_memory + detail::path_bytes(path, dim));
+      stride = plain_stride(max(maps.key.rank, maps.value.rank));
+      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, 0, 2, shared_memory, [&](Part part, int row, int channel, float one, float two) {
+        *reinterpret_cast<std::uint32_t*>(results + (static_cast<int>(part) * kStoreRows + row) * stride + channel) = to_word(type, one, two);
+      });
+    }
+    __syncthreads();
+    for (const Part part : {Part::key, Part::value}) detail::store_plain(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, begin, end, true);
   }
 }
 

@@ -107,6 +107,26 @@ __host__ __device__ constexpr CodePlace value_place(int bits, int row, int chann
   return {8 * lane + 4 * half, byte + 4 * step + channel / 8};
 }
 
+/// @brief Row and channel of a code in its unit.
+struct CodeIndex {
+  int row = 0;
+  int channel = 0;
+};
+
+/// @brief The code in byte `byte` of word `word` of a unit of keys, bits [bits q, bits (q + 1)) of the byte: the inverse of key_place().
+__host__ __device__ constexpr CodeIndex key_code(int bits, int word, int q, int byte) {
+  const int lane = bits == 1 ? word / 2 : word / 4 % 32, low = bits == 1 ? word % 2 : word % 4, high = bits == 1 ? 0 : word / 128;
+  const int block = bits == 8 ? high : bits == 4 ? 2 * high + q : bits == 2 ? q : q / 2, half = bits == 1 ? q % 2 : low % 2, deep = bits == 1 ? low : low / 2;
+  return {16 * block + 8 * half + lane / 4, 16 * deep + 4 * (lane % 4) + byte};
+}
+/// @brief The same of a unit of values, and value_place().
+__host__ __device__ constexpr CodeIndex value_code(int bits, int word, int q, int byte) {
+  const int lane = bits == 1 ? word / 2 : word / 4 % 32, low = bits == 1 ? word % 2 : word % 4, high = bits == 1 ? 0 : word / 128;
+  const int step = bits == 8 ? high % 2 : bits == 1 ? q / 4 : low / 2, half = bits == 8 ? low / 2 : bits == 1 ? low : low % 2;
+  const int eighth = bits == 8 ? 2 * (high / 2) + low % 2 : bits == 4 ? 2 * high + q : bits == 2 ? q : q % 4;
+  return {32 * step + 16 * half + 2 * (lane % 4) + byte / 2 + 8 * (byte % 2), 8 * eighth + lane / 4};
+}
+
 /// @brief How many times the code of a value's channel counts in sums over a tile, for its place in its byte. Maps of values are divided by it.
 __host__ __device__ constexpr int value_weight(int bits, int channel) {
   const int eighth = channel % kCodeUnit / 8;

@@ -103,6 +103,19 @@ __device__ __forceinline__ std::uint32_t transposed(std::uint32_t x) {
   return y;
 }
 
+/// @brief Four 8 x 8 matrices of 16-bit elements from shared memory, transposed or not: lane 8 m + i names row i of matrix m, 16 aligned bytes.
+template <bool transposes>
+__device__ __forceinline__ uint4 load_matrices(const std::uint16_t* row) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  uint4 words;
+  if constexpr (transposes) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(address) : "memory");
+  }
+  return words;
+}
+
 /// @brief c += a b, 16 x 32 unsigned by 32 x 8 signed bytes.
 __device__ __forceinline__ void mma_codes(int (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

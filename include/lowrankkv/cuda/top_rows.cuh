@@ -29,9 +29,9 @@ struct Candidates {
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
-  constexpr int kCopies = 16;
+  constexpr int kCopies = 16, kItems = 8;  // loads of a thread that are under way together
   __shared__ typename Scan::TempStorage storage;
-  __shared__ int histogram[kCopies][256];  // scores are alike in their first bits: lanes would wait for each other
+  __shared__ int histogram[256][kCopies + 1];  // scores are alike in their first bits: lanes would wait for each other
   __shared__ std::uint32_t prefix;
   __shared__ int still_wanted;
   const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(all.stride);
@@ -41,55 +41,89 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   } const from{all.first[blockIdx.y], all.end[blockIdx.y], all.wanted[blockIdx.y]};
   const int thread = static_cast<int>(threadIdx.x);
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
-  const auto key_of = [&](int row) { return scores[row] >= 0.0F ? __float_as_uint(scores[row] + 0.0F) + 1U : 0U; };
+  const auto key_of = [&](int row) {
+    const float score = __ldg(scores + row);
+    return score >= 0.0F ? __float_as_uint(score + 0.0F) + 1U : 0U;
+  };
   if (thread == 0) {
     prefix = 0;
     still_wanted = from.wanted;
   }
   for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int item = thread; item < kCopies * 256; item += kSelectThreads) histogram[item / 256][item % 256] = 0;
+    for (int item = thread; item < 256 * (kCopies + 1); item += kSelectThreads) histogram[0][item] = 0;
     __syncthreads();
     const std::uint32_t known = prefix;
-    for (int row = from.first + thread; row < from.end; row += kSelectThreads) {
-      const std::uint32_t key = key_of(row);
-      if (shift == 24 || key >> (shift + 8) == known) atomicAdd(&histogram[thread % kCopies][key >> shift & 0xffU], 1);
+    for (int base = from.first + thread; base < from.end; base += kItems * kSelectThreads) {
+      std::uint32_t keys[kItems];
+      #pragma unroll
+      for (int i = 0; i < kItems; ++i) keys[i] = base + i * kSelectThreads < from.end ? key_of(base + i * kSelectThreads) : 0U;
+      #pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (base + i * kSelectThreads < from.end && (shift == 24 || keys[i] >> (shift + 8) == known)) atomicAdd(&histogram[keys[i] >> shift & 0xffU][thread % kCopies], 1);
+      }
     }
     __syncthreads();
     if (thread < 256) {
       int total = 0;
-      for (int copy = 0; copy < kCopies; ++copy) total += histogram[copy][thread];
-      histogram[0][thread] = total;
+      for (int copy = 0; copy < kCopies; ++copy) total += histogram[thread][copy];
+      histogram[thread][0] = total;
     }
     __syncthreads();
-    if (thread == 0) {
-      int digit = 255, left = still_wanted;
-      for (; digit > 0 && histogram[0][digit] < left; --digit) left -= histogram[0][digit];
-      prefix = known << 8 | static_cast<std::uint32_t>(digit);
-      still_wanted = left;
+    if (thread < 32) {  // a lane has eight digits, those of lane 0 are the highest
+      const int top = 255 - 8 * thread;
+      int own = 0;
+      for (int i = 0; i < 8; ++i) own += histogram[top - i][0];
+      int before = own;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0U, before, distance);
+        if (thread >= distance) before += other;
+      }
+      before -= own;
+      const int left = still_wanted;
+      __syncwarp();
+      // The digit with which so many are reached; the highest if none are wanted.
+      if (left == 0 ? thread == 0 : before < left && before + own >= left) {
+        int digit = top, missing = left - before;
+        for (; missing > histogram[digit][0]; --digit) missing -= histogram[digit][0];
+        prefix = known << 8 | static_cast<std::uint32_t>(digit);
+        still_wanted = missing;
+      }
     }
     __syncthreads();
   }
   const std::uint32_t smallest = prefix;
-  int equals_left = still_wanted, written = all.keeps_earlier ? from.first : 0, others = 0;  // of the smallest score only so many, the first ones, are chosen
+  const int equals_wanted = still_wanted;  // of the smallest score only so many, the first ones, are chosen
+  const int earlier = all.keeps_earlier ? from.first : 0;
   std::int32_t* own = chosen + list;
   std::int32_t* own_rest = rest == nullptr ? nullptr : rest + list;
-  for (int row = thread; row < written; row += kSelectThreads) own[row] = row;
-  for (int base = from.first; base < from.end; base += kSelectThreads) {
-    const int row = base + thread;
-    const std::uint32_t key = row < from.end ? key_of(row) : 0U;
-    const bool equal = row < from.end && key == smallest && from.wanted > 0;
-    int rank = 0, equals = 0;
-    Scan(storage).ExclusiveSum(equal ? 1 : 0, rank, equals);
+  for (int row = thread; row < earlier; row += kSelectThreads) own[row] = row;
+  int larger_before = 0, equals_before = 0;  // among the rows of earlier rounds
+  for (int base = from.first; base < from.end; base += kItems * kSelectThreads) {
+    const int row = base + thread * kItems;  // a thread's rows are neighbours: ranks follow from one sum
+    std::uint32_t keys[kItems];
+    int counts = 0;  // larger ones, and equal ones from bit 16 on
+    #pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      keys[i] = row + i < from.end && from.wanted > 0 ? key_of(row + i) : 0U;
+      const bool there = row + i < from.end && from.wanted > 0;
+      counts += there && keys[i] > smallest ? 1 : there && keys[i] == smallest ? 1 << 16 : 0;
+    }
+    int before = 0, round = 0;
+    Scan(storage).ExclusiveSum(counts, before, round);
     __syncthreads();
-    const bool taken = row < from.end && from.wanted > 0 && (key > smallest || (equal && rank < equals_left));
-    int place = 0, count = 0;
-    Scan(storage).ExclusiveSum(taken ? 1 : 0, place, count);
-    __syncthreads();
-    if (taken) own[written + place] = row;
-    if (!taken && row < from.end && own_rest != nullptr) own_rest[others + thread - place] = row;
-    written += count;
-    others += min(kSelectThreads, from.end - base) - count;
-    equals_left -= min(equals_left, equals);
+    int larger = larger_before + (before & 0xffff), equals = equals_before + (before >> 16);
+    #pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (row + i >= from.end) break;
+      const int place = larger + min(equals, equals_wanted);
+      const bool is_larger = from.wanted > 0 && keys[i] > smallest, is_equal = from.wanted > 0 && keys[i] == smallest;
+      if (is_larger || (is_equal && equals < equals_wanted)) own[earlier + place] = row + i;
+      else if (own_rest != nullptr) own_rest[row + i - from.first - place] = row + i;
+      larger += is_larger ? 1 : 0;
+      equals += is_equal ? 1 : 0;
+    }
+    larger_before += round & 0xffff;
+    equals_before += round >> 16;
   }
 }
 
