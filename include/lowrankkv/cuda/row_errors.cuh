@@ -84,20 +84,32 @@ __device__ __forceinline__ void project_words(const PartMaps& maps, int steps, i
   }
 }
 
-/// Coefficients of a row in steps, as they will be read: quantised, in the unit of the maps. A warp has one row.
+/// Coefficients in steps of a warp's rows [first, end), as they will be read: quantised, in the unit of the maps.
 template <DType type>
-__device__ __forceinline__ void quantise_row(const PartMaps& maps, const float* own, std::uint16_t* values, std::uint16_t* rest, int channels) {
-  const float gain = gain_of_row(maps, own).value, inverse = gain > 0.0F ? 1.0F / gain : 0.0F;
-  for (int channel = 2 * (static_cast<int>(threadIdx.x) % 32); channel < channels; channel += 64) {
-    float x[2] = {};
+__device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float* coefficients, int stride, std::uint16_t* values, std::uint16_t* rest, int values_stride, int first, int end) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, channels = (maps.rank + 15) / 16 * 16;
+  const float gains = gain_of_size(maps, size_of_rows(maps, coefficients + first * stride, stride, end - first)).value;
+  for (int base = 0; 2 * base < channels; base += 32) {
+    const int pair = base + lane;
+    float half_range[2], step[2];
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (channel + i >= maps.coded) continue;
-      const float half_range = static_cast<float>(1 << maps.bits[channel + i]) * 0.5F, level = static_cast<float>(code_of(own[channel + i] * inverse, half_range)) - half_range + 0.5F;
-      x[i] = level * gain * (maps.steps == nullptr ? 1.0F : __ldg(maps.steps + channel + i));
+      const bool coded = 2 * pair + i < maps.coded;
+      half_range[i] = coded ? static_cast<float>(1 << maps.bits[2 * pair + i]) * 0.5F : 0.0F;
+      step[i] = !coded ? 0.0F : maps.steps == nullptr ? 1.0F : __ldg(maps.steps + 2 * pair + i);
     }
-    *reinterpret_cast<std::uint32_t*>(values + channel) = half_of<type>(x[0], x[1], false);
-    *reinterpret_cast<std::uint32_t*>(rest + channel) = half_of<type>(x[0], x[1], true);
+    for (int row = first; row < end; ++row) {
+      const float gain = __shfl_sync(~0U, gains, row - first), inverse = gain > 0.0F ? __fdividef(1.0F, gain) : 0.0F;
+      float x[2];
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float level = fminf(fmaxf(floorf(coefficients[row * stride + min(2 * pair + i, maps.rank)] * inverse), -half_range[i]), half_range[i] - 1.0F) + 0.5F;
+        x[i] = level * gain * step[i];
+      }
+      if (2 * pair >= channels) continue;
+      *reinterpret_cast<std::uint32_t*>(values + row * values_stride + 2 * pair) = half_of<type>(x[0], x[1], false);
+      *reinterpret_cast<std::uint32_t*>(rest + row * values_stride + 2 * pair) = half_of<type>(x[0], x[1], true);
+    }
   }
 }
 
@@ -150,9 +162,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
     for (int item = static_cast<int>(threadIdx.x); item < kShares * kMaxRows; item += kStoreThreads) loss[item / kMaxRows][item % kMaxRows] = whole[item / kMaxRows][item % kMaxRows] = 0.0F;
     __syncthreads();
     if constexpr (form == StoreForm::codes) {
-      for (int row = warp; row < used * kPlainRows; row += kStoreThreads / 32) {
-        detail::quantise_row<type>(maps, coefficients + row * (max_rank + 1), values + row * values_stride, rest + row * values_stride, (maps.rank + 15) / 16 * 16);
-      }
+      const int rows_of_warp = 2 * used;  // sixteens over eight warps
+      detail::quantise_rows<type>(maps, coefficients, max_rank + 1, values, rest, values_stride, warp * rows_of_warp, (warp + 1) * rows_of_warp);
       __syncthreads();
     }
     // A warp decodes sixteen channels of up to 32 rows.
@@ -162,38 +173,40 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
       const int unit = item / halves, half = item % halves;
       float sums[2][2][4] = {};
       for (int block = 0; block < (maps.rank + 15) / 16; ++block) {
-        std::uint32_t map[2][2], map_rest[2][2] = {};  // [eight channels of rows, eight coefficients]
-        #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const int place = (block * 2 * units + 2 * unit + n) * 32 + lane;
-          if (exact_maps) {
-            const uint2 both = __ldg(static_cast<const uint2*>(maps.decoder.data) + place);
-            map[n][0] = transposed(both.x);
-            map[n][1] = transposed(both.y);
-          } else {
-            const float4 four = maps.decoder.quad(place);
-            map[n][0] = transposed(detail::half_of<type>(four.x, four.y, false));
-            map[n][1] = transposed(detail::half_of<type>(four.z, four.w, false));
-            map_rest[n][0] = transposed(detail::half_of<type>(four.x, four.y, true));
-            map_rest[n][1] = transposed(detail::half_of<type>(four.z, four.w, true));
-          }
-        }
-        #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const int row = (2 * half + s) * kPlainRows;
-          if (2 * half + s >= used) continue;
-          const uint4 high = detail::plain_words(Part::key, values + row * values_stride, values_stride, block);
+        const int place = (block * 2 * units + 2 * unit) * 32 + lane;
+        const auto multiply = [&](const std::uint16_t* rows, const std::uint32_t (&map)[2][2]) {
           #pragma unroll
-          for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], high, map[n][0], map[n][1]);
-          if (!exact_maps) {
+          for (int s = 0; s < 2; ++s) {
+            if (2 * half + s >= used) continue;
+            const uint4 a = detail::plain_words(Part::key, rows + (2 * half + s) * kPlainRows * values_stride, values_stride, block);
             #pragma unroll
-            for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], high, map_rest[n][0], map_rest[n][1]);
+            for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], a, map[n][0], map[n][1]);
           }
-          if (exact_values) continue;
-          const uint4 low = detail::plain_words(Part::key, rest + row * values_stride, values_stride, block);
+        };
+        const auto transposed_pair = [](std::uint32_t first, std::uint32_t second, std::uint32_t (&map)[2]) {
+          map[0] = transposed(first);
+          map[1] = transposed(second);
+        };
+        std::uint32_t map[2][2];  // [eight channels of rows, eight coefficients]
+        if (exact_maps) {
+          const uint2* own = static_cast<const uint2*>(maps.decoder.data) + place;
           #pragma unroll
-          for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], low, map[n][0], map[n][1]);
+          for (int n = 0; n < 2; ++n) {
+            const uint2 both = __ldg(own + 32 * n);
+            transposed_pair(both.x, both.y, map[n]);
+          }
+        } else {
+          for (const bool low : {true, false}) {  // the rest first: map is the larger part when it is over
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              const float4 four = maps.decoder.quad(place + 32 * n);
+              transposed_pair(detail::half_of<type>(four.x, four.y, low), detail::half_of<type>(four.z, four.w, low), map[n]);
+            }
+            if (low) multiply(values, map);
+          }
         }
+        multiply(values, map);
+        if (!exact_values) multiply(rest, map);
       }
       #pragma unroll
       for (int s = 0; s < 2; ++s) {

@@ -120,50 +120,50 @@ __global__ void __launch_bounds__(kStoreThreads, 2) score_sums_kernel(Tables tab
   __syncthreads();
   float top[kBlocks][2], sum[kBlocks][2];
   #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    top[i / 2][i % 2] = -INFINITY;
-    sum[i / 2][i % 2] = 0.0F;
-  }
+  for (int i = 0; i < 2 * kBlocks; ++i) top[i / 2][i % 2] = sum[i / 2][i % 2] = 0.0F;
   for (int step = warp * kSteps; step < kScorePiece / kPlainRows; step += kStoreThreads / 32 * kSteps) {
     const int row = piece * kScorePiece + step * kPlainRows;
     if (row >= queries.total) break;
     uint4 keys[kSteps][max_units];
     detail::load_score_keys(rows, row, queries.total, units, keys);
-    const bool masked = row + kSteps * kPlainRows > queries.seen_by_all();
+    const bool masked = row + kSteps * kPlainRows > queries.seen_by_all(), first_rows = step == warp * kSteps;
     #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       float logits[kSteps][4];  // relative to the maxima so far
       #pragma unroll
-      for (int i = 0; i < 4 * kSteps; ++i) logits[i / 4][i % 4] = top[block][i % 2] == -INFINITY ? 0.0F : -top[block][i % 2];
+      for (int i = 0; i < 4 * kSteps; ++i) logits[i / 4][i % 4] = -top[block][i % 2];
       detail::score_logits<type>(keys, units, own_operands, block, logits);
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (masked) {
-          const int seen = queries.seen(min(first_column + 8 * block + 2 * t + i, queries.columns() - 1));
-          #pragma unroll
-          for (int s = 0; s < 2 * kSteps; ++s) logits[s / 2][s % 2 * 2 + i] = row + 8 * s + g < seen ? logits[s / 2][s % 2 * 2 + i] : -INFINITY;
-        }
-        float highest = -INFINITY;
+      if (masked) {
         #pragma unroll
-        for (int s = 0; s < 2 * kSteps; ++s) highest = fmaxf(highest, logits[s / 2][s % 2 * 2 + i]);
-        const bool first = top[block][i] == -INFINITY;
-        if (highest > (first ? -INFINITY : kScoreHeadroom)) {
-          sum[block][i] = first ? 0.0F : sum[block][i] * exp2_fast(-highest);
-          top[block][i] = first ? highest : top[block][i] + highest;
-          #pragma unroll
-          for (int s = 0; s < 2 * kSteps; ++s) logits[s / 2][s % 2 * 2 + i] -= highest;
+        for (int i = 0; i < 4 * kSteps; ++i) {
+          const int column = min(first_column + 8 * block + 2 * t + i % 2, queries.columns() - 1);
+          if (row + 8 * (i / 2) + g >= queries.seen(column)) logits[i / 4][i % 4] = -INFINITY;
         }
-        #pragma unroll
-        for (int s = 0; s < 2 * kSteps; ++s) sum[block][i] += exp2_fast(logits[s / 2][s % 2 * 2 + i]);
       }
+      float highest[2] = {-INFINITY, -INFINITY};
+      #pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) highest[i % 2] = fmaxf(highest[i % 2], logits[i / 4][i % 4]);
+      // The first rows set the maximum. A column that sees none of them sees none of the later ones either.
+      if (first_rows || __any_sync(~0U, fmaxf(highest[0], highest[1]) > kScoreHeadroom)) {
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float by = highest[i] > (first_rows ? -INFINITY : kScoreHeadroom) ? highest[i] : 0.0F;
+          sum[block][i] = first_rows ? 0.0F : sum[block][i] * exp2_fast(-by);
+          top[block][i] += by;
+          #pragma unroll
+          for (int s = 0; s < 2 * kSteps; ++s) logits[s / 2][s % 2 * 2 + i] -= by;
+        }
+      }
+      #pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) sum[block][i % 2] += exp2_fast(logits[i / 4][i % 4]);
     }
   }
   #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float best = column_max(top[block][i]);
-      const float total = column_sum(best == -INFINITY ? 0.0F : sum[block][i] * exp2_fast(top[block][i] - best));
+      const float own = sum[block][i] > 0.0F ? top[block][i] : -INFINITY, best = column_max(own);
+      const float total = column_sum(own == -INFINITY ? 0.0F : sum[block][i] * exp2_fast(own - best));
       if (g == 0) states[warp][8 * block + 2 * t + i] = {best, total};
     }
   }

@@ -128,24 +128,37 @@ __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_pa
     };
     if (units <= kUnits) load(0);
     for (int block = share; block < (maps.rank + 15) / 16; block += kShares) {
-      float sums[2][4] = {};
+      float sums[2][2][4] = {};  // of even units and of odd ones: products that wait for each other are fewer
       for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
         if (units > kUnits) load(first_unit);
         const uint2* map = static_cast<const uint2*>(maps.encoder.data) + (block * 2 * units + 2 * first_unit) * 32 + lane;
-        #pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          if (first_unit + i >= units) continue;
-          const uint2 low = __ldg(map + 64 * i), high = __ldg(map + 64 * i + 32);
-          mma_plain<type>(sums[0], a[i], low.x, high.x);
-          mma_plain<type>(sums[1], a[i], low.y, high.y);
-        }
+        const int there = units - first_unit;
+        const auto multiply = [&](auto is_whole) {
+          constexpr bool whole = decltype(is_whole)::value;
+          uint2 own[kUnits][2];
+          #pragma unroll
+          for (int i = 0; i < kUnits; ++i) {
+            #pragma unroll
+            for (int j = 0; j < 2; ++j) own[i][j] = whole || i < there ? __ldg(map + 64 * i + 32 * j) : uint2{0, 0};
+          }
+          #pragma unroll
+          for (int i = 0; i < kUnits; ++i) {
+            if (!whole && i >= there) break;
+            mma_plain<type>(sums[i % 2][0], a[i], own[i][0].x, own[i][1].x);
+            mma_plain<type>(sums[i % 2][1], a[i], own[i][0].y, own[i][1].y);
+          }
+        };
+        if (there >= kUnits) multiply(std::true_type{});
+        else multiply(std::false_type{});
       }
       #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int channel = 16 * block + 8 * n + 2 * t;
         const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
         #pragma unroll
-        for (int half = 0; half < 2; ++half) put(part, 16 * step + g + 8 * half, channel, fmaf(sums[n][2 * half], one.x, one.y), fmaf(sums[n][2 * half + 1], two.x, two.y));
+        for (int half = 0; half < 2; ++half) {
+          put(part, 16 * step + g + 8 * half, channel, fmaf(sums[0][n][2 * half] + sums[1][n][2 * half], one.x, one.y), fmaf(sums[0][n][2 * half + 1] + sums[1][n][2 * half + 1], two.x, two.y));
+        }
       }
     }
   }
@@ -201,16 +214,26 @@ struct StoredGain {
   float value = 0.0F;
 };
 
-/// The gain of a row of coefficients in steps; a warp makes it.
-__device__ inline StoredGain gain_of_row(const PartMaps& maps, const float* coefficients) {
+/// Sums over 32 coefficients of each of `rows` rows, or largest magnitudes: a warp's, lane i gets that of row i. coefficients: of the first row.
+__device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients, int stride, int rows) {
   const bool norm = maps.gains == ScaleKind::norm_log8;
-  float size = 0.0F;
-  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < maps.coded; channel += 32) size = norm ? fmaf(coefficients[channel], coefficients[channel], size) : fmaxf(size, fabsf(coefficients[channel]));
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const float other = __shfl_xor_sync(~0U, size, distance);
-    size = norm ? size + other : fmaxf(size, other);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float result = 0.0F;
+  for (int row = 0; row < rows; ++row) {
+    const float* own = coefficients + row * stride;
+    float size = 0.0F;
+    for (int channel = lane; channel < maps.coded; channel += 32) size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const float other = __shfl_xor_sync(~0U, size, distance);
+      size = norm ? size + other : fmaxf(size, other);
+    }
+    if (lane == row) result = size;
   }
-  if (norm) {
+  return result;
+}
+/// The gain of a row whose coefficients in steps have this sum of squares, or largest magnitude.
+__device__ inline StoredGain gain_of_size(const PartMaps& maps, float size) {
+  if (maps.gains == ScaleKind::norm_log8) {
     const int code = gain_code(sqrtf(size) / maps.reference);
     return {static_cast<std::uint16_t>(code), gain_of(code)};
   }
@@ -238,15 +261,15 @@ struct CodeMemory {
 
 /// Gains of the rows, into the tile and as inverses.
 __device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int row = begin + warp; row < end; row += kStoreThreads / 32) {
-    const StoredGain gain = gain_of_row(maps, memory.coefficients + row * (maps.rank + 1));
-    if (lane != 0) continue;
-    std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row);
-    if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
-    else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
-    memory.inverse_gains[row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
-  }
+  constexpr int kWarpRows = kStoreRows / (kStoreThreads / 32);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = warp * kWarpRows + lane;
+  const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1), maps.rank + 1, kWarpRows);
+  if (lane >= kWarpRows || row < begin || row >= end) return;
+  const StoredGain gain = gain_of_size(maps, size);
+  std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row);
+  if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
+  else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
+  memory.inverse_gains[row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
 }
 
 /// Codes of rows [begin, end) of a unit into a tile in shared memory, a thread a word. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
