@@ -113,7 +113,7 @@ inline const float* enqueue_scores(const LayerState& layer, const CompressScratc
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
   detail::with_type(tables.full_type, [&](auto type) {
-    detail::launch_early(score_operands_kernel<type()>, dim3(groups, heads), kStoreThreads, 0, false, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
+    detail::launch_early(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0, false, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
     detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
       const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads), rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
       const uint2* operands = scratch.operands;

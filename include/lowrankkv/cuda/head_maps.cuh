@@ -78,7 +78,7 @@ struct PartMaps {
   MapElements reader;                    ///< channels of tiles to rows; may be the encoder
   MapElements decoder;                   ///< coefficients to rows; may be one of the others
   float reader_scale = 1.0F;             ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
-  const float* steps = nullptr;          ///< [rank]: the quantizer's; null: ones
+  const float* inverse_steps = nullptr;  ///< [rank]: one over the quantizer's; null: ones
   const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean, in steps
   const float* mean = nullptr;           ///< [head_dim] or null
   const TileChannel* channels = nullptr; ///< [width]; null for plain tiles
@@ -92,7 +92,7 @@ struct PartMaps {
   /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y. Nothing is left of those behind the last.
   __device__ __forceinline__ float2 to_steps(int channel) const {
     if (channel >= rank) return {0.0F, 0.0F};
-    return {steps == nullptr ? 1.0F : __fdividef(1.0F, __ldg(steps + channel)), offset == nullptr ? 0.0F : -__ldg(offset + channel)};
+    return {inverse_steps == nullptr ? 1.0F : __ldg(inverse_steps + channel), offset == nullptr ? 0.0F : -__ldg(offset + channel)};
   }
 };
 
@@ -156,7 +156,9 @@ class LayerMaps {
       at.encoder = append(encoder, type);
       at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
       at.reader = coded ? append(reader, DType::f32) : at.decoder;
-      at.steps = steps.empty() ? none : append(steps, DType::f32);
+      std::vector<float> inverse_steps;
+      for (const float own : steps) inverse_steps.push_back(1.0F / own);
+      at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
       float largest = 1e-30F;
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
       at.reader_scale = std::exp2(8.0F - std::ceil(std::log2(largest)));
@@ -182,7 +184,7 @@ class LayerMaps {
       maps.encoder = {bytes_.data() + offsets[part].encoder, type};
       maps.decoder = {bytes_.data() + offsets[part].decoder, type};
       maps.reader = {bytes_.data() + offsets[part].reader, tiles[part].channels.empty() ? type : DType::f32};
-      maps.steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
+      maps.inverse_steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
       maps.reader_scale = offsets[part].reader_scale;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
       maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);

@@ -77,10 +77,8 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   for (int n = 0; n < kMomentSide / 8; ++n) {
     if (m0 >= dim || n0 + 8 * n >= dim) break;
     float* own = target + (m0 + g) * dim + n0 + 8 * n + 2 * t;
-    own[0] = sums[n][0];
-    own[1] = sums[n][1];
-    own[8 * dim] = sums[n][2];
-    own[8 * dim + 1] = sums[n][3];
+    *reinterpret_cast<float2*>(own) = {sums[n][0], sums[n][1]};
+    *reinterpret_cast<float2*>(own + 8 * dim) = {sums[n][2], sums[n][3]};
   }
 }
 

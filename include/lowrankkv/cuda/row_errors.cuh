@@ -60,14 +60,14 @@ __device__ __forceinline__ std::uint32_t half_of(float first, float second, bool
 
 /// project_steps() with maps of another type, as the sum of two numbers: put(row, channel, first, second).
 template <DType type, class Words, class Put>
-__device__ __forceinline__ void project_words(const PartMaps& maps, int steps, int head_dim, Words&& words, Put&& put) {
+__device__ __forceinline__ void project_words(const PartMaps& maps, Part part, int steps, int head_dim, Words&& words, Put&& put) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit, blocks = (maps.rank + 15) / 16;
   for (int item = warp; item < steps * blocks; item += kStoreThreads / 32) {
     const int step = item / blocks, block = item % blocks;
-    const auto own_words = words(step);
+    const auto own_words = words(part, step);
     float sums[2][4] = {};
     for (int unit = 0; unit < units; ++unit) {
-      const uint4 a = own_words(unit);
+      const uint4 a = part == Part::key ? own_words(unit) : values_as_rows(own_words(unit));
       const float4 low = maps.encoder.quad((block * 2 * units + 2 * unit) * 32 + lane), high = maps.encoder.quad((block * 2 * units + 2 * unit + 1) * 32 + lane);
       for (const bool rest : {true, false}) {
         mma_plain<type>(sums[0], a, half_of<type>(low.x, low.y, rest), half_of<type>(high.x, high.y, rest));
@@ -96,7 +96,7 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
     for (int i = 0; i < 2; ++i) {
       const bool coded = 2 * pair + i < maps.coded;
       half_range[i] = coded ? static_cast<float>(1 << maps.bits[2 * pair + i]) * 0.5F : 0.0F;
-      step[i] = !coded ? 0.0F : maps.steps == nullptr ? 1.0F : __ldg(maps.steps + 2 * pair + i);
+      step[i] = !coded ? 0.0F : maps.inverse_steps == nullptr ? 1.0F : 1.0F / __ldg(maps.inverse_steps + 2 * pair + i);
     }
     for (int row = first; row < end; ++row) {
       const float gain = __shfl_sync(~0U, gains, row - first), inverse = gain > 0.0F ? __fdividef(1.0F, gain) : 0.0F;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
   for (const Part part : {Part::key, Part::value}) {
     const PartMaps& maps = maps_now.of(part);
     const PartMaps* own_metric = metric && tables.metrics[head].of(part).encoder.data != nullptr ? &tables.metrics[head].of(part) : nullptr;
-    const auto words = [&](Part, int step) { return detail::rows_as_operands(part, from.words(part, first_step + step)); };
+    const auto words = [&](Part, int step) { return [own = from.words(part, first_step + step)](int unit) { return own[32 * unit]; }; };
     const auto put = [&](int row, int channel, float one, float two) {
       if constexpr (form == StoreForm::codes) {
         if (channel < maps.rank) coefficients[row * (max_rank + 1) + channel] = one;
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
       }
     };
     if constexpr (path == RowPath::words) {
-      detail::project_steps<type>(maps_now, static_cast<int>(part), 1, used, dim, words, [&](Part, int row, int channel, float one, float two) { put(row, channel, one, two); });
+      detail::project_steps<type, true>(maps_now, static_cast<int>(part), 1, used, dim, words, [&](Part, int row, int channel, float one, float two) { put(row, channel, one, two); });
     } else {
-      detail::project_words<type>(maps, used, dim, [&](int step) { return words(part, step); }, put);
+      detail::project_words<type>(maps, part, used, dim, words, put);
     }
     for (int item = static_cast<int>(threadIdx.x); item < kShares * kMaxRows; item += kStoreThreads) loss[item / kMaxRows][item % kMaxRows] = whole[item / kMaxRows][item % kMaxRows] = 0.0F;
     __syncthreads();
@@ -172,6 +172,9 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
     for (int item = warp; item < units * halves; item += kStoreThreads / 32) {
       const int unit = item / halves, half = item % halves;
       float sums[2][2][4] = {};
+      uint4 own_words[2];  // the rows themselves, on their way meanwhile
+      #pragma unroll
+      for (int s = 0; s < 2; ++s) own_words[s] = words(part, min(2 * half + s, used - 1))(unit);
       for (int block = 0; block < (maps.rank + 15) / 16; ++block) {
         const int place = (block * 2 * units + 2 * unit) * 32 + lane;
         const auto multiply = [&](const std::uint16_t* rows, const std::uint32_t (&map)[2][2]) {
@@ -212,7 +215,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
       for (int s = 0; s < 2; ++s) {
         const int step = 2 * half + s;
         if (step >= used) continue;
-        const uint4 all = words(part, step)(unit);
+        const uint4 all = part == Part::key ? own_words[s] : detail::values_as_rows(own_words[s]);
         const std::uint32_t own[2][2] = {{all.x, all.z}, {all.y, all.w}};  // [eight rows, eight channels]
         #pragma unroll
         for (int h = 0; h < 2; ++h) {

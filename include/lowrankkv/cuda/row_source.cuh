@@ -91,8 +91,10 @@ class SourceRows {
   __device__ int offset() const { return offset_; }
   /// @brief This lane's sixteen bytes of a step's first unit; those of the next units are 32 further on each.
   __device__ const uint4* words(Part part, int step) const {
-    const int steps_per_tile = layout_.rows / kPlainRows, units = part == Part::key ? layout_.key_units : layout_.value_units, physical = step % (ring_ / kPlainRows);
-    return reinterpret_cast<const uint4*>(tile(physical / steps_per_tile) + layout_.offset(part) + physical % steps_per_tile * units * kPlainUnitBytes) + threadIdx.x % 32;
+    const int per_tile = layout_.rows / kPlainRows, units = part == Part::key ? layout_.key_units : layout_.value_units;
+    const int physical = step < ring_ / kPlainRows ? step : step - ring_ / kPlainRows;
+    const int index = physical >> (__ffs(per_tile) - 1);  // tiles have 1, 2 or 4 steps
+    return reinterpret_cast<const uint4*>(tile(index) + layout_.offset(part) + (physical - index * per_tile) * units * kPlainUnitBytes) + threadIdx.x % 32;
   }
 
  private:

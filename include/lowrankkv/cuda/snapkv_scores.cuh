@@ -52,12 +52,12 @@ struct ScoreQueries {
 /// @brief Bytes of a group of columns as operands, in device memory and in a scoring kernel's shared memory.
 inline std::size_t score_bytes(int head_dim) { return sizeof(uint2) * static_cast<std::size_t>(head_dim / kPlainUnit * (kScoreColumns / 8) * 32); }
 
-/// @brief Queries as operands of mma.m16n8k16: [heads, groups, units, kScoreColumns / 8, 32]; columns that are not there are zeros. Grid: groups x heads.
+/// @brief Queries as operands of mma.m16n8k16: [heads, groups, units, kScoreColumns / 8, 32]; columns that are not there are zeros. Grid: groups x heads x parts of the work.
 template <DType type>
 __global__ void __launch_bounds__(kStoreThreads) score_operands_kernel(ScoreQueries queries, int head_dim, uint2* operands) {
   const int head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * kScoreColumns, size = head_dim / kPlainUnit * (kScoreColumns / 8) * 32;
   uint2* own = operands + (static_cast<std::size_t>(head) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(size);
-  for (int item = static_cast<int>(threadIdx.x); item < size; item += kStoreThreads) {
+  for (int item = static_cast<int>(blockIdx.z) * kStoreThreads + static_cast<int>(threadIdx.x); item < size; item += static_cast<int>(gridDim.z) * kStoreThreads) {
     const int lane = item % 32, block = item / 32 % (kScoreColumns / 8), unit = item / 32 / (kScoreColumns / 8), column = first + 8 * block + lane / 4;
     float x[4] = {};
     if (column < queries.columns()) {

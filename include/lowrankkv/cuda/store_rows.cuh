@@ -100,34 +100,36 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
   }
 }
 
-/// Sixteen rows of a part as operands, by unit, of their words in a tile.
-__device__ __forceinline__ auto rows_as_operands(Part part, const uint4* words) {
-  return [part, words](int unit) {
-    const uint4 a = words[32 * unit];
-    return part == Part::key ? a : uint4{transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
-  };
-}
+/// The words of sixteen values, as a tile has them, as operands that have rows as their own.
+__device__ __forceinline__ uint4 values_as_rows(const uint4& a) { return {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)}; }
 
-/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts` parts: exact products. words(part, step)(unit): a lane's operand;
-/// put(part, row, channel, first, second). A warp has sixteen rows, and makes half of their coefficients.
-template <DType type, class Words, class Put>
+/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts` parts: exact products. words(part, step)(unit): a lane's operand, of values as tiles have
+/// them if from_tiles; put(part, row, channel, first, second). A warp has sixteen rows, and makes a share of their coefficients.
+template <DType type, bool from_tiles, class Words, class Put>
 __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_part, int num_parts, int steps, int head_dim, Words&& words, Put&& put) {
-  constexpr int kUnits = 8, kShares = 2;
+  constexpr int kUnits = 8;
+  const int shares = steps % 4 == 0 ? 2 : 3;  // such that the last round leaves few warps idle
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit;
-  for (int item = warp; item < num_parts * steps * kShares; item += kStoreThreads / 32) {
-    const int share = item % kShares, index = item / kShares;
+  for (int item = warp; item < num_parts * steps * shares; item += kStoreThreads / 32) {
+    const int index = item / shares, share = item - index * shares;
     const bool second = index >= steps;
     const Part part = static_cast<Part>(first_part + (second ? 1 : 0));
     const int step = second ? index - steps : index;
     const PartMaps& maps = both.of(part);
+    if (16 * share >= maps.rank) continue;
     uint4 a[kUnits];
     const auto own_words = words(part, step);
     const auto load = [&](int first_unit) {
       #pragma unroll
-      for (int i = 0; i < kUnits; ++i) a[i] = first_unit + i < units ? own_words(first_unit + i) : uint4{0, 0, 0, 0};
+      for (int i = 0; i < kUnits; ++i) a[i] = own_words(min(first_unit + i, units - 1));  // all on their way before one is looked at
+      if constexpr (from_tiles) {
+        if (part == Part::key) return;
+        #pragma unroll
+        for (int i = 0; i < kUnits; ++i) a[i] = values_as_rows(a[i]);
+      }
     };
     if (units <= kUnits) load(0);
-    for (int block = share; block < (maps.rank + 15) / 16; block += kShares) {
+    for (int block = share; block < (maps.rank + 15) / 16; block += shares) {
       float sums[2][2][4] = {};  // of even units and of odd ones: products that wait for each other are fewer
       for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
         if (units > kUnits) load(first_unit);
@@ -174,10 +176,10 @@ __device__ __forceinline__ void project_block(const SourceRows& source, DType ty
   };
   if constexpr (path == RowPath::words) {
     const int first_step = source.step_of(from + begin), steps = source.step_of(from + end - 1) - first_step + 1, shift = first_step * kPlainRows - source.offset() - from;
-    const auto words = [&](Part part, int step) { return rows_as_operands(part, source.words(part, first_step + step)); };
+    const auto words = [&](Part part, int step) { return [own = source.words(part, first_step + step)](int unit) { return own[32 * unit]; }; };
     const auto shifted = [&](Part part, int row, int channel, float first, float second) { within(part, row + shift, channel, first, second); };
-    if (type == DType::f16) project_steps<DType::f16>(maps, first_part, num_parts, steps, head_dim, words, shifted);
-    else project_steps<DType::bf16>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+    if (type == DType::f16) project_steps<DType::f16, true>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+    else project_steps<DType::bf16, true>(maps, first_part, num_parts, steps, head_dim, words, shifted);
   } else {
     for (int index = first_part; index < first_part + num_parts; ++index) {
       const Part part = static_cast<Part>(index);
@@ -188,8 +190,8 @@ __device__ __forceinline__ void project_block(const SourceRows& source, DType ty
         source.load(part, chosen, from, begin, end, head_dim, rows, stride);
         __syncthreads();
         const auto words = [&](Part, int step) { return [own = rows + kPlainRows * step * stride, stride](int unit) { return plain_words(Part::key, own, stride, unit); }; };
-        if (type == DType::f16) project_steps<DType::f16>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
-        else project_steps<DType::bf16>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
+        if (type == DType::f16) project_steps<DType::f16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
+        else project_steps<DType::bf16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
       } else {
         float* rows = reinterpret_cast<float*>(memory);
         source.load(part, chosen, from, begin, end, head_dim, rows, row_stride(head_dim));
