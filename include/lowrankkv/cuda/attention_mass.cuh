@@ -3,7 +3,7 @@
 ///
 /// mass_t = sum over the queries that see row t, and over a group's heads h, of exp(scale q_h k_t - lse_h); per KV head. The log-sum-exp is that of the attention just
 /// computed, so one pass over the keys is enough and logits are never stored. A warp has sixteen rows and meets all columns (query token x head of the group), sixty-four
-/// at a time: every sum has one owner and one order.
+/// at a time, while the next ones are on their way: every sum has one owner and one order.
 /// Queries of full_type enter as they are, others as a high and a low part; sums are f32. A query that is not finite gives nothing.
 /// Floor: the keys' bytes once (a step), 2 columns head_dim flops a row (a prompt; half of that, since it is causal).
 #pragma once
@@ -58,31 +58,54 @@ struct DeviceMasses {
 
 namespace detail {
 
-/// The first `blocks` blocks of eight of kMassColumns columns as operands of mma.m16n8k16: [units, kMassColumns / 8, 32], and behind them, if `split`, what rounding them took
-/// away. Columns without a finite log-sum-exp are zeros. `tokens`, `heads`: where a column's query stands.
+/// Where a column's query stands, and its log-sum-exp in units of log2: infinite where there is no column, or its sum is not finite.
+struct MassColumn {
+  float lse;
+  std::int32_t token, head;
+};
+
+/// A column of a sequence of the launch and a KV head. Tokens count from queries.first_row on.
+__device__ inline MassColumn mass_column(const MassQueries& queries, int sequence, int kv_head, int column) {
+  if (column >= queries.columns()) return {INFINITY, 0, 0};
+  const int token = column / queries.group, head = kv_head * queries.group + column - token * queries.group, row = sequence * queries.m + token;
+  const float value = queries.lse[(queries.first_row + row) * queries.lse_stride + head];
+  return {fabsf(value) < INFINITY ? 1.44269504F * value : INFINITY, row, head};
+}
+
+/// Copies four bytes to shared memory in the background, or, if they are not `used`, zeros.
+__device__ __forceinline__ void copy_word(void* target, const void* source, bool used) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(used ? 4 : 0) : "memory");
+}
+/// Waits for this thread's copies.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// The first `blocks` blocks, an even number, of eight of kMassColumns columns as operands of mma.m16n8k16: [units, kMassColumns / 8, 32], and behind them, if `split`, what rounding them took
+/// away. Columns without a finite log-sum-exp are zeros. Copies may still be under way.
 template <DType type, bool split>
-__device__ void load_mass_queries(const MassQueries& queries, int units, int blocks, const std::int32_t* tokens, const std::int32_t* heads, const float* lse, uint2* operands) {
+__device__ void load_mass_queries(const MassQueries& queries, int units, int blocks, const MassColumn* columns, uint2* operands) {
   constexpr int kBlocks = kMassColumns / 8;
   constexpr float limit = type == DType::f16 ? 65504.0F : 3e38F;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int unit = static_cast<int>(threadIdx.x) / 32; unit < units; unit += kStoreThreads / 32) {
     const int channel = unit * kPlainUnit + 2 * (lane % 4);
-    #pragma unroll 4
+    #pragma unroll(split ? 1 : 4)
     for (int block = 0; block < blocks; ++block) {
-      const int column = 8 * block + lane / 4, item = (unit * kBlocks + block) * 32 + lane;
-      const bool used = lse[column] < INFINITY;
+      const int item = (unit * kBlocks + block) * 32 + lane;
+      const MassColumn column = columns[8 * block + lane / 4];
+      const bool used = column.lse < INFINITY;
       if constexpr (split) {
         float x[4];
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float value = used ? queries.rows.at(queries.first_row + tokens[column], heads[column], channel + i % 2 + 8 * (i / 2)) : 0.0F;
+          const float value = used ? queries.rows.at(queries.first_row + column.token, column.head, channel + i % 2 + 8 * (i / 2)) : 0.0F;
           x[i] = fminf(fmaxf(value, -limit), limit);
         }
         operands[item] = {pair_of<type>(x[0], x[1], false), pair_of<type>(x[2], x[3], false)};
         operands[item + units * kBlocks * 32] = {pair_of<type>(x[0], x[1], true), pair_of<type>(x[2], x[3], true)};
       } else {
-        const std::uint16_t* row = static_cast<const std::uint16_t*>(queries.rows.data) + (queries.first_row + tokens[column]) * queries.rows.token_stride + heads[column] * queries.rows.head_stride;
-        operands[item] = used ? uint2{*reinterpret_cast<const std::uint32_t*>(row + channel), *reinterpret_cast<const std::uint32_t*>(row + channel + 8)} : uint2{0, 0};
+        const std::uint16_t* row = static_cast<const std::uint16_t*>(queries.rows.data) + (queries.first_row + column.token) * queries.rows.token_stride + column.head * queries.rows.head_stride;
+        copy_word(&operands[item].x, row + channel, used);
+        copy_word(&operands[item].y, row + channel + 8, used);
       }
     }
   }
@@ -96,9 +119,8 @@ __device__ void load_mass_queries(const MassQueries& queries, int units, int blo
 template <DType type, int max_units, bool split>
 __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  uint2* operands = reinterpret_cast<uint2*>(shared_memory);
-  __shared__ float lse[kMassColumns];  // of log2
-  __shared__ std::int32_t tokens[kMassColumns], heads[kMassColumns];
+  uint2* operands = reinterpret_cast<uint2*>(shared_memory);  // of these columns, and of the next
+  __shared__ detail::MassColumn turns[3][kMassColumns];       // these columns, the next, and those after them
   constexpr int kBlocks = kMassColumns / 8;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], columns = queries.columns();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -128,42 +150,48 @@ __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables ta
     if (!listed && !packed) index[half] += index[half] < lengths.tail_first ? ring - lengths.tail_first : -lengths.tail_first;
     from[half] = listed ? 0 : (index[half] - (packed ? prompt.tail : lengths.tail_length - queries.m)) * queries.group;
   }
+  const int begin = packed ? max(0, (first - prompt.tail) * queries.group) : 0, operand_count = units * kBlocks * 32 * (split ? 2 : 1);
+  const auto column_at = [&](int base) { return detail::mass_column(queries, static_cast<int>(blockIdx.z), head, base + thread); };
+  const auto load = [&](int turn, int base) { detail::load_mass_queries<type, split>(queries, units, min(kBlocks, (columns - base + 15) / 16 * 2), turns[turn % 3], operands + turn % 2 * operand_count); };
+  if (thread < kMassColumns) {
+    turns[0][thread] = column_at(begin);
+    turns[1][thread] = column_at(begin + kMassColumns);
+  }
+  __syncthreads();
+  load(0, begin);
   float own[2] = {};
-  for (int base = packed ? max(0, (first - prompt.tail) * queries.group) : 0; base < columns; base += kMassColumns) {
-    __syncthreads();  // the last columns are done with
-    if (thread < kMassColumns) {
-      const int token = (base + thread) / queries.group;
-      tokens[thread] = token;
-      heads[thread] = head * queries.group + base + thread - token * queries.group;
-      const float value = base + thread < columns ? queries.lse[(queries.first_row + static_cast<std::int64_t>(blockIdx.z) * queries.m + token) * queries.lse_stride + heads[thread]] : INFINITY;
-      tokens[thread] += static_cast<int>(blockIdx.z) * queries.m;
-      lse[thread] = fabsf(value) < INFINITY ? 1.44269504F * value : INFINITY;
-    }
-    __syncthreads();
-    detail::load_mass_queries<type, split>(queries, units, min(kBlocks, (columns - base + 7) / 8), tokens, heads, lse, operands);
-    __syncthreads();
-    if (row >= count) continue;
+  for (int turn = 0, base = begin; base < columns; ++turn, base += kMassColumns) {
+    detail::wait_for_copies();
+    __syncthreads();  // these columns are there, the last ones are done with
+    if (base + kMassColumns < columns) load(turn + 1, base + kMassColumns);
+    detail::MassColumn ahead{};
+    if (thread < kMassColumns) ahead = column_at(base + 2 * kMassColumns);
+    const uint2* here = operands + turn % 2 * operand_count;
+    const detail::MassColumn* turn_columns = turns[turn % 3];
     #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (base + 8 * block >= columns) break;
-      float logits[4] = {};
+    for (int block = 0; block < kBlocks; block += 2) {  // two at a time: their products need not wait for each other
+      if (row >= count || base + 8 * block >= columns) break;
+      float logits[2][4] = {};
       #pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
         if (unit >= units) break;
-        const uint2 b = operands[(unit * kBlocks + block) * 32 + lane];
-        mma_plain<type>(logits, keys[unit], b.x, b.y);
-        if constexpr (split) {
-          const uint2 rest = operands[((units + unit) * kBlocks + block) * 32 + lane];
-          mma_plain<type>(logits, keys[unit], rest.x, rest.y);
+        #pragma unroll
+        for (int part = 0; part < (split ? 2 : 1); ++part) {
+          #pragma unroll
+          for (int pair = 0; pair < 2; ++pair) {
+            const uint2 b = here[((part * units + unit) * kBlocks + block + pair) * 32 + lane];
+            mma_plain<type>(logits[pair], keys[unit], b.x, b.y);
+          }
         }
       }
       #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 8 * block + 2 * t + i % 2;
-        const float weight = exp2_fast(fmaf(logits[i], queries.factor, -lse[column]));  // 0 where there is no column
-        if (base + column >= from[i / 2]) own[i / 2] += weight;
+      for (int i = 0; i < 8; ++i) {
+        const int column = 8 * (block + i / 4) + 2 * t + i % 2;
+        const float weight = exp2_fast(fmaf(logits[i / 4][i % 4], queries.factor, -turn_columns[column].lse));  // 0 where there is no column
+        if (base + column >= from[i % 4 / 2]) own[i % 4 / 2] += weight;
       }
     }
+    if (thread < kMassColumns) turns[(turn + 2) % 3][thread] = ahead;
   }
   #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -231,7 +259,7 @@ inline void enqueue_masses(const LayerState& layer, const Batch& batch, const Ma
   // Words of two channels: whole, and at even addresses.
   const bool split = rows.dtype != tables.full_type || rows.element_stride != 1 || rows.token_stride % 2 != 0 || rows.head_stride % 2 != 0 || reinterpret_cast<std::uintptr_t>(rows.data) % 4 != 0;
   const dim3 grid(static_cast<unsigned>(list_pieces + own_pieces), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-  const std::size_t bytes = sizeof(uint2) * static_cast<std::size_t>(units * (kMassColumns / 8) * 32 * (split ? 2 : 1));
+  const std::size_t bytes = sizeof(uint2) * static_cast<std::size_t>(units * (kMassColumns / 8) * 32 * (split ? 4 : 2));
   const auto launch = [&](auto* kernel) {
     detail::launch_early(kernel, grid, kStoreThreads, bytes, false, "attention_mass_kernel", stream, tables, batch, queries, prompt, target, first_sequence, list_pieces);
   };
