@@ -87,7 +87,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored and the prompt's own rows,
-  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far.
+  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far. HeavyHitters: what rows receive from these queries counts.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
