@@ -35,7 +35,16 @@ class Caches final : public DeviceCaches {
   void decode(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
     send(n, query, key, value);
     cache(layer).append(seq, keys(n), values(n));
-    cache(layer).attend(seq, queries(n), outputs(n));
+    // Eviction by accumulated attention needs to be told what the step's queries attended to.
+    if constexpr (requires(Cache& cache, const MassView& mass) { cache.accumulate(seq, mass); }) {
+      const std::size_t most = static_cast<std::size_t>(shape_.num_kv_heads) * static_cast<std::size_t>(cache(layer).config().max_tokens);
+      if (mass_.size() < most) mass_ = gpu::DeviceArray<float>(most);
+      const MassView mass(mass_.data(), 1, shape_.num_kv_heads, cache(layer).num_tokens(seq));
+      cache(layer).attend(seq, queries(n), outputs(n), {}, mass);
+      cache(layer).accumulate(seq, mass);
+    } else {
+      cache(layer).attend(seq, queries(n), outputs(n));
+    }
     receive(n, out);
   }
   void maintain(SequenceId seq) override {
@@ -74,7 +83,7 @@ class Caches final : public DeviceCaches {
 
   CacheShape shape_;
   std::vector<std::unique_ptr<Cache>> layers_;
-  gpu::DeviceArray<float> query_, key_, value_, out_;
+  gpu::DeviceArray<float> query_, key_, value_, out_, mass_;
 };
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "lowrankkv/quantizer/transform_code.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/compress_all.hpp"
+#include "lowrankkv/token_policy/heavy_hitters.hpp"
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
@@ -46,12 +47,13 @@ class DeviceCaches {
 namespace device {
 using namespace lowrankkv;
 /// The compositions that the Cuda backend is built with here, in the order of lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKVSnapKV,
-/// SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, Budgeted.
+/// SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
 using AnyPolicies =
     std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>, Policies<PerHead, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, SinkRecent, NoQuantizer>,
                  Policies<PerHead, Oja, SinkRecent, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
                  Policies<PerHead, Static, CompressAll, Int8>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
-                 Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
+                 Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>,
+                 Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
 }  // namespace device
 
 #ifdef LOWRANKKV_LLAMA_CUDA

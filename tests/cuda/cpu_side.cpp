@@ -44,7 +44,45 @@ class Side : public CpuSide {
   Cache cache_;
 };
 
+using Heavy = CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>;
+
+class HeavyCache : public HeavySide {
+ public:
+  HeavyCache(const CacheConfig& config, const Heavy::PolicySet& policies) : cache_(config, {}, policies) { cache_.create(1); }
+  void ingest(const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) override {
+    cache_.ingest(1, {key.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim}, {value.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim},
+                  {query.data(), tokens_of(key), shape().num_qo_heads, shape().head_dim});
+  }
+  void append(const std::vector<float>& key, const std::vector<float>& value) override {
+    cache_.append(1, {key.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim}, {value.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim});
+  }
+  void maintain() override { cache_.maintain(1); }
+  void accumulate(std::vector<float>& mass) override { cache_.accumulate(1, {mass.data(), 1, shape().num_kv_heads, cache_.num_tokens(1)}); }
+  void truncate(std::int64_t length) override { cache_.truncate(1, length); }
+  int tail_length() const override { return cache_.tail_length(1); }
+  void reconstruct(std::vector<float>& key, std::vector<float>& value) const override {
+    const std::int64_t tokens = cache_.num_tokens(1);
+    key.resize(static_cast<std::size_t>(tokens * shape().num_kv_heads * shape().head_dim));
+    value.resize(key.size());
+    cache_.reconstruct(1, 0, {key.data(), tokens, shape().num_kv_heads, shape().head_dim}, {value.data(), tokens, shape().num_kv_heads, shape().head_dim});
+  }
+  std::size_t updater_bytes() const override { return cache_.memory(1).updater_bytes; }
+
+ private:
+  const CacheShape& shape() const { return cache_.config().shape; }
+  std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (shape().num_kv_heads * shape().head_dim); }
+  Heavy cache_;
+};
+
 }  // namespace
+
+std::unique_ptr<HeavySide> make_heavy_side(const HeavyHitters& heavy, const SinkRecent& sinks, const CacheConfig& config) {
+  Heavy::PolicySet policies;
+  policies.token_policy.get<KeepFull>().recent = 0;
+  policies.token_policy.get<SinkRecent>() = sinks;
+  policies.token_policy.get<HeavyHitters>() = heavy;
+  return std::make_unique<HeavyCache>(config, policies);
+}
 
 std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
   const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {

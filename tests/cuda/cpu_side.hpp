@@ -11,6 +11,7 @@
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
+#include "lowrankkv/token_policy/heavy_hitters.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
@@ -75,5 +76,20 @@ class CpuSide {
   virtual void attend(const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) = 0;
 };
 std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
+
+/// One sequence in a CPU cache that keeps heavy hitters, and sinks, at full rank.
+class HeavySide {
+ public:
+  virtual ~HeavySide() = default;
+  virtual void ingest(const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) = 0;
+  virtual void append(const std::vector<float>& key, const std::vector<float>& value) = 0;
+  virtual void maintain() = 0;
+  virtual void accumulate(std::vector<float>& mass) = 0;  ///< [heads, tokens]
+  virtual void truncate(std::int64_t length) = 0;
+  virtual int tail_length() const = 0;
+  virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
+  virtual std::size_t updater_bytes() const = 0;
+};
+std::unique_ptr<HeavySide> make_heavy_side(const lowrankkv::HeavyHitters& heavy, const lowrankkv::SinkRecent& sinks, const lowrankkv::CacheConfig& config);
 
 }  // namespace support

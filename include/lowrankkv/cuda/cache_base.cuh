@@ -15,6 +15,8 @@
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/attention_mass.cuh"
+#include "lowrankkv/cuda/evict.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
 #include "lowrankkv/cuda/policies.cuh"
@@ -34,6 +36,8 @@ class CacheBase {
   using Rule = Impl<Updater, Cuda>;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
+  static_assert(!Rows::keeps_masses || (Rows::fate == RowFate::full && !Rule::adapts),
+                "lowrankkv: on the Cuda backend HeavyHitters keeps rows at full rank: Compose it with KeepFull (and SinkRecent), with the Static updater");
   static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
@@ -41,10 +45,10 @@ class CacheBase {
         sequences_(config.max_sequences) {}
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
-  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors}; }
+  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors, Rows::keeps_masses}; }
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
-    const bool any = Rows::choice == RowChoice::errors || (phase == Phase::prefill && scoring_window() > 0);
+    const bool any = Rows::choice == RowChoice::errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
     return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
   }
 
@@ -157,7 +161,9 @@ class CacheBase {
     if (key.num_tokens > config_.max_tokens - now.num_tokens) {
       ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", key.num_tokens);
     }
-    layer_.pool().allocator().require(pages_to_store(slot, leaving_of(slot, key.num_tokens), 1, Phase::prefill));
+    PageDemand demand;
+    demand_rows(slot, leaving_of(slot, key.num_tokens), 1, Phase::prefill, demand);
+    layer_.pool().allocator().require(demand.total());
     return slot;
   }
   void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
@@ -175,28 +181,30 @@ class CacheBase {
     const HostSequence& now = layer_.sequence(slot);
     return row_counts(policies_.token_policy, now.num_tokens - now.tail_length + before, count, phase);
   }
-  /// Pages for so many rounds of `count` leaving rows each.
-  std::int64_t pages_to_store(int slot, std::int64_t count, std::int64_t rounds, Phase phase) const {
+  /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
+  static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full < count; }
+  /// Adds the pages for so many rounds of `count` leaving rows each.
+  void demand_rows(int slot, std::int64_t count, std::int64_t rounds, Phase phase, PageDemand& demand) const {
     RowCounts all;
+    bool replaces = false;
     for (std::int64_t round = 0; round < rounds; ++round) {
       const RowCounts counts = counts_of(slot, count, phase, round * count);
       all.full += counts.full;
       all.compressed += counts.compressed;
+      replaces = replaces || replaces_rows(count, counts);
     }
-    return layer_.pages_to_add(slot, all.full, all.compressed);
+    layer_.demand_rows(slot, all.full, all.compressed, replaces, demand);
   }
 
   /// Raises unless m more tokens fit each sequence.
   void check_advance(std::span<const SequenceId> seqs, int m) const {
-    for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const HostSequence& now = layer_.sequence(sequences_.find(seqs[i]));
-      if (std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i)) {
-        ::lowrankkv::detail::fail<SequenceError>("append: sequence ", seqs[i], " stands at place ", i, " and before");
-      }
+    check_distinct("append", seqs);
+    for (const SequenceId seq : seqs) {
+      const HostSequence& now = layer_.sequence(sequences_.find(seq));
       if (m > config_.tail_capacity - now.tail_length) {
-        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", config_.tail_capacity, ", sequence ", seqs[i], " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
+        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", config_.tail_capacity, ", sequence ", seq, " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
       }
-      if (m > config_.max_tokens - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
+      if (m > config_.max_tokens - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence ", seq, " has ", now.num_tokens, ", given ", m);
     }
   }
   void advance_host(std::span<const SequenceId> seqs, int m) {
@@ -216,7 +224,7 @@ class CacheBase {
 
   /// Raises while a graph is captured: what the call decides on the host would be replayed without it.
   static void refuse_capture(const char* call, cudaStream_t stream) {
-    if (capturing(stream)) ::lowrankkv::detail::fail<StateError>(call, ": the stream is capturing a graph; only append and attend can be captured");
+    if (capturing(stream)) ::lowrankkv::detail::fail<StateError>(call, ": the stream is capturing a graph; only append, attend and accumulate can be captured");
   }
 
   /// Calls f(batch, index of its first sequence) for as many sequences at a time as a launch takes.
@@ -227,6 +235,14 @@ class CacheBase {
       batch.count = static_cast<std::int32_t>((std::min)(seqs.size() - first, std::size_t{kMaxBatch}));
       for (int i = 0; i < batch.count; ++i) batch.slots[i] = sequences_.find(seqs[first + static_cast<std::size_t>(i)]);
       function(batch, static_cast<std::int64_t>(first));
+    }
+  }
+
+  /// Raises if a sequence is named twice in a call that changes it.
+  static void check_distinct(const char* call, std::span<const SequenceId> seqs) {
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const bool before = std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i);
+      if (before) ::lowrankkv::detail::fail<SequenceError>(call, ": sequence ", seqs[i], " stands at place ", i, " and before");
     }
   }
 
@@ -254,6 +270,7 @@ class CacheBase {
         most_full = (std::max)(most_full, counts.full);
         most_compressed = (std::max)(most_compressed, counts.compressed);
         most_candidates = (std::max)(most_candidates, counts.full + counts.compressed - counts.pinned);
+        if (replaces_rows(count, counts)) layer_.own_pages(slot, RowList::full, 0, layer_.sequence(slot).rows.num_full, stream);
         layer_.add_pages(slot, counts.full, counts.compressed, stream);
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
@@ -271,6 +288,7 @@ class CacheBase {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
         if (any) orders = exempt_outliers(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
       }
+      if constexpr (Rows::keeps_masses) orders.first = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, stream);
       launch_store(leaving, source, orders, most_full, most_compressed, stream);
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
@@ -303,6 +321,7 @@ class CacheBase {
     const int kept = static_cast<int>(rows - leaving);
     renew_tail_kernel<><<<dim3(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
     check(cudaGetLastError(), "renew_tail_kernel");
+    if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
     now.tail_length = kept;
     now.num_tokens += n;
   }
@@ -321,7 +340,7 @@ class CacheBase {
     using ::lowrankkv::detail::fail;
     if (window.num_tokens > 0) ::lowrankkv::detail::check_rows("query", window, window.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
     if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
-    const std::int64_t needed = (std::min)(tokens, std::int64_t{scoring_window()});
+    const std::int64_t needed = Rows::keeps_masses ? tokens : (std::min)(tokens, std::int64_t{scoring_window()});
     if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
   }
   /// What scores a prompt that is packed in `rows` rows.

@@ -17,7 +17,7 @@ inline constexpr int kMaxEntries = 2 * kMaxSplits + kMaxSegments + 2;
 /// @brief Loads that a thread starts before it uses the first.
 inline constexpr int kInFlight = 8;
 
-/// @brief Outputs as kernels see them; with `sum`, unnormalised, and `lse` takes the maxima.
+/// @brief Outputs as kernels see them, null where they are not wanted; with `sum`, unnormalised, and `lse` takes the maxima.
 struct DeviceOutput {
   float* data = nullptr;
   std::int64_t token_stride = 0, head_stride = 0;
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       const std::int64_t token = first_row + static_cast<std::int64_t>(blockIdx.z) * step.m + index / step.group;
       const int query_head = head * step.group + index % step.group;
       const float own = g == 0 ? total.x : g == 1 ? total.y : g == 2 ? total.z : total.w;
-      out.data[token * out.token_stride + query_head * out.head_stride + channel] = out.sum != nullptr ? own : own / sums[g];
+      if (out.data != nullptr) out.data[token * out.token_stride + query_head * out.head_stride + channel] = out.sum != nullptr ? own : own / sums[g];
       if (out.lse == nullptr || channel != 0) continue;
       out.lse[token * out.lse_stride + query_head] = 0.69314718F * (out.sum != nullptr ? tops[g] : tops[g] + log2f(sums[g]));
       if (out.sum != nullptr) out.sum[token * out.lse_stride + query_head] = sums[g];

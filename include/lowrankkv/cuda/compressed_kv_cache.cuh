@@ -29,7 +29,7 @@ struct Cuda {
 };
 
 /// @brief The KV cache of one attention layer in device memory. Views point to device memory; every call enqueues on the stream it is given and
-/// returns. append() and attend() allocate nothing, wait for nothing and can be captured in a CUDA graph.
+/// returns. append(), attend() and accumulate() allocate nothing, wait for nothing and can be captured in a CUDA graph.
 ///
 /// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay. A graph is
 /// good until one of its sequences is erased. Everything else is refused during capture.
@@ -87,7 +87,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored and the prompt's own rows,
-  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far.
+  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far. HeavyHitters: what rows receive from these queries counts.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
@@ -96,27 +96,16 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const std::int64_t n = key.num_tokens;
     this->check_queries(query, out, lse, n);
     if (n == 0) return;
-    const cuda::HostSequence& now = layer_.sequence(slot);
-    const std::int64_t tail = now.tail_length;
-    const cuda::ScoreQueries queries = this->score_queries(query, tail + n);
+    const cuda::ScoreQueries queries = this->score_queries(query, layer_.sequence(slot).tail_length + n);
     const cuda::CompressScratch scratch = this->pack(slot, key, value, queries.columns(), stream);
-    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
-    cuda::Batch batch;
-    batch.count = 1;
-    batch.slots[0] = slot;
-    layer_.prompt_step(slot, at_once, tail + n, scratch.packed);  // the largest, once
-    for (std::int64_t first = 0; first < n; first += at_once) {
-      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tail + n, scratch.packed);
-      step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step(layer_, step, batch, cuda::device_rows(query), {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, first, 0,
-                        layer_.coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
-    }
+    attend_prompt(slot, query, scratch, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, stream);
     this->store_prompt(slot, n, scratch, queries, stream);
   }
 
   /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says.
   /// @param key, value [n, num_kv_heads, head_dim]
-  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that choose prompt rows by score
+  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that choose prompt rows by score, and by token policies that do (SnapKV: its window;
+  /// HeavyHitters: all n tokens, which are then attended to)
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) {
     Base::refuse_capture("ingest", stream);
@@ -124,7 +113,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->check_query_window(q_window, key.num_tokens);
     if (key.num_tokens == 0) return;
     const cuda::ScoreQueries queries = this->score_queries(q_window, layer_.sequence(slot).tail_length + key.num_tokens);
-    this->store_prompt(slot, key.num_tokens, this->pack(slot, key, value, queries.columns(), stream), queries, stream);
+    const cuda::CompressScratch scratch = this->pack(slot, key, value, queries.columns(), stream);
+    if constexpr (Base::Rows::keeps_masses) attend_prompt(slot, q_window, scratch, {}, stream);  // masses need normalised attention
+    this->store_prompt(slot, key.num_tokens, scratch, queries, stream);
   }
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }
 
@@ -156,13 +147,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       const int slot = sequences_.find(seq);
       if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
     }
-    std::int64_t pages = 0;
+    PageDemand demand;
     const int interval = config_.flush_interval, kept = cuda::recent_rows(policies_.token_policy) + interval;
     for (const int slot : slots) {
       const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
-      pages += this->pages_to_store(slot, interval, rounds, Phase::decode);
+      this->demand_rows(slot, interval, rounds, Phase::decode, demand);
     }
-    layer_.pool().allocator().require(pages);
+    layer_.pool().allocator().require(demand.total());
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
       if (slots.empty()) return;
@@ -182,6 +173,45 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
 
+  /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: for accumulate(). Dropped positions get 0. Costs the
+  /// keys once more; capturable; changes nothing.
+  /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
+  /// @throws as attend(), ShapeError
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr)
+    requires(Base::Rows::keeps_masses)
+  {
+    this->check_queries(query, out, lse, query.num_tokens);
+    const bool own = mass.data != nullptr && lse.data == nullptr;
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
+    attend_to(seqs, query, target, cuda::QueryTokens::own, stream, mass);
+  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr)
+    requires(Base::Rows::keeps_masses)
+  {
+    attend(std::span(&seq, 1), query, out, lse, mass, stream);
+  }
+
+  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. Capturable.
+  /// A number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
+  /// @param mass  as given to attend(); empty: nothing  @throws ShapeError, SequenceError if a sequence is named twice
+  void accumulate(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream = nullptr)
+    requires(Base::Rows::keeps_masses)
+  {
+    if (mass.data == nullptr) return;
+    const bool replayed = Base::capturing(stream);
+    check_mass(seqs, mass, replayed);
+    Base::check_distinct("accumulate", seqs);
+    std::int64_t rows = replayed ? layer_.max_rows(RowList::full) + config_.tail_capacity : 0;
+    for (const SequenceId seq : seqs) rows = (std::max)(rows, std::int64_t{layer_.sequence(sequences_.find(seq)).rows.num_full} + tail_length(seq));
+    if (rows == 0) return;
+    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { cuda::enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
+  }
+  void accumulate(SequenceId seq, const MassView& mass, cudaStream_t stream = nullptr)
+    requires(Base::Rows::keeps_masses)
+  {
+    accumulate(std::span(&seq, 1), mass, stream);
+  }
+
   /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens: unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes
   /// nothing.
   /// @param query  [seqs.size() * m, num_qo_heads, head_dim]  @param states  the same tokens, num_qo_heads heads
@@ -194,7 +224,37 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
  private:
-  void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream) {
+  /// Attention of a packed prompt's queries; where rows are kept by it, also what they receive. @param out  without data: not wanted
+  void attend_prompt(int slot, const QueryView& query, const cuda::CompressScratch& scratch, cuda::DeviceOutput out, cudaStream_t stream) {
+    const cuda::HostSequence& now = layer_.sequence(slot);
+    const std::int64_t n = query.num_tokens, tail = now.tail_length;
+    if (Base::Rows::keeps_masses && out.lse == nullptr) {
+      out.lse = layer_.prompt_lse(n);
+      out.lse_stride = config_.shape.num_qo_heads;
+    }
+    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
+    cuda::Batch batch;
+    batch.count = 1;
+    batch.slots[0] = slot;
+    layer_.prompt_step(slot, at_once, tail + n, scratch.packed);  // the largest, once
+    for (std::int64_t first = 0; first < n; first += at_once) {
+      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tail + n, scratch.packed);
+      step.prompt_first = static_cast<std::int32_t>(tail + first);
+      cuda::attend_step(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+    }
+    if constexpr (Base::Rows::keeps_masses) {
+      const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
+      cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, out.lse, out.lse_stride, static_cast<int>(n), 0), prompt, {}, 0, now.rows.num_full, stream);
+    }
+  }
+  /// Raises unless masses are there for all sequences, in all positions; captured, in all that replays can reach.
+  void check_mass(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
+    cuda::check_mass(config_, mass, static_cast<std::int64_t>(seqs.size()), captured);
+    for (const SequenceId seq : seqs) {
+      if (mass.num_positions < num_tokens(seq)) detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", num_tokens(seq), " tokens");
+    }
+  }
+  void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream, const MassView& mass = {}) {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
     if (count > config_.max_sequences) detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config_.max_sequences);
@@ -209,10 +269,18 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
       full = (std::max)(full, std::int64_t{now.rows.num_full});
     }
+    if (mass.data != nullptr) {
+      check_mass(seqs, mass, replayed);
+      cuda::clear_masses(mass, stream);
+    }
     cuda::AttentionStep step = layer_.step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
       cuda::attend_step(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.coded_splits(compressed), cuda::splits_of(full), stream);
+      if constexpr (Base::Rows::keeps_masses) {
+        if (mass.data == nullptr) return;
+        cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m), {}, {mass.data, mass.num_positions}, static_cast<int>(first), full, stream);
+      }
     });
   }
 
@@ -304,6 +372,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
     usage.epoch_bytes = layer_.epochs().epoch_bytes(now.epochs);
     usage.updater_bytes = layer_.epochs().updater_bytes(now.epochs);
+    if (Base::Rows::keeps_masses) usage.updater_bytes += static_cast<std::size_t>((now.rows.num_full + now.tail_length) * heads) * sizeof(float);
     return usage;
   }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.

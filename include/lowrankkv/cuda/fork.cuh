@@ -30,6 +30,8 @@ inline void fork_sequence(LayerState& layer, int source, int target, cudaStream_
     copy(tables.pages[list], heads * static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
   }
+  copy(tables.masses, heads * static_cast<std::size_t>(tables.max_rows[0]));
+  copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   copy(tables.lengths, 1);  // where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());
   layer.epochs().fork(to.epochs, source, target, stream);

@@ -86,6 +86,13 @@ class LayerState {
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
     }
+    if (listed.masses) {
+      masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[0])));  // also of a list that stays empty
+      tail_masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
+      tables_.masses = masses_.data();
+      tables_.tail_masses = tail_masses_.data();
+      step_lse_ = DeviceArray<float>(slots * static_cast<std::size_t>(config.max_query_tokens * config.shape.num_qo_heads));
+    }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
@@ -140,12 +147,6 @@ class LayerState {
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
-  /// @brief Pages of a list from `first_row` up to `end_row` that other sequences read too.
-  std::int64_t shared_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row) const {
-    std::int64_t count = 0;
-    for_each_shared(slot, list, first_row, end_row, [&](int, std::size_t) { ++count; });
-    return count;
-  }
   /// @brief Gives a sequence copies of these pages, since it is about to write to them. Pages were checked.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
@@ -172,19 +173,24 @@ class LayerState {
   /// @brief Bytes of a sequence's tail over all heads.
   std::size_t tail_bytes() const { return static_cast<std::size_t>(tables_.num_heads) * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes); }
 
-  /// @brief Pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
-  std::int64_t pages_to_add(int slot, std::int64_t full, std::int64_t compressed) const {
+  /// @brief Adds the pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
+  /// @param rewrites  any of its full rows may be replaced
+  void demand_rows(int slot, std::int64_t full, std::int64_t compressed, bool rewrites, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
-    std::int64_t pages = full == 0 ? 0 : shared_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1);
+    const auto add_shared = [&](RowList list, std::int64_t first_row, std::int64_t end_row) {
+      for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index]); });
+    };
+    if (full > 0 || rewrites) add_shared(RowList::full, rewrites ? 0 : now.rows.num_full, now.rows.num_full + 1);
     // A merge rewrites rows.
-    if (compressed > 0) pages += shared_pages(slot, RowList::compressed, epochs_.adapts() ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
+    if (compressed > 0) add_shared(RowList::compressed, epochs_.adapts() ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
+    std::int64_t pages = 0;
     for (int head = 0; head < tables_.num_heads; ++head) {
       pages += pages_for(RowList::full, head, now.rows.num_full + full) - static_cast<std::int64_t>(now.pages[0][static_cast<std::size_t>(head)].size());
       if (!tiles_.compressed.empty()) {
         pages += pages_for(RowList::compressed, head, now.rows.num_compressed + compressed) - static_cast<std::int64_t>(now.pages[1][static_cast<std::size_t>(head)].size());
       }
     }
-    return pages;
+    demand.add_new(pages);
   }
 
   /// @brief Pages of a sequence of so many rows.
@@ -235,7 +241,7 @@ class LayerState {
     if (epochs_.adapts()) {
       for (const Segment& segment : now.epochs.segments) segments.items[segments.count++] = {segment.epoch, segment.first_row};
     }
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, now.rows, segments);
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.num_tokens - now.tail_length), now.rows, segments);
     check(cudaGetLastError(), "write_lengths_kernel");
   }
 
@@ -298,10 +304,19 @@ class LayerState {
     return step;
   }
 
+  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], where masses are kept.
+  float* step_lse() const { return step_lse_.data(); }
+  /// @brief The same for so many queries of a prompt; grown if it is too small, which allocates and waits.
+  float* prompt_lse(std::int64_t tokens) {
+    const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(config_.shape.num_qo_heads);
+    if (prompt_lse_.size() < size) prompt_lse_ = DeviceArray<float>(size);
+    return prompt_lse_.data();
+  }
+
   /// @brief Device memory of the workspace, prompt buffers included.
-  std::size_t workspace_bytes() const { return queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
+  std::size_t workspace_bytes() const { return step_lse_.bytes() + prompt_lse_.bytes() + queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -363,6 +378,7 @@ class LayerState {
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
   DeviceArray<std::int32_t> positions_[2];
+  DeviceArray<float> masses_, tail_masses_, step_lse_, prompt_lse_;
   std::vector<HostSequence> sequences_;
   AttentionStep workspace_;
   DeviceArray<uint2> queries_;

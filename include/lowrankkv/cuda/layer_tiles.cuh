@@ -36,9 +36,9 @@ struct LayerTiles {
   }
 };
 
-/// @brief Of which lists the positions of rows are kept, since they do not follow from counts; and whether errors of rows are wanted.
+/// @brief Of which lists the positions of rows are kept, since they do not follow from counts; whether errors of rows are wanted, or the attention that they have received.
 struct ListedRows {
-  bool full = false, compressed = false, errors = false;
+  bool full = false, compressed = false, errors = false, masses = false;
 };
 
 /// @brief Units that so many channels fill in a plain tile.

@@ -2,7 +2,7 @@
 /// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, epochs, and one block of device memory.
 ///
 /// The block: tiles of the full lists, head after head, tiles of the compressed ones; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, rows]. It is gathered in the pool's scratch and crosses the bus once.
+/// positions of listed rows, list after list [head, rows]; masses of the full rows [head, rows], then of the ring's [head, place]. It is gathered in the pool's scratch and crosses the bus once.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU1";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU2";
 
 /// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is the calibrated one.
 struct SavedCounts {
@@ -33,7 +33,7 @@ struct SavedCounts {
 
 /// @brief Where the parts of the block begin.
 struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, size = 0;
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, masses = 0, tail_masses = 0, size = 0;
 };
 
 /// @brief A saved sequence, opened and checked.
@@ -73,6 +73,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
+  add("masses of rows", tables.masses != nullptr);
   add("segments", tables.max_segments);
   add("form of coefficients", layer.tiles().form);
   if (layer.tiles().form == CodedForm::none) return all;
@@ -108,6 +109,9 @@ inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
     const std::size_t rows = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
     block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
   }
+  const bool masses = layer.tables().masses != nullptr;
+  block.masses = part(masses ? heads * static_cast<std::size_t>(counts.rows.num_full) * sizeof(float) : 0);
+  block.tail_masses = part(masses ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
   return block;
 }
 
@@ -126,12 +130,20 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
     for (int head = 0; head < tables.num_heads; ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
     move_tiles_kernel<to_block><<<dim3(static_cast<unsigned>(most), static_cast<unsigned>(tables.num_heads)), 128, 0, stream>>>(tables, list, slot, rows, memory + block.lists[index]);
     check(cudaGetLastError(), "move_tiles_kernel");
-    if (tables.positions[index] == nullptr) continue;
-    const std::size_t width = static_cast<std::size_t>(rows) * sizeof(std::int32_t), pitch = static_cast<std::size_t>(tables.max_rows[index]) * sizeof(std::int32_t);
-    std::int32_t* own = tables.positions[index] + static_cast<std::size_t>(slot * tables.num_heads) * static_cast<std::size_t>(tables.max_rows[index]);
-    check(cudaMemcpy2DAsync(to_block ? static_cast<void*>(memory + block.positions[index]) : own, to_block ? width : pitch, to_block ? static_cast<void*>(own) : memory + block.positions[index],
-                            to_block ? pitch : width, width, static_cast<std::size_t>(tables.num_heads), cudaMemcpyDeviceToDevice, stream),
-          "saved state");
+    const auto copy_listed = [&](auto* all, std::size_t offset) {  // four bytes a row
+      if (all == nullptr) return;
+      const std::size_t width = static_cast<std::size_t>(rows) * sizeof(*all), pitch = static_cast<std::size_t>(tables.max_rows[index]) * sizeof(*all);
+      auto* own = all + static_cast<std::size_t>(slot * tables.num_heads) * static_cast<std::size_t>(tables.max_rows[index]);
+      check(cudaMemcpy2DAsync(to_block ? static_cast<void*>(memory + offset) : own, to_block ? width : pitch, to_block ? static_cast<void*>(own) : memory + offset, to_block ? pitch : width, width,
+                              static_cast<std::size_t>(tables.num_heads), cudaMemcpyDeviceToDevice, stream),
+            "saved state");
+    };
+    copy_listed(tables.positions[index], block.positions[index]);
+    if (list == RowList::full) copy_listed(tables.masses, block.masses);
+  }
+  if (tables.masses != nullptr) {
+    const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
+    copy(tables.tail_masses + static_cast<std::size_t>(slot) * ring, block.tail_masses, ring * sizeof(float));
   }
   copy(tables.tails + static_cast<std::size_t>(slot) * layer.tail_bytes(), block.tail, layer.tail_bytes());
   if (counts.moved != 0) copy(layer.epochs().bases_of(slot), block.bases, layer.epochs().bases_size());
@@ -176,6 +188,33 @@ inline std::size_t save_sequence(const LayerState& layer, int slot, std::span<st
   });
 }
 
+namespace detail {
+
+/// Raises unless the positions of a list ascend below `tail`, head after head; any order will do where others take the places of dropped rows, but each is there once.
+inline void check_positions(const std::byte* data, std::size_t heads, std::size_t count, std::int64_t tail, bool any_order) {
+  std::vector<std::int32_t> positions(heads * count);
+  if (!positions.empty()) std::memcpy(positions.data(), data, positions.size() * sizeof(std::int32_t));
+  for (std::size_t head = 0; head < heads; ++head) {
+    const auto begin = positions.begin() + static_cast<std::ptrdiff_t>(head * count), end = begin + static_cast<std::ptrdiff_t>(count);
+    if (any_order) std::sort(begin, end);
+    std::int64_t before = -1;
+    for (auto position = begin; position != end; before = *position++) {
+      if (*position <= before || *position >= tail) ::lowrankkv::detail::fail<FormatError>("saved state: position ", *position, " after ", before, ", the tail begins at ", tail);
+    }
+  }
+}
+
+/// Raises unless masses are finite and not negative.
+inline void check_masses(const std::byte* data, std::size_t count) {
+  std::vector<float> masses(count);
+  if (count > 0) std::memcpy(masses.data(), data, count * sizeof(float));
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(masses[i] >= 0.0F && masses[i] <= max_finite(DType::f32))) ::lowrankkv::detail::fail<FormatError>("saved state: mass ", i, " is ", masses[i], ", finite and at least 0 expected");
+  }
+}
+
+}  // namespace detail
+
 /// @brief Opens a frame and checks that its sequence fits this layer. @throws FormatError, ShapeError, CapacityError
 inline SavedSequence read_sequence(const LayerState& layer, std::span<const std::byte> saved) {
   using ::lowrankkv::detail::fail;
@@ -218,15 +257,14 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const SavedBlock block = detail::block_of(layer, counts);
   sequence.block = in.bytes(block.size);
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
-  for (int list = 0; list < 2; ++list) {  // positions ascend, below the tail
-    if (tables.positions[list] == nullptr) continue;
+  const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
+  for (int list = 0; list < 2; ++list) {
     const std::size_t count = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
-    std::vector<std::int32_t> positions(count * static_cast<std::size_t>(tables.num_heads));
-    if (!positions.empty()) std::memcpy(positions.data(), sequence.block.data() + block.positions[list], positions.size() * sizeof(std::int32_t));
-    for (std::size_t i = 0; i < positions.size(); ++i) {
-      const std::int64_t before = i % count == 0 ? -1 : positions[i - 1];
-      if (positions[i] <= before || positions[i] >= counts.num_tokens - counts.tail_length) fail<FormatError>("saved state: position ", positions[i], " after ", before, ", the tail begins at ", counts.num_tokens - counts.tail_length);
-    }
+    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], heads, count, counts.num_tokens - counts.tail_length, tables.masses != nullptr);
+  }
+  if (tables.masses != nullptr) {
+    detail::check_masses(sequence.block.data() + block.masses, heads * static_cast<std::size_t>(counts.rows.num_full));
+    detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
   layer.pool().allocator().require(layer.pages_of(counts.rows));
   return sequence;

@@ -23,6 +23,7 @@ struct DeviceLengths {
   std::int32_t tail_first = 0;  ///< place of the oldest row in the ring
   std::int32_t tail_length = 0;
   std::int32_t num_segments = 0;
+  std::int32_t tail_position = 0;  ///< of the oldest row of the tail
 };
 
 /// @brief Rows of the compressed lists of a sequence, the same in all heads, from first_row to the next segment or the end: one epoch wrote them.
@@ -53,13 +54,15 @@ struct Tables {
   const HeadTiles* compressed = nullptr;       ///< [heads]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
-  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], ascending, where policies choose or drop rows; else the order full, compressed, tail
+  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
+  float* masses = nullptr;                     ///< [slots, heads, max_rows of the full list]: attention received so far, where rows are dropped by it: others take their places
+  float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
-  __device__ int ring_rows() const { return tail_tiles * full.rows; }
+  __host__ __device__ int ring_rows() const { return tail_tiles * full.rows; }
   /// @brief The tile of a tail that holds place `place` of its ring.
   __device__ std::uint8_t* tail_tile(int slot, int head, int place) const { return tail(slot, head) + static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes); }
   __device__ std::uint8_t* tail(int slot, int head) const {
@@ -78,6 +81,10 @@ struct Tables {
     const int which = static_cast<int>(list);
     return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
+  /// @brief Masses of the full rows, which must be kept.
+  __device__ float* row_masses(int slot, int head) const { return masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[0]); }
+  /// @brief Masses of the tail's rows, the same.
+  __device__ float* tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
   __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
   /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits beginning at `first_split`.
@@ -182,9 +189,10 @@ struct SegmentList {
 
 /// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
 template <class = void>
-__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, HeadRows rows, SegmentList segments) {
+__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = tail_length;
+    tables.lengths[slot].tail_position = tail_position;
     tables.lengths[slot].num_segments = segments.count;
     for (int i = 0; i < segments.count; ++i) tables.segments[slot * tables.max_segments + i] = segments.items[i];
   }
@@ -197,6 +205,7 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
+    lengths.tail_position = leaving.position[i] + moved;
     if (from_tail) {
       lengths.tail_first = (lengths.tail_first + moved) % tables.ring_rows();
       lengths.tail_length -= moved;
@@ -233,6 +242,8 @@ __global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, Device
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
     }
+    if (tables.tail_masses == nullptr) continue;
+    for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.tail_row_masses(slot, head)[place] = 0.0F;
   }
   __syncthreads();
   if (threadIdx.x == 0) {

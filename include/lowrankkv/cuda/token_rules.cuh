@@ -7,7 +7,8 @@
 /// - optional `static std::int64_t pinned_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many are full in any case;
 /// - optional `static constexpr RowChoice choice` and `static std::int64_t chosen_rows(const P&, first_position, count, Phase)`: so many rows are chosen
 ///   among those that are not pinned. By errors: the chosen ones are full; with `static bool relative_errors(const P&)`. By scores: the others are dropped; with
-///   `static AttentionScores attention_scores(const P&)`;
+///   `static AttentionScores attention_scores(const P&)`. By masses, the attention that rows have received: chosen among all rows that have left the tail, `count` from
+///   position 0 on, and that are still stored; the others are dropped, also such as were stored before;
 /// - optional `static void validate(const P&)`.
 #pragma once
 
@@ -19,6 +20,7 @@
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/compress_all.hpp"
+#include "lowrankkv/token_policy/heavy_hitters.hpp"
 #include "lowrankkv/token_policy/keep_full.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/share_of_rows.hpp"
@@ -35,12 +37,12 @@ struct Cuda;
 namespace cuda {
 
 /// @brief By what rows are chosen on the device.
-enum class RowChoice : std::uint8_t { none, errors, scores };
+enum class RowChoice : std::uint8_t { none, errors, scores, masses };
 
-/// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped.
+/// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or, where rows are chosen by masses, take the places of stored ones that are.
 struct RowCounts {
   std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
-  std::int64_t full = 0;
+  std::int64_t full = 0;    ///< by which the list of full rows grows
   std::int64_t compressed = 0;
 };
 
@@ -89,6 +91,14 @@ struct Impl<SnapKV, Cuda> {
   static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
   static std::int64_t chosen_rows(const SnapKV& policy, std::int64_t, std::int64_t count, Phase phase) { return phase == Phase::decode ? count : kept_rows(policy, count); }
 };
+template <>
+struct Impl<HeavyHitters, Cuda> {
+  static constexpr RowFate fate = RowFate::compressed;
+  static constexpr cuda::RowChoice choice = cuda::RowChoice::masses;
+  static void validate(const HeavyHitters& policy) { check_heavy_hitters(policy); }
+  static int recent(const HeavyHitters& policy) { return policy.recent; }
+  static std::int64_t chosen_rows(const HeavyHitters& policy, std::int64_t first_position, std::int64_t count, Phase) { return heavy_rows(policy, first_position + count); }
+};
 
 namespace cuda {
 
@@ -106,7 +116,8 @@ struct MemberRules {
   /// Nothing is to be chosen where all rows have one fate anyway.
   static constexpr RowChoice choice = wished == RowChoice::errors && fate != RowFate::compressed ? RowChoice::none : wished == RowChoice::scores && fate == RowFate::dropped ? RowChoice::none : wished;
   static constexpr bool compresses = fate == RowFate::compressed;
-  static constexpr bool drops = fate == RowFate::dropped || choice == RowChoice::scores;
+  static constexpr bool keeps_masses = choice == RowChoice::masses;
+  static constexpr bool drops = fate == RowFate::dropped || choice == RowChoice::scores || keeps_masses;
 };
 
 /// @brief What the Cuda backend asks a token policy.
@@ -131,16 +142,31 @@ int recent_rows(const Policy& policy) {
   });
   return longest;
 }
+/// @brief Of `count` rows from a position on, how many are pinned: the first ones.
+template <class Policy>
+std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) {
+  std::int64_t pinned = 0;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::pinned_rows(member, first_position, count); }) pinned = (std::max)(pinned, Impl<Member, Cuda>::pinned_rows(member, first_position, count));
+  });
+  return pinned;
+}
 /// @brief What becomes of `count` rows from a position on.
 template <class Policy>
 RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int64_t count, Phase phase) {
   using Rules = TokenRules<Policy>;
-  std::int64_t pinned = 0, chosen = 0;
-  for_each_member(policy, [&]<class Member>(const Member& member) {
-    if constexpr (requires { Impl<Member, Cuda>::pinned_rows(member, first_position, count); }) pinned = (std::max)(pinned, Impl<Member, Cuda>::pinned_rows(member, first_position, count));
-    if constexpr (requires { Impl<Member, Cuda>::choice; }) chosen = Impl<Member, Cuda>::chosen_rows(member, first_position, count, phase);
-  });
-  const std::int64_t rest = count - pinned;
+  const auto chosen_of = [&](std::int64_t first, std::int64_t rows) {
+    std::int64_t chosen = 0;
+    for_each_member(policy, [&]<class Member>(const Member& member) {
+      if constexpr (requires { Impl<Member, Cuda>::choice; }) chosen = Impl<Member, Cuda>::chosen_rows(member, first, rows, phase);
+    });
+    return chosen;
+  };
+  const std::int64_t pinned = pinned_rows(policy, first_position, count), chosen = chosen_of(first_position, count), rest = count - pinned;
+  if (Rules::choice == RowChoice::masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
+    const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(0, left)); };
+    return {pinned, kept_of(first_position + count) - kept_of(first_position), 0};
+  }
   if (Rules::choice == RowChoice::errors) {
     const std::int64_t full = pinned + (std::min)(rest, chosen);
     return {pinned, full, count - full};

@@ -2,7 +2,10 @@
 /// @file token_policy/heavy_hitters.hpp  HeavyHitters (H2O): the tokens that have received most attention so far are kept.
 #pragma once
 
-#include "lowrankkv/config.hpp"
+#include <cstdint>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/token_policy/share_of_rows.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -19,5 +22,15 @@ struct HeavyHitters {
   int recent = 32;     ///< rows that always stay
   friend bool operator==(const HeavyHitters&, const HeavyHitters&) = default;
 };
+
+/// @brief How many heavy tokens are kept once so many tokens have left the tail. Pinned rows stay besides.
+inline std::int64_t heavy_rows(const HeavyHitters& policy, std::int64_t tokens) { return policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, tokens); }
+
+/// @brief Raises what is wrong with the parameters. @throws ValueError
+inline void check_heavy_hitters(const HeavyHitters& policy) {
+  using detail::fail;
+  if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("HeavyHitters: keep is in [0, 1], given ", policy.keep);
+  if (policy.budget < 0) fail<ValueError>("HeavyHitters: budget is at least 0, given ", policy.budget);
+}
 
 LOWRANKKV_NAMESPACE_END

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "lowrankkv/concepts/token_policy.hpp"
-#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
 #include "lowrankkv/token_policy/heavy_hitters.hpp"
 
@@ -18,17 +17,13 @@ template <>
 struct Impl<HeavyHitters, Cpu> {
   static constexpr bool compresses = true;
   static constexpr Evidence evidence = Evidence::mass;
-  static void validate(const HeavyHitters& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("HeavyHitters: keep is in [0, 1], given ", policy.keep);
-    if (policy.budget < 0) fail<ValueError>("HeavyHitters: budget is at least 0, given ", policy.budget);
-  }
+  static void validate(const HeavyHitters& policy) { check_heavy_hitters(policy); }
   static int recent(const HeavyHitters& policy) { return policy.recent; }
   static RowBounds bounds(const HeavyHitters&, const RowBatch& batch) { return {0, batch.num_rows}; }
   static void classify(const HeavyHitters&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::compressed); }
 
   static void evict(const HeavyHitters& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
-    std::int64_t kept = policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, batch.first_position + batch.num_rows);
+    std::int64_t kept = heavy_rows(policy, batch.first_position + batch.num_rows);
     std::vector<float> masses;
     const auto add = [&](float mass, bool pinned) {
       masses.push_back(pinned ? cpu::kAlways : mass);  // pinned rows stay and take nobody's place
