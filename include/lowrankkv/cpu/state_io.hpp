@@ -245,6 +245,11 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
           mine.mass.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
         fail<FormatError>("saved state: head ", head, " has ", mine.mass.compressed.size(), " masses for ", compressed, " compressed rows");
       }
+      for (const auto* values : {&mine.mass.full, &mine.mass.compressed, &mine.mass.recent}) {
+        for (const float mass : *values) {  // rows are ordered by them: NaN has no place in an order
+          if (!(mass >= 0.0F && std::isfinite(mass))) fail<FormatError>("saved state: head ", head, " has a mass of ", mass, ", at least 0 and finite expected");
+        }
+      }
     }
     if (state.config.keep_residuals) {
       for (const RowState kind : {RowState::full, RowState::compressed}) {
