@@ -29,8 +29,28 @@ inline std::size_t moment_bytes(int head_dim) { return sizeof(float) * static_ca
 /// @brief Blocks of channels, both ways, that cover a moment.
 constexpr int moment_blocks(int head_dim) { return (head_dim + kMomentSide - 1) / kMomentSide * ((head_dim + kMomentSide - 1) / kMomentSide); }
 
-/// @brief moments [sequence, head, part, split, head_dim, head_dim] = sum of (x - mean)^T (x - mean) over a share of the observed rows, f32. Products of 16-bit
-/// rows are exact; centred rows enter as sums of two tf32. Grid: (splits x blocks of channels) x (heads x 2) x sequences.
+namespace detail {
+
+/// sums += X^T X of sixteens of rows [16 steps, stride] of 16-bit numbers: channels [m0, m0 + 16) by [n0, n0 + kMomentSide). Products are exact.
+template <DType type>
+__device__ __forceinline__ void add_moments(const std::uint16_t* rows, int stride, int steps, int m0, int n0, int dim, float (&sums)[kMomentSide / 8][4]) {
+  for (int step = 0; step < steps; ++step) {
+    const std::uint16_t* own = rows + step * kPlainRows * stride;
+    const uint4 a = plain_words(Part::value, own, stride, m0 / kPlainUnit);
+    #pragma unroll
+    for (int unit = 0; unit < kMomentSide / kPlainUnit; ++unit) {
+      if (n0 + unit * kPlainUnit >= dim) break;
+      const uint4 b = plain_words(Part::value, own, stride, n0 / kPlainUnit + unit);
+      mma_plain<type>(sums[2 * unit], a, b.x, b.z);
+      mma_plain<type>(sums[2 * unit + 1], a, b.y, b.w);
+    }
+  }
+}
+
+}  // namespace detail
+
+/// @brief moments [sequence, head, part, split, head_dim, head_dim] = sum of (x - mean)^T (x - mean) over a share of the observed rows, f32. Rows without a
+/// mean enter as they are, centred ones as sums of two tf32. Grid: (splits x blocks of channels) x (heads x 2) x sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, RowSource source, ObservedRows observed, int splits, float* moments) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
@@ -47,13 +67,24 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   float sums[kMomentSide / 8][4] = {};
   for (int piece = split * per_split; piece < min(pieces, (split + 1) * per_split); ++piece) {
     const int first = piece * kStoreRows, used = min(kStoreRows, count - first);
+    if (mean == nullptr) {
+      std::uint16_t* stage = reinterpret_cast<std::uint16_t*>(shared_memory);
+      const int stage_stride = plain_stride(dim), steps = (used + kPlainRows - 1) / kPlainRows;
+      from.load(part, order, observed.first[sequence] + first, 0, used, dim, stage, stage_stride);
+      for (int item = static_cast<int>(threadIdx.x); item < (steps * kPlainRows - used) * dim; item += kStoreThreads) stage[(used + item / dim) * stage_stride + item % dim] = 0;
+      __syncthreads();
+      if (m0 < dim) {
+        if (tables.full_type == DType::f16) detail::add_moments<DType::f16>(stage, stage_stride, steps, m0, n0, dim, sums);
+        else detail::add_moments<DType::bf16>(stage, stage_stride, steps, m0, n0, dim, sums);
+      }
+      __syncthreads();
+      continue;
+    }
     from.load(part, order, observed.first[sequence] + first, 0, used, dim, rows, stride);
     for (int item = static_cast<int>(threadIdx.x); item < (kStoreRows - used) * dim; item += kStoreThreads) rows[(used + item / dim) * stride + item % dim] = 0.0F;
     __syncthreads();
-    if (mean != nullptr) {
-      for (int item = static_cast<int>(threadIdx.x); item < used * dim; item += kStoreThreads) rows[item / dim * stride + item % dim] -= mean[item % dim];
-      __syncthreads();
-    }
+    for (int item = static_cast<int>(threadIdx.x); item < used * dim; item += kStoreThreads) rows[item / dim * stride + item % dim] -= mean[item % dim];
+    __syncthreads();
     for (int step = 0; step < (used + 7) / 8 && m0 < dim; ++step) {
       const float* low = rows + (8 * step + t) * stride + g;
       const float* high = low + 4 * stride;
@@ -63,10 +94,8 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
       for (int n = 0; n < kMomentSide / 8; ++n) {
         if (n0 + 8 * n >= dim) break;
         const float b0 = low[n0 + 8 * n], b1 = high[n0 + 8 * n];
-        if (mean != nullptr) {
-          mma_tf32(sums[n], a_rest, b0, b1);
-          mma_tf32(sums[n], a, beyond_tf32(b0), beyond_tf32(b1));
-        }
+        mma_tf32(sums[n], a_rest, b0, b1);
+        mma_tf32(sums[n], a, beyond_tf32(b0), beyond_tf32(b1));
         mma_tf32(sums[n], a, b0, b1);
       }
     }

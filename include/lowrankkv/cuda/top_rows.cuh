@@ -25,11 +25,11 @@ struct Candidates {
 /// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads, stride], and those of the other
 /// candidates, ascending, to rest (if not null). Grid: heads x sequences.
 ///
-/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores five times.
+/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores once where there are at most 32768, else five times.
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
-  constexpr int kCopies = 16, kItems = 8;  // loads of a thread that are under way together
+  constexpr int kCopies = 16, kItems = 8, kRounds = 4;  // rounds that stay in registers, of so many neighbours a thread
   __shared__ typename Scan::TempStorage storage;
   __shared__ int histogram[256][kCopies + 1];  // scores are alike in their first bits: lanes would wait for each other
   __shared__ std::uint32_t prefix;
@@ -45,6 +45,31 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
     const float score = __ldg(scores + row);
     return score >= 0.0F ? __float_as_uint(score + 0.0F) + 1U : 0U;
   };
+  const auto load = [&](int base, std::uint32_t (&keys)[kItems]) {
+    #pragma unroll
+    for (int i = 0; i < kItems; ++i) keys[i] = base + i < from.end ? key_of(base + i) : 0U;
+  };
+  const bool resident = from.end - from.first <= kRounds * kItems * kSelectThreads;
+  std::uint32_t kept[kRounds][kItems];
+  #pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    if (resident) load(from.first + (round * kSelectThreads + thread) * kItems, kept[round]);
+  }
+  // Calls f(first row, keys) for the rows of this thread, a round at a time; all threads of the block take part in every round.
+  const auto for_each_round = [&](auto&& function) {
+    if (resident) {
+      #pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        if (from.first + round * kSelectThreads * kItems < from.end) function(from.first + (round * kSelectThreads + thread) * kItems, kept[round]);
+      }
+      return;
+    }
+    for (int base = from.first; base < from.end; base += kSelectThreads * kItems) {
+      std::uint32_t keys[kItems];
+      load(base + thread * kItems, keys);
+      function(base + thread * kItems, keys);
+    }
+  };
   if (thread == 0) {
     prefix = 0;
     still_wanted = from.wanted;
@@ -53,15 +78,12 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
     for (int item = thread; item < 256 * (kCopies + 1); item += kSelectThreads) histogram[0][item] = 0;
     __syncthreads();
     const std::uint32_t known = prefix;
-    for (int base = from.first + thread; base < from.end; base += kItems * kSelectThreads) {
-      std::uint32_t keys[kItems];
-      #pragma unroll
-      for (int i = 0; i < kItems; ++i) keys[i] = base + i * kSelectThreads < from.end ? key_of(base + i * kSelectThreads) : 0U;
+    for_each_round([&](int row, const std::uint32_t (&keys)[kItems]) {
       #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (base + i * kSelectThreads < from.end && (shift == 24 || keys[i] >> (shift + 8) == known)) atomicAdd(&histogram[keys[i] >> shift & 0xffU][thread % kCopies], 1);
+        if (row + i < from.end && (shift == 24 || keys[i] >> (shift + 8) == known)) atomicAdd(&histogram[keys[i] >> shift & 0xffU][thread % kCopies], 1);
       }
-    }
+    });
     __syncthreads();
     if (thread < 256) {
       int total = 0;
@@ -98,18 +120,15 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   std::int32_t* own_rest = rest == nullptr ? nullptr : rest + list;
   for (int row = thread; row < earlier; row += kSelectThreads) own[row] = row;
   int larger_before = 0, equals_before = 0;  // among the rows of earlier rounds
-  for (int base = from.first; base < from.end; base += kItems * kSelectThreads) {
-    const int row = base + thread * kItems;  // a thread's rows are neighbours: ranks follow from one sum
-    std::uint32_t keys[kItems];
+  for_each_round([&](int row, const std::uint32_t (&keys)[kItems]) {  // a thread's rows are neighbours: ranks follow from one sum
     int counts = 0;  // larger ones, and equal ones from bit 16 on
     #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      keys[i] = row + i < from.end && from.wanted > 0 ? key_of(row + i) : 0U;
       const bool there = row + i < from.end && from.wanted > 0;
       counts += there && keys[i] > smallest ? 1 : there && keys[i] == smallest ? 1 << 16 : 0;
     }
-    int before = 0, round = 0;
-    Scan(storage).ExclusiveSum(counts, before, round);
+    int before = 0, all_counts = 0;
+    Scan(storage).ExclusiveSum(counts, before, all_counts);
     __syncthreads();
     int larger = larger_before + (before & 0xffff), equals = equals_before + (before >> 16);
     #pragma unroll
@@ -122,9 +141,9 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
       larger += is_larger ? 1 : 0;
       equals += is_equal ? 1 : 0;
     }
-    larger_before += round & 0xffff;
-    equals_before += round >> 16;
-  }
+    larger_before += all_counts & 0xffff;
+    equals_before += all_counts >> 16;
+  });
 }
 
 /// @brief Copies the scores of some rows of each head [heads, stride] to `target` [heads, stride]; those of the others, up to `count`, are -1: they are chosen last.
