@@ -84,6 +84,20 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavyHitters& heavy, const Sink
   return std::make_unique<HeavyCache>(config, policies);
 }
 
+std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  if (settings.outliers) {
+    using Cache = CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
+    Cache::PolicySet policies;
+    policies.basis = settings.basis;
+    policies.token_policy.get<SinkRecent>() = settings.tokens;
+    policies.token_policy.get<ResidualOutliers>() = settings.errors;
+    policies.quantizer = settings.quantizer;
+    return std::make_unique<Side<Cache>>(config, basis, policies);
+  }
+  using Cache = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, BlockHadamard>;
+  return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{settings.basis, {}, settings.tokens, settings.quantizer});
+}
+
 std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
   const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
     return std::make_unique<Side<Cache>>(config, basis, configured(policies, settings));

@@ -10,6 +10,7 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/heavy_hitters.hpp"
 #include "lowrankkv/token_policy/residual_outliers.hpp"
@@ -76,6 +77,16 @@ class CpuSide {
   virtual void attend(const std::vector<float>& query, std::vector<float>& out, std::vector<float>& lse) = 0;
 };
 std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
+
+/// STAR-KV's parts in the compositions that both sides know.
+struct StarSettings {
+  bool outliers = false;  ///< rows of large errors stay full
+  lowrankkv::BlockHadamard quantizer;
+  lowrankkv::PerHead basis;
+  lowrankkv::SinkRecent tokens{4, 32};
+  lowrankkv::ResidualOutliers errors;
+};
+std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
 /// One sequence in a CPU cache that keeps heavy hitters, and sinks, at full rank.
 class HeavySide {

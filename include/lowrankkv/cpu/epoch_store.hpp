@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/basis/rotate_maps.hpp"
 #include "lowrankkv/concepts/quantizer.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/convert.hpp"
@@ -177,32 +178,6 @@ class EpochStore {
     if (!folds.key.scale.empty()) result.key_scale = StoredMatrix(DType::f32, 1, head.key_rank, folds.key.scale);
     if (!folds.value.scale.empty()) result.value_scale = StoredMatrix(DType::f32, 1, head.value_rank, folds.value.scale);
     return result;
-  }
-  /// map [rows, rank] times rotation [rank, rank]; either may be empty.
-  static std::vector<float> rotated_columns(const std::vector<float>& map, int rows, int rank, const std::vector<float>& rotation) {
-    if (map.empty() || rotation.empty()) return map;
-    return product(rows, rank, rank, [&](int row, int k) { return map[static_cast<std::size_t>(row * rank + k)]; },
-                   [&](int k, int col) { return rotation[static_cast<std::size_t>(k * rank + col)]; });
-  }
-  /// transpose(rotation) [rank, rank] times map [rank, cols].
-  static std::vector<float> rotated_rows(const std::vector<float>& map, int rank, int cols, const std::vector<float>& rotation) {
-    if (map.empty() || rotation.empty()) return map;
-    return product(rank, rank, cols, [&](int row, int k) { return rotation[static_cast<std::size_t>(k * rank + row)]; },
-                   [&](int k, int col) { return map[static_cast<std::size_t>(k * cols + col)]; });
-  }
-  /// left [rows, inner] times right [inner, cols], row-major, summed in f64.
-  template <class Left, class Right>
-  static std::vector<float> product(int rows, int inner, int cols, Left&& left, Right&& right) {
-    std::vector<float> out;
-    out.reserve(static_cast<std::size_t>(rows) * static_cast<std::size_t>(cols));
-    for (int row = 0; row < rows; ++row) {
-      for (int col = 0; col < cols; ++col) {
-        double sum = 0.0;
-        for (int k = 0; k < inner; ++k) sum += static_cast<double>(left(row, k)) * right(k, col);
-        out.push_back(static_cast<float>(sum));
-      }
-    }
-    return out;
   }
   struct Epoch {
     int references = 0;

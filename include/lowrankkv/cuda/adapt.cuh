@@ -242,7 +242,9 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
 /// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
-inline std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowSource& source, const CompressScratch& scratch,
+/// @tparam scale_groups  of tiles of codes
+template <int scale_groups>
+std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
@@ -267,8 +269,8 @@ inline std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, co
         detail::launch_early(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), false, "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
                              scratch.scores, static_cast<int>(scratch.rows));
       };
-      if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type()>);
-      else start(row_errors_kernel<form, RowPath::wide, type()>);
+      if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
+      else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
     });
   };
   if (layer.tiles().form == CodedForm::codes) launch(std::integral_constant<StoreForm, StoreForm::codes>{});

@@ -87,16 +87,17 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
 }
 
 /// Attention over lists of codes.
-inline void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
-  int channels = 0, half_bytes = 0;
+template <int scale_groups>
+void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
+  int lines = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
-    channels = (std::max)(channels, tiles.channels(Part::value));
+    lines = (std::max)(lines, tiles.state_lines());
     half_bytes = (std::max)({half_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
   with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
     with_column_blocks(step.blocks, [&](auto column_blocks) {
       constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
-      const int state_bytes = (std::max)(parked, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)));
+      const int state_bytes = (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
       const auto launch = [&](auto* kernel, int stages, int bytes) {
         const int warp_bytes = stages * bytes + state_bytes, warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
         const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
@@ -107,10 +108,10 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles>, code_stages(CodeRing::tiles), whole_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups>, code_stages(CodeRing::tiles), whole_bytes);
       } else {
         constexpr int most = code_stages(CodeRing::halves);
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
       }
     });
   });
@@ -124,7 +125,9 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
-inline void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
+/// @tparam scale_groups  of tiles of codes
+template <int scale_groups>
+void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                         int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const CodedForm form = layer.tiles().form;
@@ -141,13 +144,13 @@ inline void attend_step(const LayerState& layer, const AttentionStep& step, cons
                            "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
     });
     if (form == CodedForm::codes) {
-      detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
+      detail::attend_codes<scale_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
     } else {
       detail::attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
     }
   }
   const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
-  detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width), layer.overlaps(), "combine_kernel", stream, tables, step, form, batch, out, first_row, first_sequence);
+  detail::launch_early(combine_kernel<scale_groups>, outputs, kStepThreads, combine_bytes(step.width), layer.overlaps(), "combine_kernel", stream, tables, step, form, batch, out, first_row, first_sequence);
 }
 
 }  // namespace cuda

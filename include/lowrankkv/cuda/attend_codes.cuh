@@ -12,6 +12,7 @@
 
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/code_products.cuh"
+#include "lowrankkv/cuda/fold_states.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,7 +26,7 @@ inline constexpr int kLargeTile = 4608;
 /// @brief Weights up to 2^so much are met before a state's maximum is raised.
 inline constexpr float kHeadroom = 8.0F;
 /// @brief Blocks that are to share a multiprocessor: registers are cut to fit.
-constexpr int code_blocks(int max_units, int column_blocks) { return max_units * column_blocks <= 8 ? 2 : 1; }
+constexpr int code_blocks(int max_units, int column_blocks, int groups) { return max_units * column_blocks <= 8 && groups * column_blocks < 4 ? 2 : 1; }
 /// @brief Numbers of a lane of the state that a warp which attends to whole splits keeps aside; 0: too many, warps share splits.
 __host__ __device__ constexpr int parked_floats(int max_units, int column_blocks) { return max_units * column_blocks <= 8 ? 4 * max_units * column_blocks : 0; }
 
@@ -35,44 +36,6 @@ namespace detail {
 __device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t selector) {
   const std::uint32_t number = __byte_perm(bytes, 0x4B000000U, selector);  // 2^23 + c
   return number == 0x4B000000U ? 0.0F : exp2_fast(fmaf(__uint_as_float(number), 0.0625F, -524296.0F));
-}
-
-/// What a state of maximum `top` counts beside one of maximum `best`.
-__device__ __forceinline__ float state_factor(float top, float best) { return top > -INFINITY ? exp2_fast(top - best) : 0.0F; }
-/// A state's sum with the next one's: the same operations wherever states are merged, so that it is all the same who does.
-__device__ __forceinline__ float fold(float sum, float sum_factor, float next, float next_factor) { return fmaf(next, next_factor, sum * sum_factor); }
-
-/// Folds the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns], warp after warp, into one in global memory, its maxima
-/// moved by `shift` (of this thread's column). All threads call it.
-/// @param factors  shared memory of 2 x kAttendWarps x kBlockColumns numbers
-__device__ inline void fold_warps(const float* states, int channels, float shift, float* factors, float* target) {
-  const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32, thread = static_cast<int>(threadIdx.x);
-  if (thread < kAttendWarps * kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
-    const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
-    const float own = warp < warps ? states[warp * size + column] : -INFINITY;
-    float best = own;  // of the warps up to this one
-    #pragma unroll
-    for (int distance = kBlockColumns; distance < 32; distance *= 2) {
-      const float other = __shfl_up_sync(~0U, best, distance);
-      if (thread >= distance) best = fmaxf(best, other);
-    }
-    float before = __shfl_up_sync(~0U, best, kBlockColumns);
-    if (warp == 0) before = -INFINITY;
-    factors[thread] = state_factor(before, best);
-    factors[kAttendWarps * kBlockColumns + thread] = state_factor(own, best);
-    if (warp == kAttendWarps - 1) target[column] = best + shift;
-  }
-  __syncthreads();
-  const float4 *before = reinterpret_cast<const float4*>(factors), *own = before + kAttendWarps;
-  for (int item = 1 + thread; item < 3 + channels; item += static_cast<int>(blockDim.x)) {
-    float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
-    #pragma unroll 4
-    for (int warp = 0; warp < warps; ++warp) {
-      const float4 value = *reinterpret_cast<const float4*>(states + warp * size + item * kBlockColumns), a = before[warp], b = own[warp];
-      total = {fold(total.x, a.x, value.x, b.x), fold(total.y, a.y, value.y, b.y), fold(total.z, a.z, value.z, b.z), fold(total.w, a.w, value.w, b.w)};
-    }
-    *reinterpret_cast<float4*>(target + item * kBlockColumns) = total;
-  }
 }
 
 }  // namespace detail
@@ -85,18 +48,19 @@ __device__ inline void fold_warps(const float* states, int channels, float shift
 /// @tparam max_units      units of values that a head may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
 /// @tparam kind           of a ring
-template <int max_units, int column_blocks, CodeRing kind>
-__global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks)) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
+/// @tparam groups         scale groups of the channels: gains of a row and part
+template <int max_units, int column_blocks, CodeRing kind, int groups>
+__global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks, groups)) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int most_stages = code_stages(kind);
   constexpr int parked_values = parked_floats(max_units, column_blocks);
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][most_stages];
   __shared__ uint2 shared_query[kMaxUnits * column_blocks * 32];
-  __shared__ __align__(16) float2 gains[kAttendWarps][kCodeRows];
+  __shared__ __align__(16) float2 gains[kAttendWarps][groups][kCodeRows];
   __shared__ HeadTiles layout;
   __shared__ __align__(16) float factors[2 * kAttendWarps * kBlockColumns];
-  const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-  const int block_index = static_cast<int>(blockIdx.x) / groups, first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
+  const int column_groups = (step.blocks + column_blocks - 1) / column_blocks;
+  const int block_index = static_cast<int>(blockIdx.x) / column_groups, first_block = static_cast<int>(blockIdx.x) % column_groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int rows = tables.num_rows(RowList::compressed, slot, head), splits = splits_of(rows);
   if (block_index >= splits) {
@@ -127,7 +91,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     find_tiles(at);
   };
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
-  const bool wide_gains = layout.gain_bytes() == 2;
+  const bool wide_gains = groups == 2 || layout.gain_bytes() == 2;
   const int key_units = layout.key_units, used_blocks = min(column_blocks, step.blocks - first_block);
   const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
   TileRing<most_stages> ring(shared_memory + warp * stages * stage_bytes, barriers[warp], stage_bytes, kind == CodeRing::tiles ? most_stages : stages);
@@ -157,52 +121,67 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
   __syncthreads();
   const auto scale_of = [&](int block) { return step.coded_scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)]; };
-  float constants[column_blocks], units[column_blocks];
+  float constants[groups][column_blocks], units[column_blocks];
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
     const ColumnScale scale = block < used_blocks ? scale_of(block) : ColumnScale{};
-    constants[block] = scale.constant;
+    constants[0][block] = scale.constant;
+    if constexpr (groups == 2) constants[1][block] = scale.second_constant;
     units[block] = scale.unit;
   }
-  float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[column_blocks];
+  float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[groups][column_blocks];
   Chunk used{first_split, first_chunk, 0, 0};
   for (find_tiles(used); used.split < splits; next_chunk(used)) {
     float out[column_blocks][max_units][2][2] = {};
-    float top[column_blocks], sum[column_blocks] = {}, weight[column_blocks] = {};
+    float top[column_blocks], sum[column_blocks] = {}, weight[groups][column_blocks] = {};
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) top[block] = -INFINITY;
     for (int tile = used.tile; tile < used.end; ++tile) {
       const std::uint8_t* here = ring.wait();
-      float4 two;  // key and value gains of rows 2 lane and 2 lane + 1
-      if (wide_gains) {
-        const float2 key = __half22float2(reinterpret_cast<const __half2*>(here)[lane]), value = __half22float2(reinterpret_cast<const __half2*>(here)[kCodeRows / 2 + lane]);
-        two = {key.x, value.x, key.y, value.y};
-      } else {
-        const std::uint32_t key = reinterpret_cast<const std::uint16_t*>(here)[lane], value = reinterpret_cast<const std::uint16_t*>(here)[kCodeRows / 2 + lane];
-        two = {detail::gain_of_byte(key, 0x7650), detail::gain_of_byte(value, 0x7650), detail::gain_of_byte(key, 0x7651), detail::gain_of_byte(value, 0x7651)};
-      }
-      reinterpret_cast<float4*>(gains[warp])[lane] = two;
-      __syncwarp();
-      float s[column_blocks][4][2];
       #pragma unroll
-      for (int block = 0; block < column_blocks; ++block) {
-        #pragma unroll
-        for (int m = 0; m < 4; ++m) s[block][m][0] = s[block][m][1] = constants[block];
+      for (int group = 0; group < groups; ++group) {
+        float4 two;  // key and value gains of rows 2 lane and 2 lane + 1
+        const int key_place = group * kCodeRows / 2 + lane, value_place = (groups + group) * kCodeRows / 2 + lane;
+        if (wide_gains) {
+          const float2 key = __half22float2(reinterpret_cast<const __half2*>(here)[key_place]), value = __half22float2(reinterpret_cast<const __half2*>(here)[value_place]);
+          two = {key.x, value.x, key.y, value.y};
+        } else {
+          const std::uint32_t key = reinterpret_cast<const std::uint16_t*>(here)[key_place], value = reinterpret_cast<const std::uint16_t*>(here)[value_place];
+          two = {detail::gain_of_byte(key, 0x7650), detail::gain_of_byte(value, 0x7650), detail::gain_of_byte(key, 0x7651), detail::gain_of_byte(value, 0x7651)};
+        }
+        reinterpret_cast<float4*>(gains[warp][group])[lane] = two;
       }
+      __syncwarp();
+      float all_logits[groups][column_blocks][4][2];  // of the first group's channels: then of all, then the weights with the group's gains
+      #pragma unroll
+      for (int group = 0; group < groups; ++group) {
+        #pragma unroll
+        for (int block = 0; block < column_blocks; ++block) {
+          #pragma unroll
+          for (int m = 0; m < 4; ++m) all_logits[group][block][m][0] = all_logits[group][block][m][1] = constants[group][block];
+        }
+      }
+      auto& s = all_logits[0];
       const std::uint8_t* at = here + layout.key_offset;
       const uint2* query = shared_query + lane;
-      const bool known_keys = detail::with_pattern(key_pattern, [&](auto pattern) {
-        using P = decltype(pattern);
-        detail::key_products<8, column_blocks>(at, detail::Constant<P::count(8)>{}, query, units, s);
-        detail::key_products<4, column_blocks>(at, detail::Constant<P::count(4)>{}, query, units, s);
-        detail::key_products<2, column_blocks>(at, detail::Constant<P::count(2)>{}, query, units, s);
-        detail::key_products<1, column_blocks>(at, detail::Constant<P::count(1)>{}, query, units, s);
-      });
-      if (!known_keys) {
-        detail::key_products<8, column_blocks>(at, key_pattern & 0xff, query, units, s);
-        detail::key_products<4, column_blocks>(at, key_pattern >> 8 & 0xff, query, units, s);
-        detail::key_products<2, column_blocks>(at, key_pattern >> 16 & 0xff, query, units, s);
-        detail::key_products<1, column_blocks>(at, key_pattern >> 24, query, units, s);
+      const auto multiply = [&](int pattern, auto& logits) {
+        detail::key_products<8, column_blocks>(at, pattern & 0xff, query, units, logits);
+        detail::key_products<4, column_blocks>(at, pattern >> 8 & 0xff, query, units, logits);
+        detail::key_products<2, column_blocks>(at, pattern >> 16 & 0xff, query, units, logits);
+        detail::key_products<1, column_blocks>(at, pattern >> 24, query, units, logits);
+      };
+      if constexpr (groups == 2) {
+        multiply(layout.first_key_pattern, all_logits[0]);
+        multiply(key_pattern - layout.first_key_pattern, all_logits[1]);
+      } else {
+        const bool known_keys = detail::with_pattern(key_pattern, [&](auto pattern) {
+          using P = decltype(pattern);
+          detail::key_products<8, column_blocks>(at, detail::Constant<P::count(8)>{}, query, units, s);
+          detail::key_products<4, column_blocks>(at, detail::Constant<P::count(4)>{}, query, units, s);
+          detail::key_products<2, column_blocks>(at, detail::Constant<P::count(2)>{}, query, units, s);
+          detail::key_products<1, column_blocks>(at, detail::Constant<P::count(1)>{}, query, units, s);
+        });
+        if (!known_keys) multiply(key_pattern, s);
       }
       if constexpr (kind == CodeRing::halves) {
         __syncwarp();
@@ -210,20 +189,25 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         else fetch_tile();
       }
       const int valid = rows - tile * kCodeRows;
-      std::uint32_t p[column_blocks][4];
-      float from_integer[column_blocks];
+      std::uint32_t p[groups][column_blocks][4];
+      float from_integer[groups][column_blocks];
       #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         // Logits are taken relative to a maximum that is left alone while no weight becomes larger than 2^kHeadroom: no lane has to wait for another.
         const float base = top[block] > -INFINITY ? top[block] : 0.0F;
-        float highest = -INFINITY, value_gain[4][2];
+        float highest = -INFINITY, value_gain[groups][4][2];
         #pragma unroll
         for (int m = 0; m < 4; ++m) {
           #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float2 gain = gains[warp][16 * m + 8 * r + g];
+            const float2 gain = gains[warp][0][16 * m + 8 * r + g];
             s[block][m][r] = fmaf(s[block][m][r], gain.x, -base);
-            value_gain[m][r] = gain.y;
+            value_gain[0][m][r] = gain.y;
+            if constexpr (groups == 2) {
+              const float2 second = gains[warp][1][16 * m + 8 * r + g];
+              s[block][m][r] = fmaf(all_logits[1][block][m][r], second.x, s[block][m][r]);
+              value_gain[1][m][r] = second.y;
+            }
           }
         }
         if (valid < kCodeRows) {
@@ -241,7 +225,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
           const bool moves = first || highest > kHeadroom;  // the same in all lanes of a column
           const float by = moves ? highest : 0.0F, correction = first ? 0.0F : exp2_fast(-by);
           sum[block] *= correction;
-          weight[block] *= correction;
+          #pragma unroll
+          for (int group = 0; group < groups; ++group) weight[group][block] *= correction;
           top[block] = base + by;
           #pragma unroll
           for (int m = 0; m < 4; ++m) {
@@ -254,26 +239,32 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
             for (int i = 0; i < 4; ++i) out[block][unit][i / 2][i % 2] *= correction;
           }
         }
-        float largest = 0.0F;
+        float largest[groups] = {};
         #pragma unroll
         for (int m = 0; m < 4; ++m) {
           #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float e = exp2_fast(s[block][m][r]);
             sum[block] += e;
-            s[block][m][r] = e * value_gain[m][r];
-            largest = fmaxf(largest, s[block][m][r]);
+            #pragma unroll
+            for (int group = 0; group < groups; ++group) {
+              all_logits[group][block][m][r] = e * value_gain[group][m][r];
+              largest[group] = fmaxf(largest[group], all_logits[group][block][m][r]);
+            }
           }
         }
-        largest = fmaxf(column_max(largest), 1e-30F);
-        const float to_integer = __fdividef(32512.0F, largest);
-        from_integer[block] = largest * (1.0F / 32512.0F);
         #pragma unroll
-        for (int m = 0; m < 4; ++m) p[block][m] = detail::weight_bytes(s[block][m][0], s[block][m][1], to_integer);
-        int c[4];  // the sum of the weights as the values meet them
-        mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][0], p[block][1]);
-        mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[block][2], p[block][3]);
-        weight[block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[block], weight[block]);
+        for (int group = 0; group < groups; ++group) {
+          largest[group] = fmaxf(column_max(largest[group]), 1e-30F);
+          const float to_integer = __fdividef(32512.0F, largest[group]);
+          from_integer[group][block] = largest[group] * (1.0F / 32512.0F);
+          #pragma unroll
+          for (int m = 0; m < 4; ++m) p[group][block][m] = detail::weight_bytes(all_logits[group][block][m][0], all_logits[group][block][m][1], to_integer);
+          int c[4];  // the sum of the weights as the values meet them
+          mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][block][0], p[group][block][1]);
+          mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][block][2], p[group][block][3]);
+          weight[group][block] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[group][block], weight[group][block]);
+        }
       }
       at = kind == CodeRing::tiles ? here + key_bytes : ring.wait();
       const auto add_values = [&](int unit, auto bits) {
@@ -283,7 +274,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
           #pragma unroll
           for (int i = 0; i < 4; ++i) part[block][i / 2][i % 2] = out[block][unit][i / 2][i % 2];
         }
-        detail::value_products<column_blocks>(at, bits, p, from_integer, part);
+        detail::value_products<column_blocks>(at, bits, p[0], from_integer[0], part);
         #pragma unroll
         for (int block = 0; block < column_blocks; ++block) {
           #pragma unroll
@@ -291,13 +282,26 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         }
         at += code_unit_bytes(bits);
       };
-      const bool known_values = detail::with_pattern(value_pattern, [&](auto pattern) {
-        using P = decltype(pattern);
-        detail::for_each_unit<(P::units < max_units ? P::units : max_units)>([&](auto unit) { add_values(unit, detail::Constant<P::width(decltype(unit)::value)>{}); });
-      });
+      bool known_values = false;
+      if constexpr (groups == 1) {
+        known_values = detail::with_pattern(value_pattern, [&](auto pattern) {
+          using P = decltype(pattern);
+          detail::for_each_unit<(P::units < max_units ? P::units : max_units)>([&](auto unit) { add_values(unit, detail::Constant<P::width(decltype(unit)::value)>{}); });
+        });
+      }
       if (!known_values) {
         #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
+          if constexpr (groups == 2) {
+            if (unit == layout.first_value_units) {  // from here on the second group's weights
+              #pragma unroll
+              for (int block = 0; block < column_blocks; ++block) {
+                from_integer[0][block] = from_integer[1][block];
+                #pragma unroll
+                for (int m = 0; m < 4; ++m) p[0][block][m] = p[1][block][m];
+              }
+            }
+          }
           if (unit < layout.value_units) add_values(unit, static_cast<int>(layout.value_widths[unit]));
         }
       }
@@ -323,7 +327,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         const float a = detail::state_factor(before, best), b = detail::state_factor(top[block], best);
         parked_top[block] = best;
         parked_sum[block] = detail::fold(begins ? 0.0F : parked_sum[block], a, total, b);
-        parked_weight[block] = detail::fold(begins ? 0.0F : parked_weight[block], a, weight[block], b);
+        #pragma unroll
+        for (int group = 0; group < groups; ++group) parked_weight[group][block] = detail::fold(begins ? 0.0F : parked_weight[group][block], a, weight[group][block], b);
         float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
         const bool writes = ends && block < used_blocks;
         for_each_value(block, [&](int channel, int place, float value) {
@@ -334,7 +339,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         if (writes && g == 0) {
           target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
           target[kBlockColumns + t] = parked_sum[block];
-          target[2 * kBlockColumns + t] = parked_weight[block];
+          target[2 * kBlockColumns + t] = parked_weight[0][block];
+          if constexpr (groups == 2) target[(3 + channels) * kBlockColumns + t] = parked_weight[1][block];
         }
       }
       continue;
@@ -342,17 +348,18 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
       __syncthreads();  // the states before these were folded
-      float* state = states + static_cast<std::size_t>(warp) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
+      float* state = states + static_cast<std::size_t>(warp) * static_cast<std::size_t>((2 + groups + channels) * kBlockColumns);
       const float total = column_sum(sum[block]);
       if (g == 0) {
         state[t] = top[block];
         state[kBlockColumns + t] = total;
-        state[2 * kBlockColumns + t] = weight[block];
+        state[2 * kBlockColumns + t] = weight[0][block];
+        if constexpr (groups == 2) state[(3 + channels) * kBlockColumns + t] = weight[1][block];
       }
       for_each_value(block, [&](int channel, int, float value) { state[(3 + channel) * kBlockColumns + t] = value; });
       __syncthreads();
       if (block < used_blocks) {
-        detail::fold_warps(states, channels, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
+        detail::fold_warps(states, channels + groups - 1, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
       }
     }
   }

@@ -26,20 +26,21 @@ enum class Source : std::uint8_t { compressed, full, tail, prompt };
 /// @brief Form of the compressed rows that queries are to meet.
 enum class CodedForm : std::uint8_t { none, plain, codes };
 
-/// @brief How a column's products become logits: logit = gain (unit product + constant) + shift. Gains: tiles of codes only.
-struct ColumnScale {
+/// @brief How a column's products become logits: logit = gain (unit product + constant) + shift, or the sum of that over two scale groups. Gains: tiles of codes only.
+struct alignas(16) ColumnScale {
   float unit = 0.0F;
   float constant = 0.0F;
   float shift = 0.0F;
+  float second_constant = 0.0F;  ///< of the second scale group
 };
 
 /// @brief Buffers and sizes of an attention call. All device memory is part of the layer's workspace.
 struct AttentionStep {
   uint2* coded_queries = nullptr;     ///< [sequence, head, segment, block, coded units, 32 lanes]
   ColumnScale* coded_scales = nullptr;  ///< [sequence, head, segment, block, kBlockColumns]
-  float* partial = nullptr;           ///< [sequence, head, entry, block, 3 + width, kBlockColumns]: maximum, sum, sum of weights (with gains), values
+  float* partial = nullptr;           ///< [sequence, head, entry, block, 3 + width, kBlockColumns]: maximum, sum, sum of weights (with gains), values, sum of weights with the second gains
   std::int32_t coded_units = 0;       ///< the largest of a head
-  std::int32_t width = 0;             ///< the largest number of value channels
+  std::int32_t width = 0;             ///< the largest number of HeadTiles::state_lines()
   std::int32_t compressed_splits = 0; ///< entries set aside for each source; the tail has one
   std::int32_t full_splits = 0;
   std::int32_t blocks = 0;            ///< of columns

@@ -34,6 +34,7 @@ class CacheBase {
   using Rows = TokenRules<TokenPolicy>;
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Updater, Cuda>;
+  static constexpr int scale_groups = scale_groups_of<Codec>();
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || (Rows::fate == RowFate::full && !Rule::adapts),
@@ -41,7 +42,7 @@ class CacheBase {
   static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), basis, most_full(config_, policies), limits(), listed(), std::move(pool)),
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), most_full(config_, policies), limits(), listed(), std::move(pool)),
         sequences_(config.max_sequences) {}
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
@@ -100,7 +101,7 @@ class CacheBase {
           tiles.parts.push_back(Codec::tiles(policies.quantizer, head.value_rank, head.value_bits));
           tiles.steps.push_back(Codec::steps(policies.quantizer, head.key_bits, head.key_rms));
           tiles.steps.push_back(Codec::steps(policies.quantizer, head.value_bits, head.value_rms));
-          tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back()));
+          tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back(), scale_groups));
         } else {
           tiles.coded_type = Codec::type(policies.quantizer);
           tiles.parts.resize(tiles.parts.size() + 2);
@@ -286,7 +287,7 @@ class CacheBase {
       }
       if constexpr (Rows::choice == RowChoice::errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any) orders = exempt_outliers(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
+        if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
       }
       if constexpr (Rows::keeps_masses) orders.first = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, stream);
       launch_store(leaving, source, orders, most_full, most_compressed, stream);
@@ -376,8 +377,8 @@ class CacheBase {
       return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
     };
     const auto launch = [&]<StoreForm form, RowPath path>(std::integral_constant<StoreForm, form>, std::integral_constant<RowPath, path>, std::int64_t rows, const RowOrder& order, DType type) {
-      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_tile_bytes() : 0);
-      detail::launch_early(store_rows_kernel<form, path>, grid(rows), kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, type);
+      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_tile_bytes() : 0, scale_groups);
+      detail::launch_early(store_rows_kernel<form, path, form == StoreForm::codes ? scale_groups : 1>, grid(rows), kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, type);
     };
     if (most_full > 0) launch(std::integral_constant<StoreForm, StoreForm::full>{}, std::integral_constant<RowPath, RowPath::words>{}, most_full, orders.first, config_.full_type);
     if (most_compressed == 0) return;

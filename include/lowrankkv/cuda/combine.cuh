@@ -45,14 +45,15 @@ __device__ inline float4 sum_over_rows(float4 x) { return {column_sum(x.x), colu
 ///
 /// A warp makes eight channels of the output at a time: lane (g, t) adds up the coefficients g and g + 8 of every 16, and every eighth entry at full
 /// rank, for channels 2t and 2t + 1.
-template <class = void>
+/// @tparam scale_groups  of tiles of codes
+template <int scale_groups>
 __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float4* coefficients = reinterpret_cast<float4*>(shared_memory);  // [width]: sums over the compressed rows of a segment, by channel
   float4* parts = coefficients + step.width;                        // [threads]
   __shared__ float4 factors[kMaxEntries];                           // what an entry's state counts
-  __shared__ float weighted[2][kMaxEntries][kBlockColumns];         // its sums times that; its sums of weights
-  __shared__ float tops[kBlockColumns], sums[kBlockColumns], segment_sums[2][kBlockColumns];
+  __shared__ float weighted[1 + scale_groups][kMaxEntries][kBlockColumns];  // its sums times that; its sums of weights
+  __shared__ float tops[kBlockColumns], sums[kBlockColumns], segment_sums[1 + scale_groups][kBlockColumns];
   constexpr int kBlocksPerWarp = kMaxHeadDim / 8 / (kStepThreads / 32);
   const int block = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, dim = tables.head_dim;
@@ -85,14 +86,15 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
   wait_for_last_kernel();
   if (thread < 32 * kBlockColumns) {  // a warp a column
     constexpr int kPerLane = (kMaxEntries + 31) / 32;
-    float state_tops[kPerLane], state_sums[kPerLane], state_weights[kPerLane], top = -INFINITY, sum = 0.0F;
+    float state_tops[kPerLane], state_sums[kPerLane], state_weights[scale_groups][kPerLane], top = -INFINITY, sum = 0.0F;
     #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int entry = lane + 32 * i;
       const float* state = state_of(min(entry, entries - 1));
       state_tops[i] = entry < entries ? state[warp] : -INFINITY;
       state_sums[i] = entry < entries ? state[kBlockColumns + warp] : 0.0F;
-      state_weights[i] = entry < coded ? state[2 * kBlockColumns + warp] : 0.0F;
+      state_weights[0][i] = entry < coded ? state[2 * kBlockColumns + warp] : 0.0F;
+      if constexpr (scale_groups == 2) state_weights[1][i] = entry < coded ? state[(3 + channels) * kBlockColumns + warp] : 0.0F;
       top = fmaxf(top, state_tops[i]);
     }
     for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
@@ -104,7 +106,8 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       if (entry >= entries) continue;
       reinterpret_cast<float*>(factors + entry)[warp] = factor;
       weighted[0][entry][warp] = factor * state_sums[i];
-      weighted[1][entry][warp] = factor * state_weights[i];
+      #pragma unroll
+      for (int group = 0; group < scale_groups; ++group) weighted[1 + group][entry][warp] = factor * state_weights[group][i];
     }
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
     if (lane == 0) {
@@ -122,16 +125,19 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
     const int per_part = (range.splits + sum_parts - 1) / sum_parts, last_entry = range.first_split + range.splits, first_entry = range.first_split + sum_part * per_part;
     const int end_entry = sum_part < sum_parts ? min(last_entry, first_entry + per_part) : first_entry;
     if (thread < 32 * kBlockColumns) {
-      float total[2] = {};
+      float total[1 + scale_groups] = {};
       for (int entry = range.first_split + lane; entry < last_entry; entry += 32) {
-        total[0] += weighted[0][entry][warp];
-        total[1] += weighted[1][entry][warp];
+        #pragma unroll
+        for (int i = 0; i <= scale_groups; ++i) total[i] += weighted[i][entry][warp];
       }
       for (int distance = 16; distance > 0; distance /= 2) {
-        total[0] += __shfl_xor_sync(~0U, total[0], distance);
-        total[1] += __shfl_xor_sync(~0U, total[1], distance);
+        #pragma unroll
+        for (int i = 0; i <= scale_groups; ++i) total[i] += __shfl_xor_sync(~0U, total[i], distance);
       }
-      if (lane < 2) segment_sums[lane][warp] = lane == 0 ? total[0] : total[1];
+      #pragma unroll
+      for (int i = 0; i <= scale_groups; ++i) {
+        if (lane == i) segment_sums[i][warp] = total[i];
+      }
     }
     if (channels == 0) __syncthreads();  // values may have a mean and no bits
     for (int base = 0; base < channels; base += together) {  // once, unless there are more channels than threads
@@ -154,7 +160,8 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
         if (form == CodedForm::codes) {  // mid-rise: a plane of w bits is centred at (2^w - 1) / 2
           const int bits = tables.compressed[head].value_widths[own / kCodeUnit];
           const float centre = -0.5F * static_cast<float>(((1 << bits) - 1) * value_weight(bits, own));
-          detail::add_scaled(total, centre, {segment_sums[1][0], segment_sums[1][1], segment_sums[1][2], segment_sums[1][3]});
+          const int group = scale_groups == 2 && own / kCodeUnit >= tables.compressed[head].first_value_units ? 2 : 1;
+          detail::add_scaled(total, centre, {segment_sums[group][0], segment_sums[group][1], segment_sums[group][2], segment_sums[group][3]});
         }
         coefficients[own] = total;
       }

@@ -31,9 +31,11 @@ struct PartTiles {
   std::vector<TileChannel> channels;   ///< tiles of codes: one entry a channel; plain tiles: empty
   std::vector<std::uint8_t> widths;    ///< of the units of codes
   ScaleKind gains = ScaleKind::norm_log8;
-  float reference = 1.0F;              ///< what a gain of 1 stands for: the norm of a row's coefficients, in steps, or the largest of them
+  float reference[2] = {1.0F, 1.0F};   ///< by scale group: what a gain of 1 stands for: the norm of a row's coefficients, in steps, or the largest of them
   int padding_bits = 0;                ///< of a row: what rounding to whole units costs
-  int coded = 0;                       ///< coefficients that have bits: the first so many; a gain is of them
+  int coded = 0;                       ///< coefficients that have bits: the first so many; gains are of them
+  int first_coded = 0;                 ///< of those, the ones of the first scale group
+  int first_units = 0;                 ///< of the units, the ones of the first scale group
 };
 
 /// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
@@ -86,8 +88,9 @@ struct PartMaps {
   std::int32_t rank = 0;
   std::int32_t width = 0;                ///< channels of tiles, padding included
   std::int32_t coded = 0;                ///< of the coefficients, those with bits
+  std::int32_t first_coded = 0;          ///< of those, the ones of the first scale group
   ScaleKind gains = ScaleKind::norm_log8;
-  float reference = 1.0F;
+  float reference[2] = {1.0F, 1.0F};     ///< by scale group
 
   /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y. Nothing is left of those behind the last.
   __device__ __forceinline__ float2 to_steps(int channel) const {
@@ -193,8 +196,9 @@ class LayerMaps {
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
       maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
       maps.coded = tiles[part].coded;
+      maps.first_coded = tiles[part].first_coded;
       maps.gains = tiles[part].gains;
-      maps.reference = tiles[part].reference;
+      std::copy_n(tiles[part].reference, 2, maps.reference);
     }
   }
 

@@ -339,7 +339,7 @@ class LayerState {
     workspace_.segments = tables_.max_segments;
     workspace_.full_splits = splits_of(max_rows_[0]);
     workspace_.width = dim;
-    for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.channels(Part::value));
+    for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.state_lines());
     workspace_.coded_units = tiles_.max_units(Part::key);
     const std::size_t rows = static_cast<std::size_t>(config_.max_sequences) * static_cast<std::size_t>(config_.shape.num_kv_heads) * static_cast<std::size_t>(workspace_.blocks);
     queries_ = DeviceArray<uint2>(rows * static_cast<std::size_t>(workspace_.segments * workspace_.coded_units) * 32);

@@ -56,8 +56,8 @@ inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_unit
   return tiles;
 }
 
-/// @brief Tiles of codes. @throws CapacityError beyond kMaxUnits
-inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
+/// @brief Tiles of codes. @param scale_groups  gains of a row and part, 1 or 2: the same in all heads  @throws CapacityError beyond kMaxUnits
+inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value, int scale_groups) {
   HeadTiles tiles;
   tiles.codes = true;
   tiles.rows = kCodeRows;
@@ -71,7 +71,12 @@ inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value) {
   tiles.key_pattern = code_pattern(tiles.key_widths, tiles.key_units);
   tiles.value_pattern = code_pattern(tiles.value_widths, tiles.value_units);
   tiles.gains = key.gains;
-  tiles.key_offset = 2 * kCodeRows * tiles.gain_bytes();
+  tiles.scale_groups = scale_groups;
+  tiles.first_key_units = scale_groups == 1 ? tiles.key_units : key.first_units;
+  tiles.first_value_units = scale_groups == 1 ? tiles.value_units : value.first_units;
+  tiles.first_key_pattern = code_pattern(tiles.key_widths, tiles.first_key_units);
+  tiles.first_value_pattern = code_pattern(tiles.value_widths, tiles.first_value_units);
+  tiles.key_offset = 2 * scale_groups * kCodeRows * tiles.gain_bytes();
   tiles.value_offset = tiles.key_offset;
   for (const std::uint8_t width : key.widths) tiles.value_offset += code_unit_bytes(width);
   tiles.bytes = tiles.value_offset;

@@ -6,7 +6,8 @@
 /// and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
-/// `static std::vector<float> steps(const Q&, bits, rms)`; without, `static DType type(const Q&)`.
+/// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
+/// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over; without, `static DType type(const Q&)`.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +18,12 @@
 
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/basis/projector.hpp"
+#include "lowrankkv/basis/rotate_maps.hpp"
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/head_maps.cuh"
 #include "lowrankkv/cuda/token_rules.cuh"
+#include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/quantizer/int8.hpp"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_layout.hpp"
@@ -77,31 +80,42 @@ struct Impl<NoQuantizer, Cuda> {
 
 namespace cuda {
 
-/// @brief Codes as planes of 8, 4, 2 and 1 bits, most significant first; channels of one width fill units of 32. Codes of 8 bits
+/// @brief Codes as planes of 8, 4, 2 and 1 bits, most significant first; channels of one width and scale group fill units of 32. Codes of 8 bits
 /// are one plane, or two of 4 bits.
 inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
   PartTiles result;
   result.gains = layout.scale;
-  result.reference = layout.scale == ScaleKind::norm_log8 || layout.rank == 0 ? layout.reference_norm : static_cast<float>(1 << (layout.bits.front() - 1));
-  result.coded = layout.groups.empty() ? 0 : layout.groups.front().count;
   std::vector<int> left(layout.bits.begin(), layout.bits.end());  // bits of every code that are not in a plane yet
-  for (const int width : {8, 4, 2, 1}) {
-    if (width == 8 && !whole_bytes) continue;
-    // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
-    std::vector<TileChannel> channels;
-    for (int round = 0; round < 2; ++round) {
-      for (std::size_t channel = 0; channel < left.size(); ++channel) {
-        if (left[channel] < width) continue;
-        left[channel] -= width;
-        channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel], static_cast<std::uint8_t>(left[channel]), static_cast<std::uint8_t>(width)});
+  for (std::size_t group = 0; group < layout.groups.size(); ++group) {
+    const std::size_t first = static_cast<std::size_t>(layout.groups[group].first), end = first + static_cast<std::size_t>(layout.groups[group].count);
+    if (group == 1) {
+      result.first_coded = result.coded;
+      result.first_units = static_cast<int>(result.widths.size());
+    }
+    result.coded += layout.groups[group].count;
+    result.reference[group] = layout.scale == ScaleKind::norm_log8 ? layout.reference_norm : static_cast<float>(1 << (layout.bits[first] - 1));
+    for (const int width : {8, 4, 2, 1}) {
+      if (width == 8 && !whole_bytes) continue;
+      // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
+      std::vector<TileChannel> channels;
+      for (int round = 0; round < 2; ++round) {
+        for (std::size_t channel = first; channel < end; ++channel) {
+          if (left[channel] < width) continue;
+          left[channel] -= width;
+          channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel], static_cast<std::uint8_t>(left[channel]), static_cast<std::uint8_t>(width)});
+        }
       }
+      while (channels.size() % kCodeUnit != 0) {
+        channels.push_back({});
+        result.padding_bits += width;
+      }
+      result.widths.insert(result.widths.end(), channels.size() / kCodeUnit, static_cast<std::uint8_t>(width));
+      result.channels.insert(result.channels.end(), channels.begin(), channels.end());
     }
-    while (channels.size() % kCodeUnit != 0) {
-      channels.push_back({});
-      result.padding_bits += width;
-    }
-    result.widths.insert(result.widths.end(), channels.size() / kCodeUnit, static_cast<std::uint8_t>(width));
-    result.channels.insert(result.channels.end(), channels.begin(), channels.end());
+  }
+  if (layout.groups.size() < 2) {
+    result.first_coded = result.coded;
+    result.first_units = static_cast<int>(result.widths.size());
   }
   return result;
 }
@@ -109,6 +123,28 @@ inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
 inline PartTiles code_planes(const CodeLayout& layout) {
   PartTiles whole = code_planes(layout, true), split = code_planes(layout, false);
   return whole.padding_bits <= split.padding_bits ? whole : split;
+}
+
+/// @brief Scale groups of a row of keys, and of values.
+template <class Codec>
+constexpr int scale_groups_of() {
+  if constexpr (requires { Codec::scale_groups; }) return Codec::scale_groups;
+  else return 1;
+}
+
+/// @brief Calibrated bases as the quantizer's codes want them: rotated, if it has rotations.
+template <class Quantizer>
+LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_dim) {
+  if constexpr (requires { Impl<Quantizer, Cuda>::rotation(quantizer, 1); }) {
+    for (HeadBasis& head : basis.heads) {
+      const std::vector<float> keys = Impl<Quantizer, Cuda>::rotation(quantizer, head.key_rank), values = Impl<Quantizer, Cuda>::rotation(quantizer, head.value_rank);
+      head.key_down = rotated_columns(head.key_down, head_dim, head.key_rank, keys);
+      head.query_down = rotated_columns(head.query_down, head_dim, head.key_rank, keys);
+      head.value_down = rotated_columns(head.value_down, head_dim, head.value_rank, values);
+      head.output_up = rotated_rows(head.output_up, head.value_rank, head_dim, values);
+    }
+  }
+  return basis;
 }
 
 }  // namespace cuda
@@ -131,6 +167,17 @@ struct Impl<Int8, Cuda> {
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
   static std::vector<float> steps(const Int8&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
+};
+
+/// Tiles have both gains, also where a small rank leaves one block without channels.
+template <>
+struct Impl<BlockHadamard, Cuda> {
+  static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+  static constexpr int scale_groups = 2;
+  static void validate(const BlockHadamard& policy) { check_block_hadamard(policy); }
+  static cuda::PartTiles tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(block_hadamard_layout(policy, rank)); }
+  static std::vector<float> steps(const BlockHadamard&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
+  static std::vector<float> rotation(const BlockHadamard& policy, int rank) { return block_hadamard_rotation(policy, block_hadamard_layout(policy, rank)); }
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
   float* coded = plain + blocks * head_dim * kBlockColumns;                              // [blocks, channels, columns]
   __shared__ int largest[kProjectColumns];                                               // bits of numbers that are not negative
   __shared__ float shifts[kProjectColumns][kMaxHeadDim / 16];
-  __shared__ unsigned long long twice_centres[kProjectColumns];
+  __shared__ unsigned long long twice_centres[2][kProjectColumns];  // by scale group
   __shared__ HeadTiles layout;
   // Everything that depends on nothing is on its way before anything is waited for.
   copy_tiles(tables.compressed + head, &layout);
   const PartMaps maps = tables.maps[tables.segment(slot, list_rows, index, 0).epoch * heads + head].key;
   if (thread < kProjectColumns) {
     largest[thread] = 0;
-    twice_centres[thread] = 0;
+    twice_centres[0][thread] = twice_centres[1][thread] = 0;
   }
   const detail::MapShare share(maps.width, head_dim);
   float4 map[kMapTiles];
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
       sum += __shfl_xor_sync(~0U, sum, 1);
       sum += __shfl_xor_sync(~0U, sum, 2);
       const long long twice = -static_cast<long long>(sum) * ((1 << layout.key_widths[unit]) - 1);
-      if (lane % 8 == 0) atomicAdd(twice_centres + block * kBlockColumns + lane / 8, static_cast<unsigned long long>(twice));
+      if (lane % 8 == 0) atomicAdd(twice_centres[unit < layout.first_key_units ? 0 : 1] + block * kBlockColumns + lane / 8, static_cast<unsigned long long>(twice));
     }
   }
   __syncthreads();
@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
     for (int i = 0; maps.mean != nullptr && i < head_dim / 16; ++i) scale.shift += shifts[thread][i];
     if (form == CodedForm::codes) {
       scale.unit /= 32512.0F;
-      scale.constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[thread])) * scale.unit;
+      scale.constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[0][thread])) * scale.unit;
+      scale.second_constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[1][thread])) * scale.unit;
     }
     step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(thread)] = scale;
   }

@@ -13,6 +13,7 @@
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/unpack_levels.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -59,47 +60,6 @@ __device__ inline int position_of(const Tables& tables, RowList list, int slot, 
   if (list == RowList::full) return row;
   if (full == nullptr) return lists.num_full + row;
   return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
-}
-
-/// Two bytes of a word as numbers of 16 bits about `centre`, exactly.
-__device__ __forceinline__ __half2 levels_of(std::uint32_t bytes, std::uint32_t selector, float centre) {
-  const std::uint32_t words = __byte_perm(bytes, 0x64646464U, selector);  // 1024 + code
-  return __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&words), __float2half2_rn(1024.0F)), __float2half2_rn(centre));
-}
-
-/// Levels of a unit of codes as maps expect them, gains left out: the plane about its centre, values as often as sums count them. A word holds one byte of codes of
-/// four channels, or rows (tile_layout.cuh). keys: target [64 rows, stride], of its first channel; values: [32 channels, stride].
-template <Part part, int bits>
-__device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stride) {
-  constexpr float centre = 0.5F * static_cast<float>((1 << bits) - 1);
-  constexpr std::uint32_t mask = 0x01010101U * ((1U << bits) - 1U);
-  for (int item = static_cast<int>(threadIdx.x); item < code_unit_bytes(bits) / 4; item += kStoreThreads) {
-    const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(unit)[item];
-    #pragma unroll
-    for (int q = 0; q < 8 / bits; ++q) {
-      const std::uint32_t codes = word >> (bits * q) & mask;
-      if constexpr (part == Part::key) {
-        const CodeIndex first = key_code(bits, item, q, 0);  // of four channels
-        __half2* own = reinterpret_cast<__half2*>(target + first.row * stride + first.channel);
-        own[0] = levels_of(codes, 0x4140, centre);
-        own[1] = levels_of(codes, 0x4342, centre);
-      } else {
-        const CodeIndex first = value_code(bits, item, q, 0);  // of rows r, r + 8, r + 1, r + 9
-        const __half2 weight = __float2half2_rn(static_cast<float>(value_weight(bits, first.channel)));
-        __half2* own = reinterpret_cast<__half2*>(target + first.channel * stride + first.row);
-        own[0] = __hmul2(levels_of(codes, 0x4240, centre), weight);
-        own[4] = __hmul2(levels_of(codes, 0x4341, centre), weight);  // eight rows on
-      }
-    }
-  }
-}
-/// The same of any width.
-template <Part part>
-__device__ void unpack_levels(const std::uint8_t* unit, int bits, __half* target, int stride) {
-  if (bits == 8) unpack_levels<part, 8>(unit, target, stride);
-  else if (bits == 4) unpack_levels<part, 4>(unit, target, stride);
-  else if (bits == 2) unpack_levels<part, 2>(unit, target, stride);
-  else unpack_levels<part, 1>(unit, target, stride);
 }
 
 /// Rows in shared memory as the target has them, before they go there 16 bytes at a time.
@@ -179,16 +139,17 @@ inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
 }
 
 /// @brief Writes K and V of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
-/// @tparam type  of the operands: that of plain coefficients; f16 for codes
-template <bool codes, DType type>
-__global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
+/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes
+template <int scale_groups, DType type>
+__global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_groups < 2 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, blocks = dim / 8;
   std::uint8_t* stored = shared_memory + kStoreRows * (4 * dim + 16);  // behind the rows: what is stored of the part, as it lies
   __half* levels = reinterpret_cast<__half*>(stored + part_bytes);     // of codes: keys [kStoreRows, channels + 8], values [channels, kStoreRows + 8]
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   __shared__ std::int64_t places[kStoreRows];
-  __shared__ float gains[kStoreRows];
+  constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
+  __shared__ float gains[two_groups ? 2 : 1][kStoreRows];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const HeadTiles& layout = tables.compressed[head];
@@ -211,7 +172,10 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
           const int row = begin + thread;
           const std::int64_t token = row < num_rows ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
           places[thread] = token < range.count ? token : -1;
-          if (codes && row < num_rows) gains[thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread);
+          #pragma unroll
+          for (int group = 0; group < scale_groups; ++group) {
+            if (row < num_rows) gains[group][thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread, group);
+          }
         } else if (thread - kStoreRows < kStoreRows / layout.rows) {
           const int row = begin + (thread - kStoreRows) * layout.rows;
           tiles[thread - kStoreRows] = row < num_rows ? tables.tile(table, layout, row / layout.rows) + layout.offset(part) : nullptr;
@@ -237,6 +201,8 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
           if (segment.end <= begin || segment.begin >= begin + kStoreRows) continue;
           const PartMaps& maps = tables.maps[segment.epoch * tables.num_heads + head].of(part);
           float sums[kStoreRows / 16][2][4] = {};
+          [[maybe_unused]] float done[two_groups ? kStoreRows / 16 : 1][2][4] = {};  // of the first scale group, with its gains
+          const int second_step = layout.first_units(part) * (kCodeUnit / 16);
           for (int first_step = 0; first_step < steps && block < blocks; first_step += kDecodeSteps) {  // once up to 128 channels
             if (loaded != segment.epoch || steps > kDecodeSteps) {
               operands.load(maps, first_step, block, dim);
@@ -245,6 +211,16 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
             #pragma unroll
             for (int k = 0; k < kDecodeSteps; ++k) {
               if (first_step + k >= steps) break;
+              if constexpr (two_groups) {
+                if (first_step + k == second_step) {
+                  #pragma unroll
+                  for (int i = 0; i < kStoreRows / 2; ++i) {
+                    float& sum = sums[i / 8][i / 4 % 2][i % 4];
+                    done[i / 8][i / 4 % 2][i % 4] = sum * gains[0][16 * (i / 8) + g + 8 * (i / 2 % 2)];
+                    sum = 0.0F;
+                  }
+                }
+              }
               #pragma unroll
               for (int m = 0; m < kStoreRows / 16; ++m) {
                 uint4 a;
@@ -269,14 +245,19 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 ? 2 : 1) dec
             if (block + n >= blocks) continue;
             #pragma unroll
             for (int m = 0; m < kStoreRows / 16; ++m) {
-              const auto put = [&](int row, float first, float second) {
+              const auto put = [&](int row, float first, float second, const float* before) {
                 if (begin + row < segment.begin || begin + row >= segment.end) return;
-                const float scale = (codes ? gains[row] : 1.0F) / maps.reader_scale;  // by a power of two
                 const int channel = 8 * (block + n) + 2 * t;
+                if constexpr (two_groups) {
+                  const float gain = gains[second_step < steps ? 1 : 0][row];
+                  first = fmaf(first, gain, before[0]);
+                  second = fmaf(second, gain, before[1]);
+                }
+                const float scale = (scale_groups == 1 ? gains[0][row] : 1.0F) / maps.reader_scale;  // by a power of two
                 rows.put(row, channel, first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]), second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]));
               };
-              put(16 * m + g, sums[m][n][0], sums[m][n][1]);
-              put(16 * m + g + 8, sums[m][n][2], sums[m][n][3]);
+              put(16 * m + g, sums[m][n][0], sums[m][n][1], done[two_groups ? m : 0][n]);
+              put(16 * m + g + 8, sums[m][n][2], sums[m][n][3], done[two_groups ? m : 0][n] + 2);
             }
           }
         }
@@ -347,8 +328,9 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
   }
 }
 
-/// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
-inline void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+/// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them may be stored nowhere  @tparam scale_groups  of tiles of codes
+template <int scale_groups>
+void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
@@ -372,9 +354,9 @@ inline void reconstruct_rows(const LayerState& layer, int slot, const TokenRange
     detail::launch_early(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, part_bytes, codes ? channels : 0), false, "decode_rows_kernel",
                          stream, tables, slot, range, part_bytes, key, value);
   };
-  if (codes) launch(decode_rows_kernel<true, DType::f16>);
-  else if (layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<false, DType::f16>);
-  else launch(decode_rows_kernel<false, DType::bf16>);
+  if (codes) launch(decode_rows_kernel<scale_groups, DType::f16>);
+  else if (layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<0, DType::f16>);
+  else launch(decode_rows_kernel<0, DType::bf16>);
 }
 
 }  // namespace cuda

@@ -85,10 +85,15 @@ __device__ __forceinline__ void project_words(const PartMaps& maps, Part part, i
 }
 
 /// Coefficients in steps of a warp's rows [first, end), as they will be read: quantised, in the unit of the maps.
-template <DType type>
+template <DType type, int scale_groups>
 __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float* coefficients, int stride, std::uint16_t* values, std::uint16_t* rest, int values_stride, int first, int end) {
   const int lane = static_cast<int>(threadIdx.x) % 32, channels = (maps.rank + 15) / 16 * 16;
-  const float gains = gain_of_size(maps, size_of_rows(maps, coefficients + first * stride, stride, end - first)).value;
+  float gains[scale_groups];
+  #pragma unroll
+  for (int group = 0; group < scale_groups; ++group) {
+    const int from = group == 0 ? 0 : maps.first_coded, until = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
+    gains[group] = gain_of_size(maps, size_of_rows(maps, coefficients + first * stride, stride, end - first, from, until), group).value;
+  }
   for (int base = 0; 2 * base < channels; base += 32) {
     const int pair = base + lane;
     float half_range[2], step[2];
@@ -99,10 +104,16 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
       step[i] = !coded ? 0.0F : maps.inverse_steps == nullptr ? 1.0F : 1.0F / __ldg(maps.inverse_steps + 2 * pair + i);
     }
     for (int row = first; row < end; ++row) {
-      const float gain = __shfl_sync(~0U, gains, row - first), inverse = gain > 0.0F ? __fdividef(1.0F, gain) : 0.0F;
+      float gain = __shfl_sync(~0U, gains[0], row - first), inverse = gain > 0.0F ? __fdividef(1.0F, gain) : 0.0F;
+      float second = 0.0F;
+      if constexpr (scale_groups == 2) second = __shfl_sync(~0U, gains[1], row - first);
       float x[2];
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (scale_groups == 2 && 2 * pair + i >= maps.first_coded) {
+          gain = second;
+          inverse = gain > 0.0F ? __fdividef(1.0F, gain) : 0.0F;
+        }
         const float level = fminf(fmaxf(floorf(coefficients[row * stride + min(2 * pair + i, maps.rank)] * inverse), -half_range[i]), half_range[i] - 1.0F) + 0.5F;
         x[i] = level * gain * step[i];
       }
@@ -116,8 +127,8 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
 }  // namespace detail
 
 /// @brief errors [sequence of the batch, head, stride], by row of the source. Grid: groups of `steps` sixteens of rows x heads x sequences.
-/// @tparam type  of full rows  @param coded_type  of plain coefficients
-template <StoreForm form, RowPath path, DType type>
+/// @tparam type  of full rows  @tparam scale_groups  of tiles of codes  @param coded_type  of plain coefficients
+template <StoreForm form, RowPath path, DType type, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tables, RowSource source, ErrorRows wanted, bool relative, DType coded_type, int steps, bool metric, float* errors, int stride) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int kMaxRows = 4 * kPlainRows, kShares = 16;
@@ -163,7 +174,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
     __syncthreads();
     if constexpr (form == StoreForm::codes) {
       const int rows_of_warp = 2 * used;  // sixteens over eight warps
-      detail::quantise_rows<type>(maps, coefficients, max_rank + 1, values, rest, values_stride, warp * rows_of_warp, (warp + 1) * rows_of_warp);
+      detail::quantise_rows<type, scale_groups>(maps, coefficients, max_rank + 1, values, rest, values_stride, warp * rows_of_warp, (warp + 1) * rows_of_warp);
       __syncthreads();
     }
     // A warp decodes sixteen channels of up to 32 rows.

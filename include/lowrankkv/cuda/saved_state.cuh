@@ -84,6 +84,10 @@ inline LayerDescription describe_layer(const LayerState& layer) {
     add("value_units", tiles.value_units);
     add("widths of keys", tiles.key_pattern);
     add("widths of values", tiles.value_pattern);
+    if (tiles.scale_groups == 1) continue;
+    add("scale groups", tiles.scale_groups);
+    add("widths of the first group's keys", tiles.first_key_pattern);
+    add("widths of the first group's values", tiles.first_value_pattern);
   }
   add("calibrated maps", layer.maps_checksum());
   return all;

@@ -26,9 +26,9 @@ struct CodePlan {
 };
 
 /// Shared memory of store_rows_kernel: rows, then either coefficients as plain tiles have them, keys and values, or the f32 coefficients of a part, gains, and a tile of codes.
-__host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim, int max_rank, int tile_bytes) {
+__host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim, int max_rank, int tile_bytes, int scale_groups) {
   if (form == StoreForm::full) return static_cast<std::size_t>(2 * kStoreRows * 2 * plain_stride(head_dim));
-  const int results = form == StoreForm::coefficients ? 2 * kStoreRows * 2 * plain_stride(max_rank) : kStoreRows * 4 * (max_rank + 2) + tile_bytes + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
+  const int results = form == StoreForm::coefficients ? 2 * kStoreRows * 2 * plain_stride(max_rank) : kStoreRows * 4 * (max_rank + 1 + scale_groups) + tile_bytes + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
   return static_cast<std::size_t>(path_bytes(path, head_dim) + results);
 }
 
@@ -46,15 +46,15 @@ struct StoredGain {
   float value = 0.0F;
 };
 
-/// Sums over 32 coefficients of each of `rows` rows, or largest magnitudes: a warp's, lane i gets that of row i. coefficients: of the first row.
-__device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients, int stride, int rows) {
+/// Sums of squares of coefficients [first, end) of each of `rows` rows, or largest magnitudes: a warp's, lane i gets that of row i. coefficients: of the first row.
+__device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients, int stride, int rows, int first, int end) {
   const bool norm = maps.gains == ScaleKind::norm_log8;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float result = 0.0F;
   for (int row = 0; row < rows; ++row) {
     const float* own = coefficients + row * stride;
     float size = 0.0F;
-    for (int channel = lane; channel < maps.coded; channel += 32) size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
+    for (int channel = first + lane; channel < end; channel += 32) size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
     for (int distance = 16; distance > 0; distance /= 2) {
       const float other = __shfl_xor_sync(~0U, size, distance);
       size = norm ? size + other : fmaxf(size, other);
@@ -63,18 +63,18 @@ __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float*
   }
   return result;
 }
-/// The gain of a row whose coefficients in steps have this sum of squares, or largest magnitude.
-__device__ inline StoredGain gain_of_size(const PartMaps& maps, float size) {
+/// The gain of a row whose coefficients in steps, those of one scale group, have this sum of squares, or largest magnitude.
+__device__ inline StoredGain gain_of_size(const PartMaps& maps, float size, int group = 0) {
   if (maps.gains == ScaleKind::norm_log8) {
-    const int code = gain_code(sqrtf(size) / maps.reference);
+    const int code = gain_code(sqrtf(size) / maps.reference[group]);
     return {static_cast<std::uint16_t>(code), gain_of(code)};
   }
-  const __half up = __float2half_ru(fminf(size / maps.reference, 65504.0F));  // not below: nothing is clipped
+  const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));  // not below: nothing is clipped
   return {__half_as_ushort(up), __half2float(up)};
 }
 /// The gain of a row of a tile of codes.
-__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row) {
-  const std::uint8_t* place = tile + layout.gain_place(part, row);
+__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int group = 0) {
+  const std::uint8_t* place = tile + layout.gain_place(part, row, group);
   return layout.gains == ScaleKind::norm_log8 ? gain_of(*place) : __half2float(*reinterpret_cast<const __half*>(place));
 }
 
@@ -86,27 +86,32 @@ __device__ inline std::uint32_t code_of(float coefficient, float half_range) {
 /// Shared memory for a tile of codes.
 struct CodeMemory {
   float* coefficients;   // [kStoreRows, rank + 1]
-  float* inverse_gains;  // [kStoreRows]
+  float* inverse_gains;  // [scale groups, kStoreRows]
   std::uint32_t* tile;
   CodePlan* plan;        // [channels of a part]
 };
 
 /// Gains of the rows, into the tile and as inverses.
-__device__ inline void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
+template <int scale_groups>
+__device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
   constexpr int kWarpRows = kStoreRows / (kStoreThreads / 32);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = warp * kWarpRows + lane;
-  const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1), maps.rank + 1, kWarpRows);
-  if (lane >= kWarpRows || row < begin || row >= end) return;
-  const StoredGain gain = gain_of_size(maps, size);
-  std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row);
-  if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
-  else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
-  memory.inverse_gains[row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
+  #pragma unroll
+  for (int group = 0; group < scale_groups; ++group) {
+    const int first = group == 0 ? 0 : maps.first_coded, last = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
+    const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1), maps.rank + 1, kWarpRows, first, last);
+    if (lane >= kWarpRows || row < begin || row >= end) continue;
+    const StoredGain gain = gain_of_size(maps, size, group);
+    std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row, group);
+    if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
+    else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
+    memory.inverse_gains[group * kStoreRows + row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
+  }
 }
 
 /// Codes of rows [begin, end) of a unit into a tile in shared memory, a thread a word. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
 template <Part part, int bits>
-__device__ void pack_unit(const CodeMemory& memory, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
+__device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
   constexpr std::uint32_t mask = (1U << bits) - 1U;
   for (int word = static_cast<int>(threadIdx.x); word < code_unit_bytes(bits) / 4; word += kStoreThreads) {
     std::uint32_t fresh = 0, kept = 0;
@@ -119,7 +124,7 @@ __device__ void pack_unit(const CodeMemory& memory, int stride, const CodePlan* 
         const int shift = 8 * byte + bits * q;
         if (index.row < begin) kept |= mask << shift;
         if (index.row < begin || index.row >= end || channel.source < 0) continue;
-        const std::uint32_t code = code_of(memory.coefficients[index.row * stride + channel.source] * memory.inverse_gains[index.row], channel.half_range);
+        const std::uint32_t code = code_of(memory.coefficients[index.row * stride + channel.source] * inverse_gains[index.row], channel.half_range);
         fresh |= (code >> channel.shift & mask) << shift;
       }
     }
@@ -128,17 +133,18 @@ __device__ void pack_unit(const CodeMemory& memory, int stride, const CodePlan* 
 }
 
 /// The same of all units of a part.
-template <Part part>
+template <Part part, int scale_groups>
 __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride, int begin, int end) {
   const int units = part == Part::key ? layout.key_units : layout.value_units;
   std::uint32_t* words = memory.tile + layout.offset(part) / 4;
   for (int unit = 0; unit < units; ++unit) {
     const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
     const CodePlan* plan = memory.plan + unit * kCodeUnit;
-    if (bits == 8) pack_unit<part, 8>(memory, stride, plan, words, begin, end);
-    else if (bits == 4) pack_unit<part, 4>(memory, stride, plan, words, begin, end);
-    else if (bits == 2) pack_unit<part, 2>(memory, stride, plan, words, begin, end);
-    else pack_unit<part, 1>(memory, stride, plan, words, begin, end);
+    const float* inverse_gains = memory.inverse_gains + (scale_groups == 2 && unit >= layout.first_units(part) ? kStoreRows : 0);
+    if (bits == 8) pack_unit<part, 8>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 4) pack_unit<part, 4>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 2) pack_unit<part, 2>(memory, inverse_gains, stride, plan, words, begin, end);
+    else pack_unit<part, 1>(memory, inverse_gains, stride, plan, words, begin, end);
     words += code_unit_bytes(bits) / 4;
   }
 }
@@ -154,7 +160,8 @@ struct RowOrder {
 
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
-template <StoreForm form, RowPath path>
+/// @tparam scale_groups  of tiles of codes
+template <StoreForm form, RowPath path, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
@@ -178,7 +185,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     detail::CodeMemory memory;
     memory.coefficients = reinterpret_cast<float*>(shared_memory + detail::path_bytes(path, dim));
     memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, maps.value.rank) + 1);
-    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + kStoreRows);
+    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
     memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
     std::uint32_t* target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
@@ -196,10 +203,10 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
         if (channel + 1 < own.rank) at[1] = two;
       });
       __syncthreads();
-      detail::store_gains(layout, own, part, memory, begin, end);
+      detail::store_gains<scale_groups>(layout, own, part, memory, begin, end);
       __syncthreads();
-      if (part == Part::key) detail::store_codes<Part::key>(layout, memory, coefficients_stride, begin, end);
-      else detail::store_codes<Part::value>(layout, memory, coefficients_stride, begin, end);
+      if (part == Part::key) detail::store_codes<Part::key, scale_groups>(layout, memory, coefficients_stride, begin, end);
+      else detail::store_codes<Part::value, scale_groups>(layout, memory, coefficients_stride, begin, end);
       __syncthreads();
     }
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) target[word] = memory.tile[word];

@@ -4,8 +4,8 @@
 /// A plain tile holds 16, 32 or 64 rows of one KV head in f16 or bf16: its keys, then its values, 16 rows after 16 rows, in units of
 /// 16 channels. A unit is one A operand of mma.m16n8k16 (keys: rows x channels; values: channels x rows), lane after lane, 16 bytes a lane.
 ///
-/// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values (8 bits each, or f16), the codes of the keys, those of the values, in units of
-/// 32 channels of one width: 8, 4, 2 or 1 bits; 256 bytes a bit. A unit is operands of mma.m16n8k32 (u8 x s8): four codes
+/// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values (8 bits each, or f16; twice as many where channels are of two scale groups, each with a gain a row,
+/// the second group's behind the first's), the codes of the keys, those of the values, group after group, in units of 32 channels of one width: 8, 4, 2 or 1 bits; 256 bytes a bit. A unit is operands of mma.m16n8k32 (u8 x s8): four codes
 /// become operands by one AND, no shift and no conversion. A code that stands at bit p of its byte counts 2^p times, and which
 /// codes share p is chosen so that this is taken back for nothing: keys, p belongs to rows (the factor goes into their logits);
 /// values, to channels (it goes into the output) and, for 1 bit, to halves of the rows.
@@ -47,11 +47,21 @@ struct HeadTiles {
   std::uint8_t key_widths[kMaxUnits] = {};        ///< bits of the codes of every unit; tiles of codes only
   std::uint8_t value_widths[kMaxUnits] = {};
   std::int32_t key_pattern = 0, value_pattern = 0;  ///< code_pattern() of the widths
+  std::int32_t scale_groups = 1;                    ///< gains of a row of keys, and of values: 1 or 2; tiles of codes only
+  std::int32_t first_key_units = 0, first_value_units = 0;      ///< of two scale groups, the first one's units; of one, all
+  std::int32_t first_key_pattern = 0, first_value_pattern = 0;  ///< their widths
 
   /// @brief Bytes of a gain.
   __host__ __device__ std::int32_t gain_bytes() const { return gains == ScaleKind::norm_log8 ? 1 : 2; }
-  /// @brief Byte of a row's gain in a tile of codes.
-  __host__ __device__ std::int32_t gain_place(Part part, int row) const { return ((part == Part::key ? 0 : kCodeRows) + row) * gain_bytes(); }
+  /// @brief Byte of a row's gain, of the channels of one scale group, in a tile of codes.
+  __host__ __device__ std::int32_t gain_place(Part part, int row, int group = 0) const { return (((part == Part::key ? 0 : scale_groups) + group) * kCodeRows + row) * gain_bytes(); }
+  /// @brief Bits of the codes of a unit.
+  __host__ __device__ int width(Part part, int unit) const { return part == Part::key ? key_widths[unit] : value_widths[unit]; }
+  __host__ __device__ std::int32_t units(Part part) const { return part == Part::key ? key_units : value_units; }
+  /// @brief Units of the first scale group.
+  __host__ __device__ std::int32_t first_units(Part part) const { return part == Part::key ? first_key_units : first_value_units; }
+  /// @brief Numbers of a column's partial state besides its maximum, its sum and its first sum of weights: values, and a sum of weights for a second scale group.
+  __host__ __device__ std::int32_t state_lines() const { return channels(Part::value) + scale_groups - 1; }
   __host__ __device__ std::int32_t unit_channels() const { return codes ? kCodeUnit : kPlainUnit; }
   __host__ __device__ std::int32_t channels(Part part) const { return unit_channels() * (part == Part::key ? key_units : value_units); }
   /// @brief Pages that so many rows fill.

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file basis/rotate_maps.hpp  Maps take over a rotation of the coefficients: encoders and readers of queries from the right, what makes rows of coefficients from the left.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "lowrankkv/config.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace detail {
+
+/// left [rows, inner] times right [inner, cols], row-major, summed in f64.
+template <class Left, class Right>
+std::vector<float> map_product(int rows, int inner, int cols, Left&& left, Right&& right) {
+  std::vector<float> out;
+  out.reserve(static_cast<std::size_t>(rows) * static_cast<std::size_t>(cols));
+  for (int row = 0; row < rows; ++row) {
+    for (int col = 0; col < cols; ++col) {
+      double sum = 0.0;
+      for (int k = 0; k < inner; ++k) sum += static_cast<double>(left(row, k)) * right(k, col);
+      out.push_back(static_cast<float>(sum));
+    }
+  }
+  return out;
+}
+
+}  // namespace detail
+
+/// @brief map [rows, rank] times rotation [rank, rank]; either may be empty. Cost: rows x rank^2.
+inline std::vector<float> rotated_columns(const std::vector<float>& map, int rows, int rank, const std::vector<float>& rotation) {
+  if (map.empty() || rotation.empty()) return map;
+  return detail::map_product(rows, rank, rank, [&](int row, int k) { return map[static_cast<std::size_t>(row * rank + k)]; },
+                             [&](int k, int col) { return rotation[static_cast<std::size_t>(k * rank + col)]; });
+}
+/// @brief transpose(rotation) [rank, rank] times map [rank, cols]; either may be empty. Cost: rank^2 x cols.
+inline std::vector<float> rotated_rows(const std::vector<float>& map, int rank, int cols, const std::vector<float>& rotation) {
+  if (map.empty() || rotation.empty()) return map;
+  return detail::map_product(rank, rank, cols, [&](int row, int k) { return rotation[static_cast<std::size_t>(k * rank + row)]; },
+                             [&](int k, int col) { return map[static_cast<std::size_t>(k * cols + col)]; });
+}
+
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,487 @@
+// SPDX-License-Identifier: Apache-2.0
+// STAR-KV on the GPU: codes of two scale groups against the CPU backend, against a coder in float64, and against float64 attention over what is stored.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/cuda/presets.cuh"
+#include "lowrankkv/quantizer/flat_rotation.hpp"
+#include "random_layer.hpp"
+
+using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::Random;
+using support::StarSettings;
+
+namespace {
+
+using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamard>;
+using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
+
+template <class T>
+std::vector<T> host(const gpu::DeviceArray<T>& array) {
+  std::vector<T> values(array.size());
+  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return values;
+}
+/// Device memory that no result may be taken from: every bit set.
+gpu::DeviceArray<float> poisoned(std::size_t size) {
+  gpu::DeviceArray<float> array(size);
+  if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
+  return array;
+}
+/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
+int effort() {
+  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
+  return wished == nullptr ? 1 : std::atoi(wished);
+}
+template <class Call>
+std::string message_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was raised";
+}
+/// || a - b || / || b ||
+template <class A, class B>
+double distance(const std::vector<A>& a, const std::vector<B>& b) {
+  REQUIRE(a.size() == b.size());
+  double error = 0.0, norm = 1e-30;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+    error += d * d;
+    norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
+  }
+  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
+}
+double furthest(const std::vector<float>& a, const std::vector<double>& b) {
+  REQUIRE(a.size() == b.size());
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = std::abs(static_cast<double>(a[i]) - b[i]);
+    if (!(d <= worst)) worst = d;
+  }
+  return worst;
+}
+std::vector<float> third(const std::vector<float>& all, std::size_t i) {
+  const std::size_t size = all.size() / 3;
+  return {all.begin() + static_cast<std::ptrdiff_t>(i * size), all.begin() + static_cast<std::ptrdiff_t>((i + 1) * size)};
+}
+
+struct Answer {
+  std::vector<float> out, lse;
+  friend bool operator==(const Answer&, const Answer&) = default;
+};
+
+template <class Cache>
+typename Cache::PolicySet policies_of(const StarSettings& settings) {
+  typename Cache::PolicySet policies;
+  policies.basis = settings.basis;
+  policies.quantizer = settings.quantizer;
+  if constexpr (std::is_same_v<Cache, BlocksAndOutliers>) {
+    policies.token_policy.template get<SinkRecent>() = settings.tokens;
+    policies.token_policy.template get<ResidualOutliers>() = settings.errors;
+  } else {
+    policies.token_policy = settings.tokens;
+  }
+  return policies;
+}
+
+/// A cache on the device, rows of host memory in and out.
+template <class Cache>
+class Side {
+ public:
+  Side(const CacheConfig& config, const LayerBasis& basis, const StarSettings& settings) : cache(config, basis, policies_of<Cache>(settings)), shape(config.shape) {}
+
+  Answer prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) {
+    const gpu::DeviceArray<float> q(query), k(key), v(value);
+    const std::int64_t n = tokens_of(key);
+    const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(n * shape.num_qo_heads));
+    cache.prefill(seq, queries(q, n), keys(k, n), values(v, n), {out.data(), n, shape.num_qo_heads, shape.head_dim}, {lse.data(), n, shape.num_qo_heads});
+    return {host(out), host(lse)};
+  }
+  void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value) {
+    const gpu::DeviceArray<float> k(key), v(value);
+    cache.ingest(seq, keys(k, tokens_of(key)), values(v, tokens_of(key)));
+    gpu::check(cudaDeviceSynchronize(), "ingest");
+  }
+  void append(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) {
+    const gpu::DeviceArray<float> k(key), v(value);
+    cache.append(seqs, keys(k, tokens_of(key)), values(v, tokens_of(key)));
+    cache.maintain(seqs);
+    gpu::check(cudaDeviceSynchronize(), "append");
+  }
+  Answer attend(std::span<const SequenceId> seqs, const std::vector<float>& query) {
+    const std::int64_t m = static_cast<std::int64_t>(query.size()) / (shape.num_qo_heads * shape.head_dim);
+    const gpu::DeviceArray<float> q(query);
+    const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(m * shape.num_qo_heads));
+    cache.attend(seqs, queries(q, m), {out.data(), m, shape.num_qo_heads, shape.head_dim}, {lse.data(), m, shape.num_qo_heads});
+    return {host(out), host(lse)};
+  }
+  void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const {
+    const std::int64_t tokens = cache.num_tokens(seq);
+    const auto k = poisoned(static_cast<std::size_t>(tokens * shape.num_kv_heads * shape.head_dim)), v = poisoned(k.size());
+    cache.reconstruct(seq, 0, {k.data(), tokens, shape.num_kv_heads, shape.head_dim}, {v.data(), tokens, shape.num_kv_heads, shape.head_dim});
+    key = host(k);
+    value = host(v);
+  }
+  std::vector<std::byte> save(SequenceId seq) const {
+    std::vector<std::byte> bytes(cache.save_bytes(seq));
+    CHECK(cache.save(seq, bytes) == bytes.size());
+    return bytes;
+  }
+  std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (shape.num_kv_heads * shape.head_dim); }
+  QueryView queries(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_qo_heads, shape.head_dim}; }
+  KeyView keys(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_kv_heads, shape.head_dim}; }
+  ValueView values(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_kv_heads, shape.head_dim}; }
+
+  Cache cache;
+  CacheShape shape;
+};
+
+/// What codes of two blocks make of `count` coefficients in float64: rotated, scaled, rounded, and back. Cost: count^2.
+void code_f64(const BlockHadamard& policy, std::vector<double>& coefficients) {
+  const int count = static_cast<int>(coefficients.size()), high = std::min(count, static_cast<int>(std::lround(policy.outlier_share * static_cast<float>(count))));
+  const auto rotate = [](const double* from, int size, std::vector<double>& to) {
+    const std::vector<float> matrix = flat_rotation(size);  // symmetric: its own inverse
+    to.assign(static_cast<std::size_t>(size), 0.0);
+    for (int i = 0; i < size; ++i) {
+      for (int j = 0; j < size; ++j) to[static_cast<std::size_t>(i)] += static_cast<double>(matrix[static_cast<std::size_t>(i * size + j)]) * from[j];
+    }
+  };
+  for (const auto& [first, size, bits] : {std::tuple{0, high, policy.high_bits}, std::tuple{high, count - high, policy.low_bits}}) {
+    if (size == 0) continue;
+    std::vector<double> turned(coefficients.begin() + first, coefficients.begin() + first + size), back;
+    if (policy.rotate) rotate(coefficients.data() + first, size, turned);
+    double largest = 0.0;
+    for (const double x : turned) largest = std::max(largest, std::abs(x));
+    const double wanted = std::min(std::ldexp(largest, 1 - bits), 65504.0);
+    float scale = round_to(DType::f16, static_cast<float>(wanted));
+    for (int step = 0; static_cast<double>(scale) < wanted; ++step) scale = round_to(DType::f16, static_cast<float>(wanted * (1.0 + std::ldexp(1.0 + step, -11)) + std::ldexp(1.0, -24)));
+    for (double& x : turned) {
+      const double half = std::ldexp(1.0, bits - 1);
+      x = scale == 0.0F ? 0.0 : (std::clamp(std::floor(x / static_cast<double>(scale)), -half, half - 1.0) + 0.5) * static_cast<double>(scale);
+    }
+    if (policy.rotate) rotate(turned.data(), size, back);
+    else back = turned;
+    std::copy(back.begin(), back.end(), coefficients.begin() + first);
+  }
+}
+
+/// Rows [tokens, heads, dim] as they should be stored, those from `first` to `end`; orthonormal bases.
+std::vector<float> stored_f64(const StarSettings& settings, const support::RandomLayer& layer, DType type, const std::vector<float>& rows, bool key, std::int64_t first, std::int64_t end) {
+  const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads;
+  std::vector<float> result;
+  for (const float x : rows) result.push_back(round_to(type, x));
+  for (std::int64_t token = first; token < end; ++token) {
+    for (int h = 0; h < heads; ++h) {
+      const HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+      const std::vector<float>&map = key ? head.key_down : head.value_down, &mean = key ? head.key_mean : head.value_mean;
+      const int rank = key ? head.key_rank : head.value_rank;
+      float* row = result.data() + (token * heads + h) * dim;
+      const auto mean_at = [&](int i) { return mean.empty() ? 0.0 : static_cast<double>(mean[static_cast<std::size_t>(i)]); };
+      std::vector<double> coefficients(static_cast<std::size_t>(rank), 0.0);
+      for (int i = 0; i < dim; ++i) {
+        for (int c = 0; c < rank; ++c) coefficients[static_cast<std::size_t>(c)] += (static_cast<double>(row[i]) - mean_at(i)) * static_cast<double>(map[static_cast<std::size_t>(i * rank + c)]);
+      }
+      code_f64(settings.quantizer, coefficients);
+      for (int i = 0; i < dim; ++i) {
+        double sum = mean_at(i);
+        for (int c = 0; c < rank; ++c) sum += coefficients[static_cast<std::size_t>(c)] * static_cast<double>(map[static_cast<std::size_t>(i * rank + c)]);
+        row[i] = static_cast<float>(sum);
+      }
+    }
+  }
+  return result;
+}
+
+/// How many rows are not the same up to sums in another order: a code, or a scale, that lies on a boundary may go to the next.
+std::size_t different_rows(const std::vector<float>& own, const std::vector<float>& other, int dim) {
+  REQUIRE(own.size() == other.size());
+  double energy = 0.0;
+  for (const float x : other) energy += static_cast<double>(x) * x;
+  const double typical = energy * dim / static_cast<double>(other.size());
+  std::size_t different = 0;
+  for (std::size_t row = 0; row < own.size(); row += static_cast<std::size_t>(dim)) {
+    double error = 0.0, norm = 0.0;
+    for (std::size_t i = row; i < row + static_cast<std::size_t>(dim); ++i) {
+      const double d = static_cast<double>(own[i]) - other[i];
+      error += d * d;
+      norm += static_cast<double>(other[i]) * other[i];
+    }
+    if (!(error < 1e-6 * std::max(norm, 0.1 * typical))) ++different;
+  }
+  return different;
+}
+
+StarSettings random_settings(Random& random) {
+  StarSettings settings;
+  const float shares[] = {0.2F, 0.2F, 0.0F, 1.0F, 0.5F};
+  settings.quantizer.outlier_share = shares[random() % 5];
+  settings.quantizer.high_bits = random() % 2 == 0 ? 4 : 2 + static_cast<int>(random() % 7);
+  settings.quantizer.low_bits = random() % 2 == 0 ? 3 : 2 + static_cast<int>(random() % 7);
+  settings.quantizer.rotate = random() % 4 != 0;
+  settings.basis.centred = random() % 2 == 0;
+  settings.tokens = {static_cast<int>(random() % 2) * static_cast<int>(random() % 40), 4 + static_cast<int>(random() % 60)};
+  settings.errors = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute, 0.02F * static_cast<float>(random() % 6), 0.0F};
+  return settings;
+}
+
+support::RandomLayer layer_of(Random& random, const CacheShape& shape, const StarSettings& settings, int rank) {
+  support::Settings plain;
+  plain.basis = settings.basis;
+  return support::random_layer(random, shape, plain, rank);
+}
+
+CacheConfig random_config(Random& random, DType type) {
+  const int dims[] = {64, 80, 128}, groups[] = {1, 2, 3, 4, 5, 8};
+  CacheConfig config;
+  config.shape.num_kv_heads = 1 + static_cast<int>(random() % 3);
+  config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 6];
+  config.shape.head_dim = dims[random() % 3];
+  config.max_sequences = 3;
+  config.max_tokens = 6000;
+  config.max_query_tokens = 1 + static_cast<int>(random() % 4);
+  config.full_type = type;
+  config.epoch_type = random() % 3 == 0 ? type : DType::f32;
+  config.flush_interval = 16 + static_cast<int>(random() % 3) * 24;
+  return config;
+}
+
+/// One sequence's answer against float64 attention over its stored rows; their errors, and those of its rows against the CPU's.
+template <class Cache>
+void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, const std::vector<float>& query, const Answer& answer, double& worst) {
+  std::vector<float> key, value, cpu_key, cpu_value;
+  side.reconstruct(seq, key, value);
+  cpu.reconstruct(cpu_key, cpu_value);
+  const int dim = side.shape.head_dim;
+  const std::size_t allowed = 2 + key.size() / static_cast<std::size_t>(dim) / 200;
+  CHECK(side.cache.tail_length(seq) == cpu.tail_length());
+  CHECK(different_rows(key, cpu_key, dim) <= allowed);
+  CHECK(different_rows(value, cpu_value, dim) <= allowed);
+  std::vector<double> expected, expected_lse;
+  support::attend_f64(side.shape, side.cache.config().scale(), key, value, query, expected, expected_lse);
+  const double error = distance(answer.out, expected);
+  worst = std::max(worst, error);
+  CHECK(error < 1e-3);  // queries and weights are integers of 16 bits
+  double largest = 1.0;
+  for (const double x : expected_lse) largest = std::max(largest, std::abs(x));
+  CHECK(furthest(answer.lse, expected_lse) < 1e-3 * largest);
+}
+
+template <class Cache>
+double random_sequences(bool outliers, DType type, std::uint64_t seed, int trials) {
+  Random random(seed);
+  double worst = 0.0;
+  for (int trial = 0; trial < trials; ++trial) {
+    StarSettings settings = random_settings(random);
+    settings.outliers = outliers;
+    const CacheConfig config = random_config(random, type);
+    const int rank = trial == 0 ? 1 : 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
+    const support::RandomLayer layer = layer_of(random, config.shape, settings, rank);
+    Side<Cache> side(config, layer.basis, settings);
+    const std::vector<SequenceId> seqs{1, 2, 3};
+    std::vector<std::unique_ptr<support::CpuSide>> cpu;
+    CAPTURE(trial);
+    CAPTURE(config.shape.head_dim);
+    CAPTURE(config.shape.group_size());
+    CAPTURE(rank);
+    CAPTURE(settings.quantizer.high_bits);
+    CAPTURE(settings.quantizer.low_bits);
+    CAPTURE(settings.quantizer.outlier_share);
+    for (const SequenceId seq : seqs) {
+      side.cache.create(seq);
+      cpu.push_back(support::make_star_side(settings, config, layer.basis));
+      const int lengths[] = {1, 3, 17, 63, 64, 65, 300, 1000, 2100};
+      for (int part = 0; part < 1 + static_cast<int>(random() % 2); ++part) {
+        const int n = effort() == 0 ? lengths[random() % 7] : lengths[random() % 9];
+        const auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+        side.ingest(seq, key, value);
+        cpu.back()->ingest(key, value, {});
+      }
+    }
+    for (int step = 0; step < (effort() == 0 ? 2 : 4); ++step) {
+      const int m = 1 + static_cast<int>(random() % static_cast<unsigned>(config.max_query_tokens));
+      for (int repeat = 0; repeat < (step == 1 ? 30 : 1); ++repeat) {  // enough to flush
+        const auto key = layer.rows(random, 3 * m, true), value = layer.rows(random, 3 * m, false);
+        side.append(seqs, key, value);
+        for (std::size_t i = 0; i < 3; ++i) cpu[i]->append_maintained(third(key, i), third(value, i));
+      }
+      const int least = std::min({m, side.cache.tail_length(1), side.cache.tail_length(2), side.cache.tail_length(3)});
+      if (least == 0) continue;
+      const auto query = layer.queries(random, 3 * least);
+      const Answer answer = side.attend(seqs, query);
+      CHECK(answer == side.attend(seqs, query));  // bit for bit
+      for (std::size_t i = 0; i < 3; ++i) {
+        const Answer own{third(answer.out, i), third(answer.lse, i)};
+        compare(side, seqs[i], *cpu[i], third(query, i), own, worst);
+        CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == own);  // whatever the batch
+      }
+      if (step == 2) {
+        const std::size_t victim = random() % 3;
+        std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side.cache.num_tokens(seqs[victim])));
+        if (outliers) length = std::max(length, side.cache.rollback_limit(seqs[victim]));
+        side.cache.truncate(seqs[victim], length);
+        cpu[victim]->truncate(length);
+      }
+    }
+    CHECK(side.cache.faults() == 0);
+    for (const SequenceId seq : seqs) side.cache.erase(seq);
+    CHECK(side.cache.memory().total() == side.cache.memory().shared_bytes + side.cache.memory().reserved_bytes);
+  }
+  return worst;
+}
+
+}  // namespace
+
+TEST_CASE("random sequences of codes of two scale groups: rows as on the CPU, answers as in float64, the same in any batch") {
+  const int trials = effort() == 0 ? 3 : 8 * effort();
+  for (const DType type : {DType::f16, DType::bf16}) {
+    CAPTURE(std::string(name_of(type)));
+    const std::uint64_t seed = type == DType::f16 ? 1 : 2;
+    const double alone = random_sequences<Blocks>(false, type, seed, trials), with_outliers = random_sequences<BlocksAndOutliers>(true, type, seed + 10, trials);
+    MESSAGE(std::string(name_of(type)) << ": outputs " << alone << ", with outliers " << with_outliers);
+  }
+}
+
+TEST_CASE("what is stored is what a coder in float64 stores, whatever the rank and the blocks") {
+  Random random(3);
+  for (int trial = 0; trial < (effort() == 0 ? 2 : 12 * effort()); ++trial) {
+    StarSettings settings = random_settings(random);
+    const CacheConfig config = [&] {
+      CacheConfig made = random_config(random, DType::f16);
+      made.epoch_type = DType::f32;
+      return made;
+    }();
+    const int ranks[] = {1, 2, 5, 31, 32, 33, 47, 64}, rank = ranks[random() % 8];
+    const support::RandomLayer layer = layer_of(random, config.shape, settings, rank);
+    Side<Blocks> side(config, layer.basis, settings);
+    side.cache.create(1);
+    const std::int64_t n = 150 + static_cast<std::int64_t>(random() % 100);
+    const auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+    side.ingest(1, key, value);
+    std::vector<float> stored_key, stored_value;
+    side.reconstruct(1, stored_key, stored_value);
+    const std::int64_t first = settings.tokens.sinks, end = side.cache.rollback_limit(1);
+    CAPTURE(trial);
+    CAPTURE(rank);
+    CAPTURE(settings.quantizer.high_bits);
+    CAPTURE(settings.quantizer.low_bits);
+    CAPTURE(settings.quantizer.outlier_share);
+    CHECK(different_rows(stored_key, stored_f64(settings, layer, DType::f16, key, true, first, end), config.shape.head_dim) <= 4);
+    CHECK(different_rows(stored_value, stored_f64(settings, layer, DType::f16, value, false, first, end), config.shape.head_dim) <= 4);
+  }
+}
+
+TEST_CASE("a prompt's queries see exact rows, later ones the stored form") {
+  Random random(4);
+  for (int trial = 0; trial < (effort() == 0 ? 1 : 4); ++trial) {
+    StarSettings settings = random_settings(random);
+    CacheConfig config = random_config(random, DType::f16);
+    const support::RandomLayer layer = layer_of(random, config.shape, settings, 20 + trial);
+    Side<Blocks> side(config, layer.basis, settings);
+    side.cache.create(7);
+    const std::int64_t n = 300;
+    std::vector<float> exact[2];
+    for (int part = 0; part < 2; ++part) {
+      auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+      for (float& x : key) x = round_to(DType::f16, x);
+      for (float& x : value) x = round_to(DType::f16, x);
+      const auto query = layer.queries(random, n);
+      std::vector<float> before_key, before_value;
+      if (part == 1) side.reconstruct(7, before_key, before_value);
+      const Answer answer = side.prefill(7, query, key, value);
+      before_key.insert(before_key.end(), key.begin(), key.end());
+      before_value.insert(before_value.end(), value.begin(), value.end());
+      std::vector<double> expected, expected_lse;
+      support::attend_f64(config.shape, config.scale(), before_key, before_value, query, expected, expected_lse);
+      CHECK(distance(answer.out, expected) < (part == 0 ? 2e-5 : 1e-3));
+    }
+  }
+}
+
+TEST_CASE("a fork and a loaded copy go on as the original, bit for bit; pages are shared, copied, given back") {
+  Random random(5);
+  StarSettings settings;
+  settings.tokens = {4, 40};
+  CacheConfig config;
+  config.shape = {8, 2, 64};
+  config.max_sequences = 4;
+  config.max_tokens = 2000;
+  config.flush_interval = 16;
+  const support::RandomLayer layer = layer_of(random, config.shape, settings, 45);
+  Side<Blocks> side(config, layer.basis, settings);
+  const auto free_pages = [&] { return side.cache.pool().allocator().num_free(); };
+  const std::int64_t all = free_pages();
+  side.cache.create(1);
+  side.ingest(1, layer.rows(random, 700, true), layer.rows(random, 700, false));
+  const std::int64_t after = free_pages();
+  side.cache.fork(1, 2);
+  CHECK(free_pages() == after);
+  const std::vector<std::byte> saved = side.save(1);
+  side.cache.load(3, saved);
+  CHECK(side.save(3) == saved);
+  std::vector<std::vector<float>> rows;
+  for (int i = 0; i < 60; ++i) {
+    rows.push_back(layer.rows(random, 2, true));
+    rows.push_back(layer.rows(random, 2, false));
+  }
+  const auto query = layer.queries(random, 1);
+  const std::vector<SequenceId> one{1}, two{2}, three{3};
+  const Answer before = side.attend(one, query);
+  for (const auto* seq : {&two, &three}) {
+    CHECK(side.attend(*seq, query) == before);
+    for (std::size_t i = 0; i < rows.size(); i += 2) side.append(*seq, rows[i], rows[i + 1]);
+    CHECK(side.attend(one, query) == before);  // it is left alone
+  }
+  for (std::size_t i = 0; i < rows.size(); i += 2) side.append(one, rows[i], rows[i + 1]);
+  const Answer later = side.attend(one, query);
+  CHECK(side.attend(two, query) == later);
+  CHECK(side.attend(three, query) == later);
+  CHECK(side.save(1) == side.save(2));
+  CHECK(side.cache.truncate(2, 300) == TruncateResult::inexact);
+  side.append(two, rows[0], rows[1]);
+  CHECK(side.attend(one, query) == later);
+  CHECK(side.cache.memory(1).coefficient_bytes > 0);
+  for (const SequenceId seq : {1, 2, 3}) side.cache.erase(seq);
+  CHECK(free_pages() == all);
+}
+
+TEST_CASE("errors of blocks name both values and leave a cache as it was") {
+  Random random(6);
+  StarSettings settings;
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_tokens = 500;
+  const support::RandomLayer layer = layer_of(random, config.shape, settings, 40);
+  const auto message = [&](BlockHadamard quantizer) {
+    StarSettings wrong = settings;
+    wrong.quantizer = quantizer;
+    return message_of([&] { Side<Blocks>(config, layer.basis, wrong); });
+  };
+  CHECK(message({0.2F, 9, 3, true}) == "BlockHadamard: bits are 2 to 8, given 9");
+  CHECK(message({1.2F, 4, 3, true}).find("outlier_share is in [0, 1], given 1.2") != std::string::npos);
+  Side<Blocks> side(config, layer.basis, settings);
+  side.cache.create(1);
+  side.ingest(1, layer.rows(random, 200, true), layer.rows(random, 200, false));
+  const std::vector<std::byte> saved = side.save(1);
+  StarSettings other = settings;
+  other.quantizer.low_bits = 2;
+  Side<Blocks> narrow(config, layer.basis, other);
+  CHECK(message_of([&] { narrow.cache.load(1, saved); }).find("widths of keys: cache ") != std::string::npos);
+  CHECK_FALSE(narrow.cache.contains(1));
+  // The same widths, another block to which they belong.
+  StarSettings wider = settings;
+  wider.quantizer.outlier_share = 0.25F;
+  Side<Blocks> apart(config, layer.basis, wider);
+  CHECK(message_of([&] { apart.cache.load(1, saved); }).find("calibrated maps") != std::string::npos);
+  CHECK(side.save(1) == saved);
+}
