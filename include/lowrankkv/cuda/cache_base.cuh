@@ -16,6 +16,7 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/attention_mass.cuh"
+#include "lowrankkv/cuda/choose_tiles.cuh"
 #include "lowrankkv/cuda/evict.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
@@ -86,64 +87,8 @@ class CacheBase {
   /// The same of a sequence of which so many tokens have left the tail.
   static std::int64_t most_full(const TokenPolicy& policy, std::int64_t tokens) { return (std::max)(row_counts(policy, 0, tokens, Phase::prefill).full, row_counts(policy, 0, tokens, Phase::decode).full); }
 
-  /// The tiles of all lists, and the size of pages that hold them.
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    LayerTiles tiles;
-    tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
-    tiles.page_bytes = config.page_bytes;
-    if constexpr (Rows::compresses) {
-      tiles.form = Codec::form;
-      int most_units = 0;
-      for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), plain_units(head.value_rank)});
-      for (const HeadBasis& head : basis.heads) {
-        if constexpr (Codec::form == CodedForm::codes) {
-          tiles.parts.push_back(Codec::tiles(policies.quantizer, head.key_rank, head.key_bits));
-          tiles.parts.push_back(Codec::tiles(policies.quantizer, head.value_rank, head.value_bits));
-          tiles.steps.push_back(Codec::steps(policies.quantizer, head.key_bits, head.key_rms));
-          tiles.steps.push_back(Codec::steps(policies.quantizer, head.value_bits, head.value_rms));
-          tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back(), scale_groups));
-        } else {
-          tiles.coded_type = Codec::type(policies.quantizer);
-          tiles.parts.resize(tiles.parts.size() + 2);
-          tiles.steps.resize(tiles.steps.size() + 2);
-          tiles.compressed.push_back(plain_tiles(head.key_rank, head.value_rank, most_units));
-        }
-      }
-    }
-    if (tiles.page_bytes == 0) tiles.page_bytes = least_waste(config, tiles, most_full(config, policies));
-    fit_pages(tiles);
-    return tiles;
-  }
-
-  /// Sets how many tiles fit a page. @throws CapacityError if one does not
-  static void fit_pages(LayerTiles& tiles) {
-    const auto fit = [&](HeadTiles& layout) {
-      if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
-      layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
-    };
-    fit(tiles.full);
-    for (HeadTiles& layout : tiles.compressed) fit(layout);
-  }
-
-  /// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes.
-  static std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std::int64_t most_full) {
-    const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
-    std::size_t best = 0, least = 0;
-    const auto consider = [&](int tile_bytes) {
-      for (std::size_t count = 1; count <= 16; ++count) {
-        tiles.page_bytes = count * static_cast<std::size_t>(tile_bytes);
-        if (tiles.page_bytes < largest || tiles.page_bytes > 4 * largest) continue;
-        fit_pages(tiles);
-        const std::size_t bytes = static_cast<std::size_t>(LayerState::pages_needed(config, tiles, most_full)) * tiles.page_bytes;
-        if (best == 0 || bytes < least || (bytes == least && tiles.page_bytes > best)) {
-          best = tiles.page_bytes;
-          least = bytes;
-        }
-      }
-    };
-    consider(tiles.full.bytes);
-    for (const HeadTiles& layout : tiles.compressed) consider(layout.bytes);
-    return best;
+    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, most_full(config, policies));
   }
 
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.

@@ -16,6 +16,7 @@
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
 #include "lowrankkv/cuda/fork.cuh"
+#include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
@@ -58,7 +59,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     const CacheConfig full = Base::checked(config, basis, policies, nullptr);
-    return cuda::LayerState::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_full(full, policies));
+    return cuda::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_full(full, policies));
   }
   /// @brief The page size that config.page_bytes = 0 stands for.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return Base::tiles_of(Base::checked(config, basis, policies, nullptr), basis, policies).page_bytes; }
@@ -182,7 +183,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   {
     this->check_queries(query, out, lse, query.num_tokens);
     const bool own = mass.data != nullptr && lse.data == nullptr;
-    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.workspace().step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
     attend_to(seqs, query, target, cuda::QueryTokens::own, stream, mass);
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr)
@@ -229,18 +230,19 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const cuda::HostSequence& now = layer_.sequence(slot);
     const std::int64_t n = query.num_tokens, tail = now.tail_length;
     if (Base::Rows::keeps_masses && out.lse == nullptr) {
-      out.lse = layer_.prompt_lse(n);
+      out.lse = layer_.workspace().prompt_lse(n);
       out.lse_stride = config_.shape.num_qo_heads;
     }
+    const std::int32_t tiles = layer_.packed_tiles(tail + n);
     const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
     cuda::Batch batch;
     batch.count = 1;
     batch.slots[0] = slot;
-    layer_.prompt_step(slot, at_once, tail + n, scratch.packed);  // the largest, once
+    layer_.workspace().prompt_step(now.rows, at_once, tiles, scratch.packed);  // the largest, once
     for (std::int64_t first = 0; first < n; first += at_once) {
-      cuda::AttentionStep step = layer_.prompt_step(slot, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tail + n, scratch.packed);
+      cuda::AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
     }
     if constexpr (Base::Rows::keeps_masses) {
       const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
@@ -273,10 +275,10 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       check_mass(seqs, mass, replayed);
       cuda::clear_masses(mass, stream);
     }
-    cuda::AttentionStep step = layer_.step(m);
+    cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.coded_splits(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
       if constexpr (Base::Rows::keeps_masses) {
         if (mass.data == nullptr) return;
         cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m), {}, {mass.data, mass.num_positions}, static_cast<int>(first), full, stream);
@@ -353,28 +355,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
-  MemoryUsage memory(SequenceId seq) const {
-    const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
-    const std::int64_t row = 2 * std::int64_t{config_.shape.head_dim} * static_cast<std::int64_t>(size_of(config_.full_type)), heads = config_.shape.num_kv_heads;
-    MemoryUsage usage;
-    usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
-    std::size_t pages = 0;
-    for (int head = 0; head < config_.shape.num_kv_heads; ++head) {
-      usage.full_row_bytes += static_cast<std::size_t>(now.rows.num_full * row);
-      if (!layer_.tiles().compressed.empty()) {
-        const cuda::HeadTiles& tiles = layer_.layout(RowList::compressed, head);
-        usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
-      }
-      for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
-    }
-    usage.slack_bytes = pages * layer_.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
-    const std::int64_t positions = (Base::listed().full ? now.rows.num_full : 0) + (Base::listed().compressed ? now.rows.num_compressed : 0);
-    usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
-    usage.epoch_bytes = layer_.epochs().epoch_bytes(now.epochs);
-    usage.updater_bytes = layer_.epochs().updater_bytes(now.epochs);
-    if (Base::Rows::keeps_masses) usage.updater_bytes += static_cast<std::size_t>((now.rows.num_full + now.tail_length) * heads) * sizeof(float);
-    return usage;
-  }
+  MemoryUsage memory(SequenceId seq) const { return cuda::sequence_memory(layer_, sequences_.find(seq), Base::listed()); }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
     MemoryUsage usage;
@@ -384,7 +365,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     return usage;
   }
   /// @brief Device memory that attend() works in; owned, made for max_sequences and max_query_tokens.
-  std::size_t workspace_bytes() const { return layer_.workspace_bytes(); }
+  std::size_t workspace_bytes() const { return layer_.workspace().bytes(); }
   /// @brief What has happened since the cache was made; as far as counts tell: rejected updates are not noticed.
   const CacheStatistics& statistics() const { return this->statistics_; }
   const CacheConfig& config() const { return config_; }

@@ -15,11 +15,11 @@
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
-#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/choose_tiles.cuh"
 #include "lowrankkv/cuda/epochs.cuh"
-#include "lowrankkv/cuda/layer_tiles.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/workspace.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -91,13 +91,12 @@ class LayerState {
       tail_masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
       tables_.masses = masses_.data();
       tables_.tail_masses = tail_masses_.data();
-      step_lse_ = DeviceArray<float>(slots * static_cast<std::size_t>(config.max_query_tokens * config.shape.num_qo_heads));
     }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
     }
-    make_workspace();
+    workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, listed.masses);
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -119,16 +118,6 @@ class LayerState {
         }
       }
     }
-  }
-
-  /// @brief Pages that max_sequences of max_tokens can ever need.
-  static std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
-    std::int64_t pages = 0;
-    for (int head = 0; head < config.shape.num_kv_heads; ++head) {
-      pages += tiles.full.pages_for(max_full);
-      if (!tiles.compressed.empty()) pages += tiles.compressed[static_cast<std::size_t>(head)].pages_for(config.max_tokens);
-    }
-    return pages * config.max_sequences;
   }
 
   const CacheConfig& config() const { return config_; }
@@ -261,12 +250,9 @@ class LayerState {
   int multiprocessors() const { return multiprocessors_; }
   /// @brief Shared memory that a block may have on this device.
   int shared_bytes() const { return shared_bytes_; }
-  /// @brief Buffers of a step over so many query tokens.
-  AttentionStep step(int m) const {
-    AttentionStep step = workspace_;
-    step.set_tokens(m);
-    return step;
-  }
+  /// @brief Memory that attention works in.
+  Workspace& workspace() { return workspace_; }
+  const Workspace& workspace() const { return workspace_; }
   /// @brief The largest rank of a head's keys or values.
   int most_rank() const {
     int most = 1;
@@ -277,46 +263,8 @@ class LayerState {
   std::int64_t publish_interval() const { return config_.publish_interval > 0 ? config_.publish_interval : 4 * std::int64_t{epochs_.most()}; }
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
-  /// @brief Splits that a compressed list of so many rows may have, over all its segments.
-  int coded_splits(std::int64_t list_rows) const { return list_rows == 0 ? 0 : splits_of(list_rows) + tables_.max_segments - 1; }
-  /// @brief Buffers of a step over `m` query tokens of a prompt of one sequence, `tokens` of whose rows are packed; grown if they are too small,
-  /// which allocates and waits.
-  AttentionStep prompt_step(int slot, int m, std::int64_t tokens, const std::uint8_t* packed) {
-    AttentionStep step = workspace_;
-    step.set_tokens(m);
-    step.compressed_splits = coded_splits(sequence(slot).rows.num_compressed);
-    step.full_splits = splits_of(sequence(slot).rows.num_full);
-    step.prompt = packed;
-    step.prompt_tiles = packed_tiles(tokens);
-    const std::size_t heads = static_cast<std::size_t>(tables_.num_heads), rows = heads * static_cast<std::size_t>(step.blocks);
-    const std::size_t coded_units = static_cast<std::size_t>(step.coded_units);
-    const auto grow = [](auto& array, std::size_t size) {
-      using Array = std::remove_reference_t<decltype(array)>;
-      if (array.size() < size) array = Array(size);
-    };
-    const std::size_t segments = static_cast<std::size_t>(step.segments);
-    grow(prompt_queries_, rows * segments * coded_units * 32);
-    grow(prompt_scales_, rows * segments * kBlockColumns);
-    grow(prompt_partial_, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
-    step.coded_queries = prompt_queries_.data();
-    step.coded_scales = prompt_scales_.data();
-    step.partial = prompt_partial_.data();
-    return step;
-  }
-
-  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], where masses are kept.
-  float* step_lse() const { return step_lse_.data(); }
-  /// @brief The same for so many queries of a prompt; grown if it is too small, which allocates and waits.
-  float* prompt_lse(std::int64_t tokens) {
-    const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(config_.shape.num_qo_heads);
-    if (prompt_lse_.size() < size) prompt_lse_ = DeviceArray<float>(size);
-    return prompt_lse_.data();
-  }
-
-  /// @brief Device memory of the workspace, prompt buffers included.
-  std::size_t workspace_bytes() const { return step_lse_.bytes() + prompt_lse_.bytes() + queries_.bytes() + scales_.bytes() + partial_.bytes() + prompt_queries_.bytes() + prompt_scales_.bytes() + prompt_partial_.bytes(); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + workspace_bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -330,24 +278,6 @@ class LayerState {
         if (pool_->allocator().shared(pages[index])) function(head, index);
       }
     }
-  }
-  void make_workspace() {
-    const int group = config_.shape.group_size(), dim = config_.shape.head_dim;
-    workspace_.group = group;
-    workspace_.set_tokens(config_.max_query_tokens);
-    workspace_.compressed_splits = coded_splits(max_rows_[1]);
-    workspace_.segments = tables_.max_segments;
-    workspace_.full_splits = splits_of(max_rows_[0]);
-    workspace_.width = dim;
-    for (const HeadTiles& layout : tiles_.compressed) workspace_.width = (std::max)(workspace_.width, layout.state_lines());
-    workspace_.coded_units = tiles_.max_units(Part::key);
-    const std::size_t rows = static_cast<std::size_t>(config_.max_sequences) * static_cast<std::size_t>(config_.shape.num_kv_heads) * static_cast<std::size_t>(workspace_.blocks);
-    queries_ = DeviceArray<uint2>(rows * static_cast<std::size_t>(workspace_.segments * workspace_.coded_units) * 32);
-    scales_ = DeviceArray<ColumnScale>(rows * static_cast<std::size_t>(workspace_.segments) * kBlockColumns);
-    partial_ = DeviceArray<float>(rows * static_cast<std::size_t>(workspace_.entries()) * workspace_.state_floats());
-    workspace_.coded_queries = queries_.data();
-    workspace_.coded_scales = scales_.data();
-    workspace_.partial = partial_.data();
   }
   void edit(int list, std::int32_t index, std::int32_t page, cudaStream_t stream) {
     if (edits_.count == kMaxEdits || (edits_.count > 0 && edits_.list != list)) flush_edits(stream);
@@ -378,15 +308,9 @@ class LayerState {
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
   DeviceArray<std::int32_t> positions_[2];
-  DeviceArray<float> masses_, tail_masses_, step_lse_, prompt_lse_;
+  DeviceArray<float> masses_, tail_masses_;
   std::vector<HostSequence> sequences_;
-  AttentionStep workspace_;
-  DeviceArray<uint2> queries_;
-  DeviceArray<ColumnScale> scales_;
-  DeviceArray<float> partial_;
-  DeviceArray<uint2> prompt_queries_;  // of a prefill
-  DeviceArray<ColumnScale> prompt_scales_;
-  DeviceArray<float> prompt_partial_;
+  Workspace workspace_;
   PageEdits edits_;
   bool overlaps_ = false;
   int shared_bytes_ = 0, multiprocessors_ = 1;

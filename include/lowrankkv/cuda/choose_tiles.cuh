@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/choose_tiles.cuh  Which tiles the lists of a layer are made of, and how large a page is, from a basis and a quantizer.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/layer_tiles.cuh"
+#include "lowrankkv/cuda/policies.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Pages that max_sequences of max_tokens can ever need, `max_full` rows of each at full rank.
+inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
+  std::int64_t pages = 0;
+  for (int head = 0; head < config.shape.num_kv_heads; ++head) {
+    pages += tiles.full.pages_for(max_full);
+    if (!tiles.compressed.empty()) pages += tiles.compressed[static_cast<std::size_t>(head)].pages_for(config.max_tokens);
+  }
+  return pages * config.max_sequences;
+}
+
+namespace detail {
+
+/// Sets how many tiles fit a page. @throws CapacityError if one does not
+inline void fit_pages(LayerTiles& tiles) {
+  const auto fit = [&](HeadTiles& layout) {
+    if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
+    layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
+  };
+  fit(tiles.full);
+  for (HeadTiles& layout : tiles.compressed) fit(layout);
+}
+
+/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes.
+inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std::int64_t most_full) {
+  const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
+  std::size_t best = 0, least = 0;
+  const auto consider = [&](int tile_bytes) {
+    for (std::size_t count = 1; count <= 16; ++count) {
+      tiles.page_bytes = count * static_cast<std::size_t>(tile_bytes);
+      if (tiles.page_bytes < largest || tiles.page_bytes > 4 * largest) continue;
+      fit_pages(tiles);
+      const std::size_t bytes = static_cast<std::size_t>(pages_needed(config, tiles, most_full)) * tiles.page_bytes;
+      if (best == 0 || bytes < least || (bytes == least && tiles.page_bytes > best)) {
+        best = tiles.page_bytes;
+        least = bytes;
+      }
+    }
+  };
+  consider(tiles.full.bytes);
+  for (const HeadTiles& layout : tiles.compressed) consider(layout.bytes);
+  return best;
+}
+
+}  // namespace detail
+
+/// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that which wastes least.
+/// @param compresses  whether there are lists of compressed rows  @param most_full  rows that a sequence may have in the full list
+/// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
+template <class Quantizer>
+LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, std::int64_t most_full) {
+  using Codec = Impl<Quantizer, Cuda>;
+  LayerTiles tiles;
+  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
+  tiles.page_bytes = config.page_bytes;
+  if (compresses) {
+    tiles.form = Codec::form;
+    int most_units = 0;
+    for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), plain_units(head.value_rank)});
+    for (const HeadBasis& head : basis.heads) {
+      if constexpr (Codec::form == CodedForm::codes) {
+        tiles.parts.push_back(Codec::tiles(quantizer, head.key_rank, head.key_bits));
+        tiles.parts.push_back(Codec::tiles(quantizer, head.value_rank, head.value_bits));
+        tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
+        tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));
+        tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back(), scale_groups_of<Codec>()));
+      } else {
+        tiles.coded_type = Codec::type(quantizer);
+        tiles.parts.resize(tiles.parts.size() + 2);
+        tiles.steps.resize(tiles.steps.size() + 2);
+        tiles.compressed.push_back(plain_tiles(head.key_rank, head.value_rank, most_units));
+      }
+    }
+  }
+  if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, tiles, most_full);
+  detail::fit_pages(tiles);
+  return tiles;
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

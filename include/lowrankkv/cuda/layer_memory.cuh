@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/layer_memory.cuh  Bytes of what a layer stores of a sequence.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/cuda/layer.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
+/// @param listed  of which lists positions are kept, and masses
+inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed) {
+  const HostSequence& now = layer.sequence(slot);
+  const std::int64_t heads = layer.tables().num_heads, row = 2 * std::int64_t{layer.tables().head_dim} * static_cast<std::int64_t>(size_of(layer.config().full_type));
+  MemoryUsage usage;
+  usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
+  std::size_t pages = 0;
+  for (int head = 0; head < heads; ++head) {
+    usage.full_row_bytes += static_cast<std::size_t>(now.rows.num_full * row);
+    if (!layer.tiles().compressed.empty()) {
+      const HeadTiles& tiles = layer.layout(RowList::compressed, head);
+      usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
+    }
+    for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
+  }
+  usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+  const std::int64_t positions = (listed.full ? now.rows.num_full : 0) + (listed.compressed ? now.rows.num_compressed : 0);
+  usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
+  usage.epoch_bytes = layer.epochs().epoch_bytes(now.epochs);
+  usage.updater_bytes = layer.epochs().updater_bytes(now.epochs);
+  if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((now.rows.num_full + now.tail_length) * heads) * sizeof(float);
+  return usage;
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
