@@ -94,6 +94,13 @@ std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const Cach
     policies.quantizer = settings.quantizer;
     return std::make_unique<Side<Cache>>(config, basis, policies);
   }
+  if (settings.joint && settings.coded) {
+    return std::make_unique<Side<StarKV<>>>(config, basis, StarKV<>::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, settings.quantizer});
+  }
+  if (settings.joint) {
+    using Cache = CompressedKVCache<Cpu, JointValues, Static, SinkRecent, NoQuantizer>;
+    return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, {DType::f16}});
+  }
   using Cache = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, BlockHadamard>;
   return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{settings.basis, {}, settings.tokens, settings.quantizer});
 }

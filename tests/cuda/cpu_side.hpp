@@ -81,6 +81,9 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const lowrankkv
 /// STAR-KV's parts in the compositions that both sides know.
 struct StarSettings {
   bool outliers = false;  ///< rows of large errors stay full
+  bool joint = false;     ///< one latent for the values of heads_per_group heads
+  bool coded = true;      ///< else coefficients are in f16
+  int heads_per_group = 0;
   lowrankkv::BlockHadamard quantizer;
   lowrankkv::PerHead basis;
   lowrankkv::SinkRecent tokens{4, 32};

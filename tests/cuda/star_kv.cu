@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// STAR-KV on the GPU: codes of two scale groups against the CPU backend, against a coder in float64, and against float64 attention over what is stored.
+// STAR-KV on the GPU: codes of two scale groups, and joint values, against the CPU backend, against a coder in float64, and against float64 attention over what is stored.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -22,6 +22,7 @@ using support::StarSettings;
 namespace {
 
 using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamard>;
+using Joint = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>;
 using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
 
 template <class T>
@@ -84,8 +85,10 @@ struct Answer {
 template <class Cache>
 typename Cache::PolicySet policies_of(const StarSettings& settings) {
   typename Cache::PolicySet policies;
-  policies.basis = settings.basis;
-  policies.quantizer = settings.quantizer;
+  if constexpr (std::is_same_v<decltype(policies.basis), JointValues>) policies.basis = {settings.heads_per_group, settings.basis};
+  else policies.basis = settings.basis;
+  if constexpr (std::is_same_v<Cache, Joint>) policies.quantizer = {DType::f16};
+  else policies.quantizer = settings.quantizer;
   if constexpr (std::is_same_v<Cache, BlocksAndOutliers>) {
     policies.token_policy.template get<SinkRecent>() = settings.tokens;
     policies.token_policy.template get<ResidualOutliers>() = settings.errors;
@@ -176,6 +179,38 @@ void code_f64(const BlockHadamard& policy, std::vector<double>& coefficients) {
   }
 }
 
+/// Values of joint heads as they should be stored, the same.
+std::vector<float> joint_f64(const StarSettings& settings, const support::RandomLayer& layer, DType type, const std::vector<float>& rows, std::int64_t first, std::int64_t end) {
+  const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads, members = settings.heads_per_group > 0 ? settings.heads_per_group : heads;
+  std::vector<float> result;
+  for (const float x : rows) result.push_back(round_to(type, x));
+  for (std::int64_t token = first; token < end; ++token) {
+    for (int leader = 0; leader < heads; leader += members) {
+      const int rank = layer.basis.heads[static_cast<std::size_t>(leader)].value_rank;
+      std::vector<double> coefficients(static_cast<std::size_t>(rank), 0.0);
+      for (const bool decodes : {false, true}) {
+        if (decodes && settings.coded) code_f64(settings.quantizer, coefficients);
+        for (double& x : coefficients) x = decodes && !settings.coded ? static_cast<double>(round_to(DType::f16, static_cast<float>(x))) : x;
+        for (int h = leader; h < leader + members; ++h) {
+          const HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+          float* row = result.data() + (token * heads + h) * dim;
+          for (int i = 0; i < dim; ++i) {
+            const double mean = head.value_mean.empty() ? 0.0 : static_cast<double>(head.value_mean[static_cast<std::size_t>(i)]), own = static_cast<double>(row[i]) - mean;
+            const float* map = head.value_down.data() + i * rank;
+            double sum = mean;
+            for (std::size_t c = 0; c < coefficients.size(); ++c) {
+              if (decodes) sum += coefficients[c] * static_cast<double>(map[c]);
+              else coefficients[c] += own * static_cast<double>(map[c]);
+            }
+            if (decodes) row[i] = static_cast<float>(sum);
+          }
+        }
+      }
+    }
+  }
+  return result;
+}
+
 /// Rows [tokens, heads, dim] as they should be stored, those from `first` to `end`; orthonormal bases.
 std::vector<float> stored_f64(const StarSettings& settings, const support::RandomLayer& layer, DType type, const std::vector<float>& rows, bool key, std::int64_t first, std::int64_t end) {
   const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads;
@@ -241,6 +276,54 @@ support::RandomLayer layer_of(Random& random, const CacheShape& shape, const Sta
   return support::random_layer(random, shape, plain, rank);
 }
 
+/// The same with joint values of rank `joint_rank`: some columns of a flat orthogonal matrix.
+support::RandomLayer joint_layer(Random& random, const CacheShape& shape, const StarSettings& settings, int rank, int joint_rank) {
+  support::RandomLayer layer = layer_of(random, shape, settings, rank);
+  const int members = settings.heads_per_group > 0 ? settings.heads_per_group : shape.num_kv_heads, width = members * shape.head_dim;
+  const std::vector<float> flat = flat_rotation(width);
+  for (int leader = 0; leader < shape.num_kv_heads; leader += members) {
+    std::vector<int> columns(static_cast<std::size_t>(width));
+    for (int i = 0; i < width; ++i) columns[static_cast<std::size_t>(i)] = i;
+    std::shuffle(columns.begin(), columns.end(), random);
+    const int own_rank = std::max(1, joint_rank - leader);  // groups differ
+    for (int h = leader; h < leader + members; ++h) {
+      HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+      head.value_rank = own_rank;
+      head.value_down.clear();
+      head.value_bits.clear();
+      head.value_rms.clear();
+      for (int i = (h - leader) * shape.head_dim; i < (h - leader + 1) * shape.head_dim; ++i) {
+        for (int c = 0; c < own_rank; ++c) head.value_down.push_back(flat[static_cast<std::size_t>(i * width + columns[static_cast<std::size_t>(c)])]);
+      }
+    }
+  }
+  return layer;
+}
+/// Keys, or values, [tokens, heads, dim] that suit a joint layer: latents of a decaying spectrum, and a little of everything else.
+std::vector<float> joint_rows(Random& random, const support::RandomLayer& layer, std::int64_t tokens, bool key) {
+  if (key) return layer.rows(random, tokens, true);
+  std::normal_distribution<float> normal;
+  const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads;
+  std::vector<float> result(static_cast<std::size_t>(tokens * heads * dim)), latent;
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    const float gain = std::exp(0.5F * normal(random));
+    for (int h = 0; h < heads; ++h) {
+      const HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+      const std::size_t rank = static_cast<std::size_t>(head.value_rank);
+      if (h == 0 || layer.basis.heads[static_cast<std::size_t>(h - 1)].value_rank != head.value_rank) {  // another group
+        latent.assign(rank, 0.0F);
+        for (std::size_t c = 0; c < rank; ++c) latent[c] = 2.0F * gain * normal(random) * std::exp(-3.0F * static_cast<float>(c) / static_cast<float>(rank));
+      }
+      for (int i = 0; i < dim; ++i) {
+        float sum = 0.05F * normal(random) + (head.value_mean.empty() ? 0.0F : head.value_mean[static_cast<std::size_t>(i)]);
+        for (std::size_t c = 0; c < rank; ++c) sum += latent[c] * head.value_down[static_cast<std::size_t>(i) * rank + c];
+        result[static_cast<std::size_t>((token * heads + h) * dim + i)] = sum;
+      }
+    }
+  }
+  return result;
+}
+
 CacheConfig random_config(Random& random, DType type) {
   const int dims[] = {64, 80, 128}, groups[] = {1, 2, 3, 4, 5, 8};
   CacheConfig config;
@@ -258,12 +341,12 @@ CacheConfig random_config(Random& random, DType type) {
 
 /// One sequence's answer against float64 attention over its stored rows; their errors, and those of its rows against the CPU's.
 template <class Cache>
-void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, const std::vector<float>& query, const Answer& answer, double& worst) {
+void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, const std::vector<float>& query, const Answer& answer, double& worst, double limit = 1e-3) {
   std::vector<float> key, value, cpu_key, cpu_value;
   side.reconstruct(seq, key, value);
   cpu.reconstruct(cpu_key, cpu_value);
   const int dim = side.shape.head_dim;
-  const std::size_t allowed = 2 + key.size() / static_cast<std::size_t>(dim) / 200;
+  const std::size_t allowed = 2 + key.size() / static_cast<std::size_t>(dim) / (std::is_same_v<decltype(std::declval<typename Cache::PolicySet>().basis), JointValues> ? 50 : 200);  // a latent is in all heads' rows
   CHECK(side.cache.tail_length(seq) == cpu.tail_length());
   CHECK(different_rows(key, cpu_key, dim) <= allowed);
   CHECK(different_rows(value, cpu_value, dim) <= allowed);
@@ -271,10 +354,10 @@ void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, con
   support::attend_f64(side.shape, side.cache.config().scale(), key, value, query, expected, expected_lse);
   const double error = distance(answer.out, expected);
   worst = std::max(worst, error);
-  CHECK(error < 1e-3);  // queries and weights are integers of 16 bits
+  CHECK(error < limit);  // of codes: queries and weights are integers of 16 bits
   double largest = 1.0;
   for (const double x : expected_lse) largest = std::max(largest, std::abs(x));
-  CHECK(furthest(answer.lse, expected_lse) < 1e-3 * largest);
+  CHECK(furthest(answer.lse, expected_lse) < limit * largest);
 }
 
 template <class Cache>
@@ -484,4 +567,212 @@ TEST_CASE("errors of blocks name both values and leave a cache as it was") {
   Side<Blocks> apart(config, layer.basis, wider);
   CHECK(message_of([&] { apart.cache.load(1, saved); }).find("calibrated maps") != std::string::npos);
   CHECK(side.save(1) == saved);
+}
+
+namespace {
+
+/// Long sequences of operations on a few sequences with joint values, against the CPU, float64 and themselves.
+template <class Cache>
+double random_joint(bool coded, DType type, std::uint64_t seed, int trials) {
+  Random random(seed);
+  double worst = 0.0;
+  for (int trial = 0; trial < trials; ++trial) {
+    StarSettings settings = random_settings(random);
+    settings.joint = true;
+    settings.coded = coded;
+    CacheConfig config = random_config(random, type);
+    const int counts[] = {1, 2, 3, 4, 6, 8, 10}, most = trial == 1 ? 6 : 4;
+    config.shape.num_kv_heads = counts[random() % static_cast<unsigned>(most)];
+    const int queries[] = {1, 2, 3, 4, 5, 8};
+    if (trial == 2) config.shape.num_kv_heads = 10;  // latents of more channels than a block has
+    config.shape.num_qo_heads = config.shape.num_kv_heads * queries[random() % 6];
+    settings.heads_per_group = trial != 2 && random() % 2 == 0 ? 0 : config.shape.num_kv_heads % 2 == 0 && trial != 2 ? config.shape.num_kv_heads / 2 : config.shape.num_kv_heads;
+    if (trial == 2) config.shape.head_dim = 128;
+    const int width = (settings.heads_per_group > 0 ? settings.heads_per_group : config.shape.num_kv_heads) * config.shape.head_dim;
+    const int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim)), joint_rank = trial == 2 ? 1180 : trial == 0 ? 1 : 1 + static_cast<int>(random() % static_cast<unsigned>(std::min(width, 700)));
+    const support::RandomLayer layer = joint_layer(random, config.shape, settings, rank, joint_rank);
+    Side<Cache> side(config, layer.basis, settings);
+    const std::vector<SequenceId> seqs{1, 2, 3};
+    std::vector<std::unique_ptr<support::CpuSide>> cpu;
+    CAPTURE(trial);
+    CAPTURE(config.shape.num_kv_heads);
+    CAPTURE(config.shape.head_dim);
+    CAPTURE(config.shape.group_size());
+    CAPTURE(settings.heads_per_group);
+    CAPTURE(rank);
+    CAPTURE(joint_rank);
+    CAPTURE(settings.quantizer.high_bits);
+    CAPTURE(settings.quantizer.low_bits);
+    CAPTURE(settings.quantizer.outlier_share);
+    for (const SequenceId seq : seqs) {
+      side.cache.create(seq);
+      cpu.push_back(support::make_star_side(settings, config, layer.basis));
+      const int lengths[] = {1, 17, 63, 64, 65, 200, 300, 1100};
+      for (int part = 0; part < 1 + static_cast<int>(random() % 2); ++part) {
+        const int n = trial == 2 ? 150 : seq == 3 && part == 0 && trial % 3 == 0 ? 1100 : lengths[random() % 7];
+        const auto key = joint_rows(random, layer, n, true), value = joint_rows(random, layer, n, false);
+        side.ingest(seq, key, value);
+        cpu.back()->ingest(key, value, {});
+      }
+    }
+    for (int step = 0; step < 3; ++step) {
+      const int m = 1 + static_cast<int>(random() % static_cast<unsigned>(config.max_query_tokens));
+      for (int repeat = 0; repeat < (step == 1 ? 30 : 1); ++repeat) {  // enough to flush
+        const auto key = joint_rows(random, layer, 3 * m, true), value = joint_rows(random, layer, 3 * m, false);
+        side.append(seqs, key, value);
+        for (std::size_t i = 0; i < 3; ++i) cpu[i]->append_maintained(third(key, i), third(value, i));
+      }
+      const int least = std::min({m, side.cache.tail_length(1), side.cache.tail_length(2), side.cache.tail_length(3)});
+      if (least > 0) {
+        const auto query = layer.queries(random, 3 * least);
+        const Answer answer = side.attend(seqs, query);
+        CHECK(answer == side.attend(seqs, query));  // bit for bit
+        for (std::size_t i = 0; i < 3; ++i) {
+          const Answer own{third(answer.out, i), third(answer.lse, i)};
+          compare(side, seqs[i], *cpu[i], third(query, i), own, worst, coded ? 1e-3 : type == DType::f16 ? 3e-5 : 2e-4);
+          CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == own);  // whatever the batch
+        }
+      }
+      if (step == 0) {
+        const std::size_t victim = random() % 3;
+        const std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side.cache.num_tokens(seqs[victim])));
+        side.cache.truncate(seqs[victim], length);
+        cpu[victim]->truncate(length);
+      }
+    }
+    CHECK(side.cache.faults() == 0);
+    for (const SequenceId seq : seqs) side.cache.erase(seq);
+    CHECK(side.cache.memory().total() == 0);
+  }
+  return worst;
+}
+
+}  // namespace
+
+TEST_CASE("random sequences of joint values: rows as on the CPU, answers as in float64, the same in any batch") {
+  const int trials = effort() == 0 ? 2 : 9 * effort();
+  for (const DType type : {DType::f16, DType::bf16}) {
+    CAPTURE(std::string(name_of(type)));
+    const std::uint64_t seed = type == DType::f16 ? 31 : 32;
+    const double plain = random_joint<Joint>(false, type, seed, trials), coded = random_joint<StarKV<Cuda>>(true, type, seed + 10, trials);
+    MESSAGE(std::string(name_of(type)) << ": outputs, coefficients in f16 " << plain << ", codes " << coded);
+  }
+}
+
+namespace {
+
+/// A joint cache's stored rows against a coder in float64, its prompts' answers, its copies.
+template <class Cache>
+void check_joint(bool coded, std::uint64_t seed) {
+  Random random(seed);
+  StarSettings settings = random_settings(random);
+  settings.joint = true;
+  settings.coded = coded;
+  settings.tokens = {4, 40};
+  settings.heads_per_group = 2;
+  CacheConfig config;
+  config.shape = {8, 4, 64};
+  config.max_sequences = 4;
+  config.max_tokens = 3000;
+  config.flush_interval = 16;
+  config.epoch_type = DType::f32;
+  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 33, 77);
+  Side<Cache> side(config, layer.basis, settings);
+  const auto free_pages = [&] { return side.cache.pool().allocator().num_free(); };
+  const std::int64_t all = free_pages(), n = 700;
+  side.cache.create(1);
+  std::vector<float> before_key, before_value;
+  for (int part = 0; part < 2; ++part) {  // the second prompt meets the stored form of the first
+    auto key = joint_rows(random, layer, n, true), value = joint_rows(random, layer, n, false);
+    for (float& x : key) x = round_to(DType::f16, x);
+    for (float& x : value) x = round_to(DType::f16, x);
+    const auto query = layer.queries(random, n);
+    const Answer answer = side.prefill(1, query, key, value);
+    const std::int64_t first = static_cast<std::int64_t>(before_key.size()) / (4 * 64);
+    before_key.insert(before_key.end(), key.begin(), key.end());
+    before_value.insert(before_value.end(), value.begin(), value.end());
+    std::vector<double> expected, expected_lse;
+    support::attend_f64(config.shape, config.scale(), before_key, before_value, query, expected, expected_lse);
+    CHECK(distance(answer.out, expected) < (coded && part == 1 ? 1e-3 : 3e-5));
+    const auto stored_key = before_key, stored_value = before_value;
+    side.reconstruct(1, before_key, before_value);
+    if (part == 1) continue;
+    const std::int64_t end = side.cache.rollback_limit(1);
+    CHECK(different_rows(before_value, joint_f64(settings, layer, DType::f16, stored_value, first + settings.tokens.sinks, end), 64) <= 30);
+    if (coded) CHECK(different_rows(before_key, stored_f64(settings, layer, DType::f16, stored_key, true, settings.tokens.sinks, end), 64) <= 30);
+  }
+  const std::int64_t after = free_pages();
+  side.cache.fork(1, 2);
+  CHECK(free_pages() == after);
+  const std::vector<std::byte> saved = side.save(1);
+  side.cache.load(3, saved);
+  CHECK(side.save(3) == saved);
+  std::vector<std::vector<float>> rows;
+  for (int i = 0; i < 60; ++i) {
+    rows.push_back(joint_rows(random, layer, 2, true));
+    rows.push_back(joint_rows(random, layer, 2, false));
+  }
+  const auto query = layer.queries(random, 1);
+  const std::vector<SequenceId> one{1}, two{2}, three{3};
+  const Answer before = side.attend(one, query);
+  for (const auto* seq : {&two, &three}) {
+    CHECK(side.attend(*seq, query) == before);
+    for (std::size_t i = 0; i < rows.size(); i += 2) side.append(*seq, rows[i], rows[i + 1]);
+    CHECK(side.attend(one, query) == before);  // it is left alone
+  }
+  for (std::size_t i = 0; i < rows.size(); i += 2) side.append(one, rows[i], rows[i + 1]);
+  const Answer later = side.attend(one, query);
+  CHECK(side.attend(two, query) == later);
+  CHECK(side.attend(three, query) == later);
+  CHECK(side.save(1) == side.save(2));
+  CHECK(side.cache.truncate(2, 300) == TruncateResult::inexact);
+  side.append(two, rows[0], rows[1]);
+  CHECK(side.attend(one, query) == later);
+  // Parts of attention: those of a cache that has nothing else, merged, are the whole.
+  const gpu::DeviceArray<float> q(query);
+  const auto values = poisoned(query.size()), maximum = poisoned(8), sum = poisoned(8);
+  side.cache.attend_partial(one, side.queries(q, 1), {values.data(), maximum.data(), sum.data(), 1, 8, 64}, gpu::QueryTokens::own);
+  const std::vector<float> own = host(values), sums = host(sum);
+  std::vector<double> whole;
+  for (std::size_t i = 0; i < own.size(); ++i) whole.push_back(static_cast<double>(own[i]) / static_cast<double>(sums[i / 64]));
+  CHECK(distance(later.out, whole) < 1e-6);
+  for (const SequenceId seq : {1, 2, 3}) side.cache.erase(seq);
+  CHECK(free_pages() == all);
+}
+
+}  // namespace
+
+TEST_CASE("joint values: stored as in float64, prompts exact over the stored form, copies that go on as the original") {
+  check_joint<Joint>(false, 51);
+  check_joint<StarKV<Cuda>>(true, 52);
+  if (effort() > 0) check_joint<StarKV<Cuda>>(true, 53);
+}
+
+TEST_CASE("errors of joint values name both values") {
+  Random random(61);
+  StarSettings settings;
+  settings.joint = true;
+  CacheConfig config;
+  config.shape = {4, 4, 64};
+  config.max_tokens = 500;
+  settings.heads_per_group = 3;
+  const support::RandomLayer layer = joint_layer(random, config.shape, StarSettings{}, 40, 50);
+  CHECK(message_of([&] { Side<Joint>(config, layer.basis, settings); }) == "JointValues: heads_per_group 3, num_kv_heads 4");
+  settings.heads_per_group = 0;
+  support::RandomLayer uneven = layer;
+  uneven.basis.heads[1].value_rank = 49;
+  CHECK(message_of([&] { Side<Joint>(config, uneven.basis, settings); }) == "value_rank: group 50, head 49");
+  Side<Joint> side(config, layer.basis, settings);
+  side.cache.create(1);
+  side.ingest(1, joint_rows(random, layer, 200, true), joint_rows(random, layer, 200, false));
+  const std::vector<std::byte> saved = side.save(1);
+  StarSettings pairs = settings;
+  pairs.heads_per_group = 2;
+  const support::RandomLayer other = joint_layer(random, config.shape, pairs, 40, 50);
+  Side<Joint> apart(config, other.basis, pairs);
+  CHECK(message_of([&] { apart.cache.load(1, saved); }).find("cache ") != std::string::npos);
+  CHECK_FALSE(apart.cache.contains(1));
+  CacheConfig small = config;
+  small.page_bytes = 256;
+  CHECK(message_of([&] { Side<Joint>(small, layer.basis, settings); }).find("page_bytes: a tile needs ") != std::string::npos);
 }

@@ -43,14 +43,15 @@ namespace detail {
 /// max_ij |(A^T B - I)_ij| for A, B [dim, rank] row-major.
 inline double biorthogonality_error(const std::vector<float>& a, const std::vector<float>& b, int dim, int rank) {
   double worst = 0.0;
+  std::vector<double> products(static_cast<std::size_t>(rank));
   for (int i = 0; i < rank; ++i) {
-    for (int j = 0; j < rank; ++j) {
-      double product = i == j ? -1.0 : 0.0;
-      for (int c = 0; c < dim; ++c) {
-        product += static_cast<double>(a[static_cast<std::size_t>(c * rank + i)]) * b[static_cast<std::size_t>(c * rank + j)];
-      }
-      worst = (std::max)(worst, std::isfinite(product) ? std::abs(product) : 1e300);
+    std::fill(products.begin(), products.end(), 0.0);
+    products[static_cast<std::size_t>(i)] = -1.0;
+    for (int c = 0; c < dim; ++c) {
+      const double own = a[static_cast<std::size_t>(c * rank + i)];
+      for (int j = 0; j < rank; ++j) products[static_cast<std::size_t>(j)] += own * b[static_cast<std::size_t>(c * rank + j)];
     }
+    for (const double product : products) worst = (std::max)(worst, std::isfinite(product) ? std::abs(product) : 1e300);
   }
   return worst;
 }

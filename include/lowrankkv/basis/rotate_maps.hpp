@@ -2,6 +2,7 @@
 /// @file basis/rotate_maps.hpp  Maps take over a rotation of the coefficients: encoders and readers of queries from the right, what makes rows of coefficients from the left.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -15,12 +16,14 @@ template <class Left, class Right>
 std::vector<float> map_product(int rows, int inner, int cols, Left&& left, Right&& right) {
   std::vector<float> out;
   out.reserve(static_cast<std::size_t>(rows) * static_cast<std::size_t>(cols));
+  std::vector<double> sums(static_cast<std::size_t>(cols));
   for (int row = 0; row < rows; ++row) {
-    for (int col = 0; col < cols; ++col) {
-      double sum = 0.0;
-      for (int k = 0; k < inner; ++k) sum += static_cast<double>(left(row, k)) * right(k, col);
-      out.push_back(static_cast<float>(sum));
+    std::fill(sums.begin(), sums.end(), 0.0);
+    for (int k = 0; k < inner; ++k) {
+      const double own = left(row, k);
+      for (int col = 0; col < cols; ++col) sums[static_cast<std::size_t>(col)] += own * right(k, col);
     }
+    for (const double sum : sums) out.push_back(static_cast<float>(sum));
   }
   return out;
 }

@@ -15,6 +15,7 @@
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/row_errors.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
+#include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -40,6 +41,7 @@ struct CompressScratch {
   std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
   float* moments = nullptr;          ///< of moment_kernel
   float* transitions = nullptr;      ///< of transition_kernel
+  float* latents = nullptr;          ///< of project_latents_kernel
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 
   /// @brief The second half of a prompt's scores.
@@ -65,6 +67,13 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
+  std::size_t joint = 0;
+  if (layer.tables().joint_heads > 0) {
+    int rank = 1;
+    for (const HeadMaps& maps : layer.host_maps()) rank = (std::max)(rank, static_cast<int>(maps.value.rank));
+    joint = latent_floats(layer.tables().num_heads / layer.tables().joint_heads, rank);
+  }
+  const std::size_t latents = reserve(joint * sizeof(float));
   std::uint8_t* base = layer.pool().scratch(end);
   return {base + packed,
           reinterpret_cast<uint2*>(base + operands),
@@ -76,6 +85,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<std::int32_t*>(base + kept),
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + transitions),
+          reinterpret_cast<float*>(base + latents),
           static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
 }
 

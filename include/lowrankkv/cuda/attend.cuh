@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/attend_codes.cuh"
 #include "lowrankkv/cuda/attend_plain.cuh"
 #include "lowrankkv/cuda/combine.cuh"
+#include "lowrankkv/cuda/fold_joint.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/project_query.cuh"
@@ -120,13 +121,14 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 }  // namespace detail
 
 /// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
-/// with compressed rows, one more for a prompt; allocates nothing, waits for nothing.
+/// with compressed rows, five where values are joint, one more for a prompt; allocates nothing, waits for nothing.
 ///
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
 /// @tparam scale_groups  of tiles of codes
-template <int scale_groups>
+/// @tparam joint_groups  values are joint: scale groups of their tiles of codes, 0 of plain ones; negative: they are not
+template <int scale_groups, int joint_groups>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                         int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -143,14 +145,19 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
       detail::launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
                            "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
     });
-    if (form == CodedForm::codes) {
+    if constexpr (joint_groups >= 0) {
+      detail::attend_joint<joint_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
+    } else if (form == CodedForm::codes) {
       detail::attend_codes<scale_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
     } else {
       detail::attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
     }
   }
   const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
-  detail::launch_early(combine_kernel<scale_groups>, outputs, kStepThreads, combine_bytes(step.width), layer.overlaps(), "combine_kernel", stream, tables, step, form, batch, out, first_row, first_sequence);
+  // Joint values come as a plain state a head: codes' centres are out.
+  const auto kernel = combine_kernel<joint_groups >= 0 ? 1 : scale_groups>;
+  detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint_groups >= 0 ? CodedForm::plain : form,
+                       batch, out, first_row, first_sequence);
 }
 
 }  // namespace cuda

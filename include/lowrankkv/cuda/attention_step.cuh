@@ -51,6 +51,11 @@ struct AttentionStep {
   const std::uint8_t* prompt = nullptr; ///< plain tiles of the rows of a prompt [head, prompt tiles]; null: queries are of the tail
   std::int32_t prompt_tiles = 0;      ///< of a head
   std::int32_t prompt_first = 0;      ///< row of the prompt that the first query is of
+  float* joint_partial = nullptr;     ///< [sequence, group of heads, split, chunk of columns, kJointLines + joint_width, kJointColumns], of joint values (cuda/joint_tiles.cuh); null: none
+  float* joint_states = nullptr;      ///< [sequence, head, block, 3 + joint_width, kBlockColumns]: those folded, as a head's only state of compressed rows
+  std::int32_t joint_width = 0;       ///< channels of a latent as attention sums them, the most of a group
+  std::int32_t joint_splits = 0;      ///< splits that partial states are set aside for
+  std::int32_t joint_chunks = 0;      ///< chunks of columns, at most kJointChunks, that they are
 
   /// @brief Sets the query tokens of a sequence, and with them the blocks of columns.
   void set_tokens(int tokens) {
@@ -66,6 +71,9 @@ struct AttentionStep {
            static_cast<std::size_t>(blocks);
   }
   __host__ __device__ std::size_t state_floats() const { return static_cast<std::size_t>(3 + width) * kBlockColumns; }
+  __host__ __device__ std::size_t joint_floats() const { return static_cast<std::size_t>(3 + joint_width) * kBlockColumns; }
+  /// @brief The folded state of joint values of a head for a block of columns.
+  __device__ float* joint_state(std::size_t row, int block) const { return joint_states + (row * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(block)) * joint_floats(); }
   /// @brief The state of an entry for a block of columns; `row` is sequence x heads + head.
   __device__ float* state(std::size_t row, int entry, int block) const {
     return partial + ((row * static_cast<std::size_t>(entries()) + static_cast<std::size_t>(entry)) * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(block)) * state_floats();

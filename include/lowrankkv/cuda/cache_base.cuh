@@ -36,10 +36,16 @@ class CacheBase {
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Updater, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
+  static constexpr int joint_groups_of(bool joint) { return !joint ? -1 : Codec::form == CodedForm::codes ? scale_groups : 0; }
+  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Impl<Basis, Cuda>::joint_heads(joint, 1); };
+  static constexpr int joint_groups = joint_groups_of(joins);  ///< as attend_step() wants them
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || (Rows::fate == RowFate::full && !Rule::adapts),
                 "lowrankkv: on the Cuda backend HeavyHitters keeps rows at full rank: Compose it with KeepFull (and SinkRecent), with the Static updater");
+  static_assert(!joins || (Rows::choice == RowChoice::none && !Rows::drops), "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by their values and drops none (CompressAll, SinkRecent)");
+  static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
+                "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
   static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
@@ -87,8 +93,13 @@ class CacheBase {
   /// The same of a sequence of which so many tokens have left the tail.
   static std::int64_t most_full(const TokenPolicy& policy, std::int64_t tokens) { return (std::max)(row_counts(policy, 0, tokens, Phase::prefill).full, row_counts(policy, 0, tokens, Phase::decode).full); }
 
+  /// Heads of a group whose values are one latent; 0: none.
+  static int joint_heads([[maybe_unused]] const CacheConfig& config, [[maybe_unused]] const PolicySet& policies) {
+    if constexpr (joins) return Impl<Basis, Cuda>::joint_heads(policies.basis, config.shape.num_kv_heads);
+    else return 0;
+  }
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, most_full(config, policies));
+    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_full(config, policies));
   }
 
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
@@ -235,7 +246,7 @@ class CacheBase {
         if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
       }
       if constexpr (Rows::keeps_masses) orders.first = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, stream);
-      launch_store(leaving, source, orders, most_full, most_compressed, stream);
+      launch_store(leaving, source, scratch, orders, most_full, most_compressed, stream);
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
@@ -317,16 +328,17 @@ class CacheBase {
       if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);
     }
   }
-  void launch_store(const Leaving& leaving, const RowSource& source, const std::pair<RowOrder, RowOrder>& orders, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
+  void launch_store(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const std::pair<RowOrder, RowOrder>& orders, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
     const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
       return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
     };
     const auto launch = [&]<StoreForm form, RowPath path>(std::integral_constant<StoreForm, form>, std::integral_constant<RowPath, path>, std::int64_t rows, const RowOrder& order, DType type) {
-      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_tile_bytes() : 0, scale_groups);
+      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, scale_groups);
       detail::launch_early(store_rows_kernel<form, path, form == StoreForm::codes ? scale_groups : 1>, grid(rows), kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, type);
     };
     if (most_full > 0) launch(std::integral_constant<StoreForm, StoreForm::full>{}, std::integral_constant<RowPath, RowPath::words>{}, most_full, orders.first, config_.full_type);
     if (most_compressed == 0) return;
+    if constexpr (joins) store_latents<joint_groups>(layer_, leaving, source, most_compressed, scratch.latents, stream);
     detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : orders.second.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
       constexpr StoreForm form = Codec::form == CodedForm::codes ? StoreForm::codes : StoreForm::coefficients;
       launch(std::integral_constant<StoreForm, form>{}, path, most_compressed, orders.second, layer_.tiles().coded_type);

@@ -18,10 +18,8 @@ namespace cuda {
 /// @brief Pages that max_sequences of max_tokens can ever need, `max_full` rows of each at full rank.
 inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
   std::int64_t pages = 0;
-  for (int head = 0; head < config.shape.num_kv_heads; ++head) {
-    pages += tiles.full.pages_for(max_full);
-    if (!tiles.compressed.empty()) pages += tiles.compressed[static_cast<std::size_t>(head)].pages_for(config.max_tokens);
-  }
+  pages += config.shape.num_kv_heads * tiles.full.pages_for(max_full);
+  for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(config.max_tokens);
   return pages * config.max_sequences;
 }
 
@@ -61,31 +59,39 @@ inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std:
 }  // namespace detail
 
 /// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that which wastes least.
+/// @param joint_heads  of a group whose values are one latent; 0: none
 /// @param compresses  whether there are lists of compressed rows  @param most_full  rows that a sequence may have in the full list
 /// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
 template <class Quantizer>
-LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, std::int64_t most_full) {
+LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, int joint_heads, std::int64_t most_full) {
   using Codec = Impl<Quantizer, Cuda>;
   LayerTiles tiles;
   tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
     tiles.form = Codec::form;
+    tiles.joint_heads = joint_heads;
+    const bool joins = joint_heads > 0;
     int most_units = 0;
-    for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), plain_units(head.value_rank)});
+    for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), joins ? 0 : plain_units(head.value_rank)});
     for (const HeadBasis& head : basis.heads) {
       if constexpr (Codec::form == CodedForm::codes) {
         tiles.parts.push_back(Codec::tiles(quantizer, head.key_rank, head.key_bits));
-        tiles.parts.push_back(Codec::tiles(quantizer, head.value_rank, head.value_bits));
+        if (!joins) tiles.parts.push_back(Codec::tiles(quantizer, head.value_rank, head.value_bits));
+        else if constexpr (requires { Codec::joint_tiles(quantizer, 1); }) tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank));
         tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
         tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));
-        tiles.compressed.push_back(code_tiles(tiles.parts[tiles.parts.size() - 2], tiles.parts.back(), scale_groups_of<Codec>()));
+        const PartTiles& keys = tiles.parts[tiles.parts.size() - 2];
+        tiles.compressed.push_back(joins ? keys_only(code_tiles(keys, {}, scale_groups_of<Codec>())) : code_tiles(keys, tiles.parts.back(), scale_groups_of<Codec>()));
       } else {
         tiles.coded_type = Codec::type(quantizer);
         tiles.parts.resize(tiles.parts.size() + 2);
         tiles.steps.resize(tiles.steps.size() + 2);
-        tiles.compressed.push_back(plain_tiles(head.key_rank, head.value_rank, most_units));
+        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units)) : plain_tiles(head.key_rank, head.value_rank, most_units));
       }
+    }
+    for (std::size_t head = 0; joins && head < basis.heads.size(); head += static_cast<std::size_t>(joint_heads)) {
+      tiles.compressed.push_back(tiles.form == CodedForm::codes ? joint_code_tiles(tiles.parts[2 * head + 1], scale_groups_of<Codec>()) : joint_plain_tiles(basis.heads[head].value_rank));
     }
   }
   if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, tiles, most_full);

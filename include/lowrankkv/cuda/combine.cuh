@@ -49,8 +49,8 @@ __device__ inline float4 sum_over_rows(float4 x) { return {column_sum(x.x), colu
 template <int scale_groups>
 __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  float4* coefficients = reinterpret_cast<float4*>(shared_memory);  // [width]: sums over the compressed rows of a segment, by channel
-  float4* parts = coefficients + step.width;                        // [threads]
+  float4* coefficients = reinterpret_cast<float4*>(shared_memory);  // [width, or that of joint values]: sums over the compressed rows of a segment, by channel
+  float4* parts = coefficients + max(step.width, step.joint_width);  // [threads]
   __shared__ float4 factors[kMaxEntries];                           // what an entry's state counts
   __shared__ float weighted[1 + scale_groups][kMaxEntries][kBlockColumns];  // its sums times that; its sums of weights
   __shared__ float tops[kBlockColumns], sums[kBlockColumns], segment_sums[1 + scale_groups][kBlockColumns];
@@ -61,26 +61,28 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
   const int coded_rows = form == CodedForm::none ? 0 : tables.num_rows(RowList::compressed, slot, head), segments = form == CodedForm::none ? 0 : tables.num_segments(slot, coded_rows);
   SegmentRows range;
   int coded = 0;
-  for (int i = 0; i < segments; ++i) coded += tables.segment(slot, coded_rows, i, coded).splits;
+  const bool joint = step.joint_states != nullptr;  // then a head has one state of compressed rows
+  for (int i = 0; i < segments; ++i) coded += joint ? 1 : tables.segment(slot, coded_rows, i, coded).splits;
   const int full = splits_of(tables.num_rows(RowList::full, slot, head)), entries = coded + full + (step.prompt == nullptr ? 1 : 2);
   // Entries in the order compressed, full, tail, prompt; between two of a list there are the other blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
-  const float* coded_states = step.state(row, step.first_entry(Source::compressed), block);
+  const float* coded_states = joint ? step.joint_state(row, block) : step.state(row, step.first_entry(Source::compressed), block);
   const float* full_states = step.state(row, step.first_entry(Source::full), block);
   const float* tail_state = step.state(row, step.first_entry(Source::tail), block);
   const auto state_of = [&](int entry) {
     return entry < coded ? coded_states + static_cast<std::size_t>(entry) * apart : entry < coded + full ? full_states + static_cast<std::size_t>(entry - coded) * apart : tail_state + static_cast<std::size_t>(entry - coded - full) * apart;
   };
-  const int channels = segments > 0 ? tables.compressed[head].channels(Part::value) : 0;
+  PartMaps maps;
+  if (segments > 0) {
+    range = tables.segment(slot, coded_rows, 0, 0);
+    if (joint) range.splits = 1;
+    maps = tables.maps[range.epoch * tables.num_heads + head].value;
+  }
+  const int channels = segments > 0 ? maps.width : 0;
   // Coefficients: a thread sums some of a segment's entries for a channel; the parts are added in order.
   const int together = max(1, min(channels, kStepThreads)), sum_parts = kStepThreads / together, sum_part = thread / together;
   // What depends on no other kernel is on its way before the last one is waited for.
-  PartMaps maps;
   float4 ahead[kInFlight];
-  if (segments > 0) {
-    range = tables.segment(slot, coded_rows, 0, 0);
-    maps = tables.maps[range.epoch * tables.num_heads + head].value;
-  }
   #pragma unroll
   for (int i = 0; i < kInFlight; ++i) ahead[i] = 16 * i < channels && 8 * warp < dim ? maps.reader.quad((i * (dim / 8) + warp) * 32 + lane) : float4{};
   wait_for_last_kernel();
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       for (int k = 0; k < kInFlight; ++k) {
         if (16 * k < channels) add(k, fetched ? ahead[k] : maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
       }
+      #pragma unroll 4
       for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
       if (g == 0 && maps.mean != nullptr) {
         const float4 weights = {segment_sums[0][0], segment_sums[0][1], segment_sums[0][2], segment_sums[0][3]};

@@ -19,6 +19,7 @@
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
+#include "lowrankkv/cuda/reconstruct_joint.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
 #include "lowrankkv/fwd.hpp"
 
@@ -242,7 +243,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (std::int64_t first = 0; first < n; first += at_once) {
       cuda::AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+      cuda::attend_step<Base::scale_groups, Base::joint_groups>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
     }
     if constexpr (Base::Rows::keeps_masses) {
       const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
@@ -278,7 +279,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::scale_groups>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step<Base::scale_groups, Base::joint_groups>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
       if constexpr (Base::Rows::keeps_masses) {
         if (mass.data == nullptr) return;
         cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m), {}, {mass.data, mass.num_positions}, static_cast<int>(first), full, stream);
@@ -320,8 +321,10 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
     if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
     if (count == 0) return;
-    cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, {first, count, tokens - tail_length(seq)}, Base::Rows::drops, {key.data, key.dtype, key.token_stride, key.head_stride},
-                           {value.data, value.dtype, value.token_stride, value.head_stride}, stream);
+    const cuda::TokenRange range{first, count, tokens - tail_length(seq)};
+    const cuda::DeviceTarget values{value.data, value.dtype, value.token_stride, value.head_stride};
+    cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, {key.data, key.dtype, key.token_stride, key.head_stride}, values, stream);
+    if constexpr (Base::joins) cuda::reconstruct_joint<Base::joint_groups>(layer_, slot, range, values, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.

@@ -27,7 +27,7 @@ inline void fork_sequence(LayerState& layer, int source, int target, cudaStream_
   };
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    copy(tables.pages[list], heads * static_cast<std::size_t>(tables.max_pages[list]));
+    copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
   }
   copy(tables.masses, heads * static_cast<std::size_t>(tables.max_rows[0]));

@@ -30,6 +30,7 @@ struct TileChannel {
 struct PartTiles {
   std::vector<TileChannel> channels;   ///< tiles of codes: one entry a channel; plain tiles: empty
   std::vector<std::uint8_t> widths;    ///< of the units of codes
+  std::vector<TileChannel> readers;    ///< channels as attention sums them, where those are not the tile's: joint values, whose planes are sums of the same channels
   ScaleKind gains = ScaleKind::norm_log8;
   float reference[2] = {1.0F, 1.0F};   ///< by scale group: what a gain of 1 stands for: the norm of a row's coefficients, in steps, or the largest of them
   int padding_bits = 0;                ///< of a row: what rounding to whole units costs
@@ -112,12 +113,14 @@ class LayerMaps {
   /// @param tiles  per head: keys, values
   /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
   /// @param type   to which maps are rounded
-  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type) {
+  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, int head_dim, DType type) {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
       std::size_t encoder, reader, decoder, steps, offset, mean, bits, channels;
       float reader_scale;
+      int width;
+      DType reader_type;
     };
     std::vector<Offsets> offsets;
     constexpr std::size_t none = ~std::size_t{0};
@@ -130,7 +133,9 @@ class LayerMaps {
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       const HeadBasis& head = basis.heads[part / 2];
       const bool key = part % 2 == 0, coded = !tiles[part].channels.empty();
-      const int rank = key ? head.key_rank : head.value_rank, width = layouts[part / 2].channels(key ? Part::key : Part::value);
+      const int rank = key ? head.key_rank : head.value_rank;
+      const std::vector<TileChannel>& places = tiles[part].readers.empty() ? tiles[part].channels : tiles[part].readers;
+      const int width = coded ? static_cast<int>(places.size()) : (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
@@ -147,8 +152,8 @@ class LayerMaps {
         offset.push_back(static_cast<float>(sum / static_cast<double>(step(channel))));
       }
       for (int channel = 0; channel < width; ++channel) {
-        const TileChannel place = coded ? tiles[part].channels[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
-        const float weight = coded && !key ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
+        const TileChannel place = coded ? places[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
+        const float weight = coded && !key && tiles[part].readers.empty() ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
         for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
           reader[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
               round_to(type, decoded(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
@@ -156,9 +161,11 @@ class LayerMaps {
       }
       for (const float value : mean) rounded_mean.push_back(round_to(type, value));
       Offsets at{};
+      at.width = width;
       at.encoder = append(encoder, type);
       at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
-      at.reader = coded ? append(reader, DType::f32) : at.decoder;
+      at.reader_type = !coded || (steps.empty() && !tiles[part].readers.empty()) ? type : DType::f32;  // of joint values without steps: the decoder's numbers in another order
+      at.reader = coded ? append(reader, at.reader_type) : at.decoder;
       std::vector<float> inverse_steps;
       for (const float own : steps) inverse_steps.push_back(1.0F / own);
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
@@ -186,7 +193,7 @@ class LayerMaps {
       PartMaps& maps = part % 2 == 0 ? heads_[part / 2].key : heads_[part / 2].value;
       maps.encoder = {bytes_.data() + offsets[part].encoder, type};
       maps.decoder = {bytes_.data() + offsets[part].decoder, type};
-      maps.reader = {bytes_.data() + offsets[part].reader, tiles[part].channels.empty() ? type : DType::f32};
+      maps.reader = {bytes_.data() + offsets[part].reader, offsets[part].reader_type};
       maps.inverse_steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
       maps.reader_scale = offsets[part].reader_scale;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
@@ -194,7 +201,7 @@ class LayerMaps {
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
       maps.bits = tiles[part].channels.empty() ? nullptr : bytes_.data() + offsets[part].bits;
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
-      maps.width = layouts[part / 2].channels(part % 2 == 0 ? Part::key : Part::value);
+      maps.width = offsets[part].width;
       maps.coded = tiles[part].coded;
       maps.first_coded = tiles[part].first_coded;
       maps.gains = tiles[part].gains;

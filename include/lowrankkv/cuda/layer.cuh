@@ -30,7 +30,7 @@ struct HostSequence {
   std::int32_t tail_length = 0;
   HeadRows rows;
   HostEpochs epochs;
-  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per head
+  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
 };
 
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
@@ -41,16 +41,19 @@ class LayerState {
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
+    tables_.num_lists = (std::max)(heads, num_lists(RowList::compressed));
+    tables_.joint_heads = tiles_.joint_heads;
+    const std::size_t tables = slots * static_cast<std::size_t>(tables_.num_lists);
     max_rows_[0] = max_full;
     max_rows_[1] = tiles_.compressed.empty() ? 0 : config.max_tokens;
     if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, max_full));
     for (int list = 0; list < 2; ++list) {
       std::int64_t most = 0;
-      for (int head = 0; head < heads; ++head) most = (std::max)(most, pages_for(static_cast<RowList>(list), head, max_rows_[list]));
+      for (int index = 0; index < num_lists(static_cast<RowList>(list)); ++index) most = (std::max)(most, pages_for(static_cast<RowList>(list), index, max_rows_[list]));
       constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
-      if (most > limit / static_cast<std::int64_t>(rows)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", rows, " lists of ", most, " pages, at most ", limit, " in all");
+      if (most > limit / static_cast<std::int64_t>(tables)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", tables, " lists of ", most, " pages, at most ", limit, " in all");
       tables_.max_pages[list] = static_cast<std::int32_t>(most);
-      pages_[list] = DeviceArray<std::int32_t>(rows * static_cast<std::size_t>(most));
+      pages_[list] = DeviceArray<std::int32_t>(tables * static_cast<std::size_t>(most));
       tables_.pages[list] = pages_[list].data();
     }
     lengths_ = DeviceArray<DeviceLengths>(slots);
@@ -70,7 +73,7 @@ class LayerState {
     tables_.compressed = compressed_.data();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
-    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type);
+    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, config.shape.head_dim, config.epoch_type);
     epochs_ = EpochStore(config, basis, maps_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
@@ -94,7 +97,7 @@ class LayerState {
     }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
-      for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(heads));
+      for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(tables_.num_lists));
     }
     workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, listed.masses);
     int device = 0, major = 0;
@@ -125,6 +128,8 @@ class LayerState {
   const Tables& tables() const { return tables_; }
   /// @brief Fingerprint of the calibrated maps, as they are stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
+  /// @brief The calibrated maps, as kernels know them.
+  const std::vector<HeadMaps>& host_maps() const { return maps_.heads(); }
   /// @brief Device memory of what all sequences share.
   std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes(); }
   EpochStore& epochs() { return epochs_; }
@@ -132,6 +137,8 @@ class LayerState {
   PagePool& pool() const { return *pool_; }
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
+  /// @brief Lists of a kind that a sequence has.
+  int num_lists(RowList list) const { return list == RowList::full ? config_.shape.num_kv_heads : static_cast<int>(tiles_.compressed.size()); }
   const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.full : tiles_.compressed[static_cast<std::size_t>(head)]; }
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
@@ -154,7 +161,7 @@ class LayerState {
       copies.to[copies.count++] = own;
       pool_->allocator().release(page);  // others have it
       page = own;
-      edit(static_cast<int>(list), (slot * tables_.num_heads + head) * tables_.max_pages[static_cast<int>(list)] + static_cast<std::int32_t>(index), page, stream);
+      edit(static_cast<int>(list), (slot * tables_.num_lists + head) * tables_.max_pages[static_cast<int>(list)] + static_cast<std::int32_t>(index), page, stream);
     });
     flush();
     flush_edits(stream);
@@ -172,12 +179,9 @@ class LayerState {
     if (full > 0 || rewrites) add_shared(RowList::full, rewrites ? 0 : now.rows.num_full, now.rows.num_full + 1);
     // A merge rewrites rows.
     if (compressed > 0) add_shared(RowList::compressed, epochs_.adapts() ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
-    std::int64_t pages = 0;
-    for (int head = 0; head < tables_.num_heads; ++head) {
-      pages += pages_for(RowList::full, head, now.rows.num_full + full) - static_cast<std::int64_t>(now.pages[0][static_cast<std::size_t>(head)].size());
-      if (!tiles_.compressed.empty()) {
-        pages += pages_for(RowList::compressed, head, now.rows.num_compressed + compressed) - static_cast<std::int64_t>(now.pages[1][static_cast<std::size_t>(head)].size());
-      }
+    std::int64_t pages = pages_of({static_cast<std::int32_t>(now.rows.num_full + full), static_cast<std::int32_t>(now.rows.num_compressed + compressed)});
+    for (const auto& list : now.pages) {
+      for (const auto& own : list) pages -= static_cast<std::int64_t>(own.size());
     }
     demand.add_new(pages);
   }
@@ -185,7 +189,9 @@ class LayerState {
   /// @brief Pages of a sequence of so many rows.
   std::int64_t pages_of(const HeadRows& rows) const {
     std::int64_t pages = 0;
-    for (int head = 0; head < tables_.num_heads; ++head) pages += pages_for(RowList::full, head, rows.num_full) + pages_for(RowList::compressed, head, rows.num_compressed);
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, list == RowList::full ? rows.num_full : rows.num_compressed);
+    }
     return pages;
   }
   /// @brief Gives a sequence the pages for its rows and so many more, and enqueues the new entries of the page tables.
@@ -193,13 +199,13 @@ class LayerState {
     HostSequence& now = sequence(slot);
     if (full > 0) own_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1, stream);
     if (compressed > 0) own_pages(slot, RowList::compressed, now.rows.num_compressed, now.rows.num_compressed + 1, stream);
-    for (int list = 0; list < (tiles_.compressed.empty() ? 1 : 2); ++list) {
+    for (int list = 0; list < 2; ++list) {
       const std::int64_t rows = list == 0 ? now.rows.num_full + full : now.rows.num_compressed + compressed;
-      for (int head = 0; head < tables_.num_heads; ++head) {
+      for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         while (static_cast<std::int64_t>(pages.size()) < pages_for(static_cast<RowList>(list), head, rows)) {
           const std::int32_t page = pool_->allocator().take();
-          edit(list, (slot * tables_.num_heads + head) * tables_.max_pages[list] + static_cast<std::int32_t>(pages.size()), page, stream);
+          edit(list, (slot * tables_.num_lists + head) * tables_.max_pages[list] + static_cast<std::int32_t>(pages.size()), page, stream);
           pages.push_back(page);
         }
       }
@@ -212,7 +218,7 @@ class LayerState {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
       const std::int64_t rows = list == 0 ? now.rows.num_full : now.rows.num_compressed;
-      for (int head = 0; head < tables_.num_heads; ++head) {
+      for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         const std::size_t needed = pages.empty() ? 0 : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
@@ -253,10 +259,10 @@ class LayerState {
   /// @brief Memory that attention works in.
   Workspace& workspace() { return workspace_; }
   const Workspace& workspace() const { return workspace_; }
-  /// @brief The largest rank of a head's keys or values.
+  /// @brief The largest rank of a head's keys or values; of its keys, where values are joint.
   int most_rank() const {
     int most = 1;
-    for (const HeadMaps& maps : maps_.heads()) most = (std::max)({most, static_cast<int>(maps.key.rank), static_cast<int>(maps.value.rank)});
+    for (const HeadMaps& maps : maps_.heads()) most = (std::max)({most, static_cast<int>(maps.key.rank), tiles_.joint_heads > 0 ? 0 : static_cast<int>(maps.value.rank)});
     return most;
   }
   /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.
@@ -271,7 +277,7 @@ class LayerState {
   template <class Function>
   void for_each_shared(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, Function&& function) const {
     if (list == RowList::compressed && tiles_.compressed.empty()) return;
-    for (int head = 0; head < tables_.num_heads; ++head) {
+    for (int head = 0; head < num_lists(list); ++head) {
       const std::vector<std::int32_t>& pages = sequence(slot).pages[static_cast<int>(list)][static_cast<std::size_t>(head)];
       const std::int64_t rows = std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page;
       for (std::size_t index = static_cast<std::size_t>(first_row / rows); index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row; ++index) {

@@ -19,13 +19,10 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   MemoryUsage usage;
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
   std::size_t pages = 0;
-  for (int head = 0; head < heads; ++head) {
-    usage.full_row_bytes += static_cast<std::size_t>(now.rows.num_full * row);
-    if (!layer.tiles().compressed.empty()) {
-      const HeadTiles& tiles = layer.layout(RowList::compressed, head);
-      usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
-    }
-    for (const auto& list : now.pages) pages += list[static_cast<std::size_t>(head)].size();
+  usage.full_row_bytes = static_cast<std::size_t>(heads * now.rows.num_full * row);
+  for (const HeadTiles& tiles : layer.tiles().compressed) usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
+  for (const auto& list : now.pages) {
+    for (const auto& own : list) pages += own.size();
   }
   usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
   const std::int64_t positions = (listed.full ? now.rows.num_full : 0) + (listed.compressed ? now.rows.num_compressed : 0);

@@ -19,7 +19,8 @@ struct LayerTiles {
   CodedForm form = CodedForm::none;
   DType coded_type = DType::f16;           ///< of plain tiles of coefficients
   HeadTiles full;
-  std::vector<HeadTiles> compressed;       ///< per head; empty: nothing is compressed
+  std::vector<HeadTiles> compressed;       ///< per head, then, with joint values, per group; empty: nothing is compressed
+  int joint_heads = 0;                     ///< of a group whose values are one latent; 0: none
   std::vector<PartTiles> parts;            ///< per head: keys, values
   std::vector<std::vector<float>> steps;   ///< the same
   std::size_t page_bytes = 0;
@@ -32,6 +33,19 @@ struct LayerTiles {
   int max_tile_bytes() const {
     int most = 0;
     for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.bytes);
+    return most;
+  }
+  /// @brief The same of the tiles of heads.
+  int max_head_tile_bytes() const {
+    int most = 0;
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.keys ? tiles.bytes : 0);
+    return most;
+  }
+  /// @brief Channels of a latent as attention sums them, the most of a group of heads.
+  int joint_width() const {
+    int most = 0;
+    for (std::size_t part = 1; part < parts.size(); part += 2) most = (std::max)(most, static_cast<int>(parts[part].readers.size()));
+    for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.keys || tiles.codes ? 0 : tiles.channels(Part::value));
     return most;
   }
 };
@@ -53,6 +67,44 @@ inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_unit
   tiles.rows = kPlainRows * plain_steps(most_units);
   tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
   tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief Plain tiles of so many channels of joint values. Sixteen rows: they are wide.
+inline HeadTiles joint_plain_tiles(int channels) {
+  HeadTiles tiles;
+  tiles.keys = false;
+  tiles.value_units = plain_units(channels);
+  tiles.rows = kPlainRows;
+  tiles.bytes = tiles.value_units * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief Tiles of codes of joint values: the planes of each scale group have their channels in the same places (cuda/joint_tiles.cuh). Widths of units are in the patterns alone.
+inline HeadTiles joint_code_tiles(const PartTiles& value, int scale_groups) {
+  HeadTiles tiles;
+  tiles.codes = true;
+  tiles.keys = false;
+  tiles.rows = kCodeRows;
+  tiles.gains = value.gains;
+  tiles.scale_groups = scale_groups;
+  tiles.value_units = static_cast<std::int32_t>(value.widths.size());
+  tiles.first_value_units = value.first_units;
+  tiles.value_pattern = code_pattern(value.widths.data(), tiles.value_units);
+  tiles.first_value_pattern = code_pattern(value.widths.data(), value.first_units);
+  tiles.value_offset = tiles.key_offset = scale_groups * kCodeRows * tiles.gain_bytes();
+  tiles.bytes = tiles.value_offset;
+  for (const std::uint8_t width : value.widths) tiles.bytes += code_unit_bytes(width);
+  return tiles;
+}
+
+/// @brief The tiles of a head whose values are joint: its keys alone.
+inline HeadTiles keys_only(HeadTiles tiles) {
+  const std::int32_t less = tiles.codes ? tiles.scale_groups * kCodeRows * tiles.gain_bytes() : 0;  // the values' gains
+  tiles.values = false;
+  tiles.key_offset -= less;
+  tiles.value_offset -= less;
+  tiles.bytes = tiles.value_offset;
   return tiles;
 }
 

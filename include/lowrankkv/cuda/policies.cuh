@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/policies.cuh  What a policy must offer on the Cuda backend, and the policies that do.
 ///
-/// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`.
+/// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`; with one latent for the values of several heads,
+/// `static int joint_heads(const B&, num_kv_heads)` of a group.
 /// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`
 /// and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
-/// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over; without, `static DType type(const Q&)`.
+/// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values, whose channels of a scale group have the same bits,
+/// `static PartTiles joint_tiles(const Q&, rank)`; without codes, `static DType type(const Q&)`.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +18,7 @@
 #include <span>
 #include <vector>
 
+#include "lowrankkv/basis/joint_values.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/basis/projector.hpp"
 #include "lowrankkv/basis/rotate_maps.hpp"
@@ -42,6 +45,11 @@ struct Impl<PerHead, Cuda> {
       ::lowrankkv::detail::fail<ValueError>("PerHead: a metric of keys or values with an updater that moves bases, plain metrics expected on this backend");
     }
   }
+};
+template <>
+struct Impl<JointValues, Cuda> {
+  static int joint_heads(const JointValues& policy, int num_kv_heads) { return policy.group_of(num_kv_heads); }
+  static void validate(const JointValues& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
 };
 template <>
 struct Impl<Projector, Cuda> {
@@ -125,6 +133,16 @@ inline PartTiles code_planes(const CodeLayout& layout) {
   return whole.padding_bits <= split.padding_bits ? whole : split;
 }
 
+/// @brief Codes of joint values: planes as above, and channels as attention sums them, those of a scale group in order, filled up to whole units.
+inline PartTiles joint_code_planes(const CodeLayout& layout) {
+  PartTiles result = code_planes(layout, true);
+  for (const ScaleGroup& group : layout.groups) {
+    for (int channel = 0; channel < group.count; ++channel) result.readers.push_back({static_cast<std::int16_t>(group.first + channel), 0, 0, 0});
+    while (result.readers.size() % kCodeUnit != 0) result.readers.push_back({});
+  }
+  return result;
+}
+
 /// @brief Scale groups of a row of keys, and of values.
 template <class Codec>
 constexpr int scale_groups_of() {
@@ -136,8 +154,11 @@ constexpr int scale_groups_of() {
 template <class Quantizer>
 LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_dim) {
   if constexpr (requires { Impl<Quantizer, Cuda>::rotation(quantizer, 1); }) {
+    std::vector<float> keys, values;
+    int key_rank = 0, value_rank = 0;  // that they are of
     for (HeadBasis& head : basis.heads) {
-      const std::vector<float> keys = Impl<Quantizer, Cuda>::rotation(quantizer, head.key_rank), values = Impl<Quantizer, Cuda>::rotation(quantizer, head.value_rank);
+      if (head.key_rank != key_rank) keys = Impl<Quantizer, Cuda>::rotation(quantizer, key_rank = head.key_rank);
+      if (head.value_rank != value_rank) values = Impl<Quantizer, Cuda>::rotation(quantizer, value_rank = head.value_rank);
       head.key_down = rotated_columns(head.key_down, head_dim, head.key_rank, keys);
       head.query_down = rotated_columns(head.query_down, head_dim, head.key_rank, keys);
       head.value_down = rotated_columns(head.value_down, head_dim, head.value_rank, values);
@@ -166,6 +187,7 @@ struct Impl<Int8, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
+  static cuda::PartTiles joint_tiles(const Int8&, int rank) { return cuda::joint_code_planes(int8_layout(rank)); }
   static std::vector<float> steps(const Int8&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
 };
 
@@ -176,6 +198,7 @@ struct Impl<BlockHadamard, Cuda> {
   static constexpr int scale_groups = 2;
   static void validate(const BlockHadamard& policy) { check_block_hadamard(policy); }
   static cuda::PartTiles tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(block_hadamard_layout(policy, rank)); }
+  static cuda::PartTiles joint_tiles(const BlockHadamard& policy, int rank) { return cuda::joint_code_planes(block_hadamard_layout(policy, rank)); }
   static std::vector<float> steps(const BlockHadamard&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
   static std::vector<float> rotation(const BlockHadamard& policy, int rank) { return block_hadamard_rotation(policy, block_hadamard_layout(policy, rank)); }
 };

@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
   const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), first_piece = static_cast<int>(blockIdx.x) * kDecodePieces;
   const int pieces = min(kDecodePieces, (num_rows + kStoreRows - 1) / kStoreRows - first_piece);
   for (const Part part : {Part::key, Part::value}) {
+    if (part == Part::value && !layout.values) break;
     const DeviceTarget& target = part == Part::key ? key : value;
     const detail::RowStage rows(shared_memory, target.dtype, dim);
     const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
@@ -328,7 +329,7 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
   }
 }
 
-/// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them may be stored nowhere  @tparam scale_groups  of tiles of codes
+/// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere  @tparam scale_groups  of tiles of codes
 template <int scale_groups>
 void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -347,6 +348,7 @@ void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range
   const bool codes = layer.tiles().form == CodedForm::codes;
   int channels = 0, part_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
+    if (!tiles.keys) continue;
     channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
     part_bytes = (std::max)({part_bytes, kStoreRows / tiles.rows * (tiles.value_offset - tiles.key_offset), kStoreRows / tiles.rows * (tiles.bytes - tiles.value_offset)});
   }

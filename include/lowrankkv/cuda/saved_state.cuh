@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, epochs, and one block of device memory.
 ///
-/// The block: tiles of the full lists, head after head, tiles of the compressed ones; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
+/// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
 /// positions of listed rows, list after list [head, rows]; masses of the full rows [head, rows], then of the ring's [head, place]. It is gathered in the pool's scratch and crosses the bus once.
 #pragma once
 
@@ -43,7 +43,7 @@ struct SavedSequence {
   std::span<const std::byte> block;
 };
 
-/// @brief Copies the tiles of a list of all heads between pages and a block, where they lie head after head. Grid: tiles x heads.
+/// @brief Copies the tiles of a list of all heads between pages and a block, where they lie list after list. Grid: tiles x lists.
 template <bool to_block>
 __global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int rows, std::uint8_t* block) {
   const int head = static_cast<int>(blockIdx.y), tile = static_cast<int>(blockIdx.x);
@@ -89,6 +89,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
     add("widths of the first group's keys", tiles.first_key_pattern);
     add("widths of the first group's values", tiles.first_value_pattern);
   }
+  if (layer.tiles().joint_heads > 0) add("heads of joint values", layer.tiles().joint_heads);
   add("calibrated maps", layer.maps_checksum());
   return all;
 }
@@ -100,7 +101,7 @@ inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const std::int64_t rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
     std::size_t bytes = 0;
-    for (int head = 0; rows > 0 && head < layer.tables().num_heads; ++head) {
+    for (int head = 0; rows > 0 && head < layer.num_lists(list); ++head) {
       const HeadTiles& tiles = layer.layout(list, head);
       bytes += static_cast<std::size_t>((rows + tiles.rows - 1) / tiles.rows) * static_cast<std::size_t>(tiles.bytes);
     }
@@ -131,8 +132,8 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
     const int index = static_cast<int>(list), rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
     if (rows == 0) continue;
     int most = 0;
-    for (int head = 0; head < tables.num_heads; ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
-    move_tiles_kernel<to_block><<<dim3(static_cast<unsigned>(most), static_cast<unsigned>(tables.num_heads)), 128, 0, stream>>>(tables, list, slot, rows, memory + block.lists[index]);
+    for (int head = 0; head < layer.num_lists(list); ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
+    move_tiles_kernel<to_block><<<dim3(static_cast<unsigned>(most), static_cast<unsigned>(layer.num_lists(list))), 128, 0, stream>>>(tables, list, slot, rows, memory + block.lists[index]);
     check(cudaGetLastError(), "move_tiles_kernel");
     const auto copy_listed = [&](auto* all, std::size_t offset) {  // four bytes a row
       if (all == nullptr) return;

@@ -109,11 +109,11 @@ __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part 
   }
 }
 
-/// Codes of rows [begin, end) of a unit into a tile in shared memory, a thread a word. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
+/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
 template <Part part, int bits>
-__device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
+__device__ __forceinline__ void pack_words(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end, int first_word, int step) {
   constexpr std::uint32_t mask = (1U << bits) - 1U;
-  for (int word = static_cast<int>(threadIdx.x); word < code_unit_bytes(bits) / 4; word += kStoreThreads) {
+  for (int word = first_word; word < code_unit_bytes(bits) / 4; word += step) {
     std::uint32_t fresh = 0, kept = 0;
     #pragma unroll
     for (int byte = 0; byte < 4; ++byte) {
@@ -130,6 +130,12 @@ __device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, 
     }
     unit[word] = (begin > 0 ? unit[word] & kept : 0U) | fresh;
   }
+}
+
+/// The same of a unit in shared memory, by all threads.
+template <Part part, int bits>
+__device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
+  pack_words<part, bits>(memory, inverse_gains, stride, plan, unit, begin, end, static_cast<int>(threadIdx.x), kStoreThreads);
 }
 
 /// The same of all units of a part.
@@ -184,13 +190,14 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     const HeadMaps& maps = tables.current_maps(slot, head);
     detail::CodeMemory memory;
     memory.coefficients = reinterpret_cast<float*>(shared_memory + detail::path_bytes(path, dim));
-    memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, maps.value.rank) + 1);
+    memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, layout.values ? maps.value.rank : 0) + 1);
     memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
     memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
     std::uint32_t* target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
     __syncthreads();
     for (const Part part : {Part::key, Part::value}) {
+      if (part == Part::value && !layout.values) break;
       const PartMaps& own = maps.of(part);
       const int coefficients_stride = own.rank + 1;
       for (int channel = static_cast<int>(threadIdx.x); channel < own.width; channel += kStoreThreads) {
@@ -230,13 +237,16 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     } else {
       const HeadMaps& maps = tables.current_maps(slot, head);
       results = reinterpret_cast<std::uint16_t*>(shared_memory + detail::path_bytes(path, dim));
-      stride = plain_stride(max(maps.key.rank, maps.value.rank));
-      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, 0, 2, shared_memory, [&](Part part, int row, int channel, float one, float two) {
+      stride = plain_stride(max(maps.key.rank, layout.values ? maps.value.rank : 0));
+      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, 0, layout.values ? 2 : 1, shared_memory, [&](Part part, int row, int channel, float one, float two) {
         *reinterpret_cast<std::uint32_t*>(results + (static_cast<int>(part) * kStoreRows + row) * stride + channel) = to_word(type, one, two);
       });
     }
     __syncthreads();
-    for (const Part part : {Part::key, Part::value}) detail::store_plain(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, begin, end, true);
+    for (const Part part : {Part::key, Part::value}) {
+      if (part == Part::value && !layout.values) break;
+      detail::store_plain(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, begin, end, true);
+    }
   }
 }
 

@@ -41,7 +41,7 @@ struct SegmentRows {
 struct Tables {
   DeviceLengths* lengths = nullptr;            ///< [slots]
   HeadRows* rows = nullptr;                    ///< [slots, heads]
-  std::int32_t* pages[2] = {};                 ///< by RowList: [slots, heads, max_pages]
+  std::int32_t* pages[2] = {};                 ///< by RowList: [slots, num_lists, max_pages]
   std::int32_t max_pages[2] = {};
   std::uint32_t* faults = nullptr;             ///< rows that were not finite
   std::uint8_t* pool = nullptr;
@@ -49,9 +49,11 @@ struct Tables {
   std::uint8_t* tails = nullptr;               ///< [slots, heads, tail_tiles] plain tiles
   std::int32_t tail_tiles = 0;
   std::int32_t num_heads = 0, head_dim = 0;
+  std::int32_t num_lists = 0;                  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
+  std::int32_t joint_heads = 0;                ///< whose values are one latent; 0: none
   DType full_type = DType::f16;
   HeadTiles full;                              ///< tiles of rows at full rank; the tail's are the same
-  const HeadTiles* compressed = nullptr;       ///< [heads]
+  const HeadTiles* compressed = nullptr;       ///< [num_lists]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
   std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
@@ -68,9 +70,10 @@ struct Tables {
   __device__ std::uint8_t* tail(int slot, int head) const {
     return tails + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
   }
-  __device__ const std::int32_t* page_table(RowList list, int slot, int head) const {
+  /// @param index  of a head; with joint values, of a compressed list
+  __device__ const std::int32_t* page_table(RowList list, int slot, int index) const {
     const int which = static_cast<int>(list);
-    return pages[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_pages[which]);
+    return pages[which] + static_cast<std::size_t>(slot * num_lists + index) * static_cast<std::size_t>(max_pages[which]);
   }
   __device__ int num_rows(RowList list, int slot, int head) const {
     const HeadRows& counts = rows[index(slot, head)];

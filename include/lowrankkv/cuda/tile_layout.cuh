@@ -39,6 +39,7 @@ __host__ __device__ constexpr int plain_place(Part part, int row, int channel) {
 struct HeadTiles {
   bool codes = false;               ///< tiles of codes; else plain ones
   ScaleKind gains = ScaleKind::norm_log8;  ///< of rows, tiles of codes only
+  bool keys = true, values = true;  ///< whether rows have them: with joint values, heads have keys, groups have values
   std::int32_t rows = 0;            ///< of a tile
   std::int32_t bytes = 0;           ///< of a tile, a multiple of 128
   std::int32_t tiles_per_page = 0;
@@ -54,7 +55,7 @@ struct HeadTiles {
   /// @brief Bytes of a gain.
   __host__ __device__ std::int32_t gain_bytes() const { return gains == ScaleKind::norm_log8 ? 1 : 2; }
   /// @brief Byte of a row's gain, of the channels of one scale group, in a tile of codes.
-  __host__ __device__ std::int32_t gain_place(Part part, int row, int group = 0) const { return (((part == Part::key ? 0 : scale_groups) + group) * kCodeRows + row) * gain_bytes(); }
+  __host__ __device__ std::int32_t gain_place(Part part, int row, int group = 0) const { return (((part == Part::key || !keys ? 0 : scale_groups) + group) * kCodeRows + row) * gain_bytes(); }
   /// @brief Bits of the codes of a unit.
   __host__ __device__ int width(Part part, int unit) const { return part == Part::key ? key_widths[unit] : value_widths[unit]; }
   __host__ __device__ std::int32_t units(Part part) const { return part == Part::key ? key_units : value_units; }
