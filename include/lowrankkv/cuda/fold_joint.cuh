@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstdint>
 #include <type_traits>
 
@@ -18,8 +19,9 @@ inline constexpr int kFoldChannels = 64;  ///< of a block of fold_joint_kernel
 /// @brief Folds the splits of joint values, in order, takes codes' centres out, and hands every head its columns. Grid: groups of kFoldChannels channels x (chunks of columns x groups of heads) x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-__global__ void __launch_bounds__(kJointThreads) fold_joint_kernel(Tables tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
-  __shared__ float factors[kMaxJointSplits][kJointColumns];
+__global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(Tables tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
+  constexpr int groups = scale_groups == 2 ? 2 : 1;
+  __shared__ float factors[kMaxJointSplits][kJointColumns], references[groups][kMaxJointSplits][kJointColumns];  // of sums; besides, of values and sums of weights
   const int group = static_cast<int>(blockIdx.y) / call.chunks, chunk = static_cast<int>(blockIdx.y) % call.chunks, sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, heads = tables.num_heads, leader = group * tables.joint_heads;  // lane: the column
   const int splits = joint_splits(tables.num_rows(RowList::compressed, slot, leader)), columns = step.columns(), column = (call.first_chunk + chunk) * kJointColumns + lane;
@@ -30,22 +32,28 @@ __global__ void __launch_bounds__(kJointThreads) fold_joint_kernel(Tables tables
   const float* states = step.joint_partial + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads / tables.joint_heads) + static_cast<std::size_t>(group)) * static_cast<std::size_t>(step.joint_splits) * apart +
                         static_cast<std::size_t>(chunk) * lines + lane;
   const bool there = column < tables.joint_heads * columns;
-  for (int split = warp; split < splits; split += kJointWarps) factors[split][lane] = there ? states[static_cast<std::size_t>(split) * apart] : -INFINITY;
+  for (int split = warp; split < splits; split += kFoldWarps) {
+    factors[split][lane] = there ? states[static_cast<std::size_t>(split) * apart] : -INFINITY;
+    #pragma unroll
+    for (int s = 0; s < groups; ++s) references[s][split][lane] = there && scale_groups > 0 ? states[static_cast<std::size_t>(split) * apart + static_cast<std::size_t>((4 + s) * kJointColumns)] : 0.0F;
+  }
   __syncthreads();
   float top = -INFINITY;
   for (int split = 0; split < splits; ++split) top = fmaxf(top, factors[split][lane]);
   __syncthreads();
-  for (int split = warp; split < splits; split += kJointWarps) {
+  for (int split = warp; split < splits; split += kFoldWarps) {
     const float own = factors[split][lane];
     factors[split][lane] = own > -INFINITY ? exp2f(own - top) : 0.0F;
+    #pragma unroll
+    for (int s = 0; s < groups; ++s) references[s][split][lane] = own > -INFINITY ? exp2f(own - top + references[s][split][lane]) : 0.0F;
   }
   __syncthreads();
   if (!there) return;
-  const auto folded = [&](int line) {
+  const auto folded = [&](const float (&counts)[kMaxJointSplits][kJointColumns], int line) {
     float total = 0.0F;
     #pragma unroll 8
     for (int split = 0; split < splits; ++split) {
-      const float factor = factors[split][lane];
+      const float factor = counts[split][lane];
       total = factor == 0.0F ? total : fmaf(factor, states[static_cast<std::size_t>(split) * apart + static_cast<std::size_t>(line * kJointColumns)], total);
     }
     return total;
@@ -53,20 +61,20 @@ __global__ void __launch_bounds__(kJointThreads) fold_joint_kernel(Tables tables
   const int head = leader + column / columns, in_head = column % columns, block = in_head / kBlockColumns, t = in_head % kBlockColumns;
   float* target = step.joint_state(static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head), block) + t;
   if (blockIdx.x == 0 && warp == 0) {
-    const float shift = step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift, sum = folded(1);
+    const float shift = step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift, sum = folded(factors, 1);
     target[0] = top + shift;  // the means of keys shift every logit of a column alike
     target[kBlockColumns] = sum;
     target[2 * kBlockColumns] = sum;
   }
   const HeadTiles& layout = tables.compressed[heads + group];
   const JointCodes first = scale_groups > 0 ? joint_codes(layout, 0) : JointCodes{}, second = scale_groups == 2 ? joint_codes(layout, 1) : JointCodes{};
-  const float first_weight = scale_groups > 0 ? folded(2) : 0.0F, second_weight = scale_groups == 2 ? folded(3) : 0.0F;
+  const float first_weight = scale_groups > 0 ? folded(references[0], 2) : 0.0F, second_weight = scale_groups == 2 ? folded(references[groups - 1], 3) : 0.0F;
   const int channels = scale_groups > 0 ? kCodeUnit * (first.blocks + second.blocks) : layout.channels(Part::value), begin = static_cast<int>(blockIdx.x) * kFoldChannels;
-  for (int channel = begin + warp; channel < min(begin + kFoldChannels, channels); channel += kJointWarps) {
-    float total = folded(kJointLines + channel);
+  for (int channel = begin + warp; channel < min(begin + kFoldChannels, channels); channel += kFoldWarps) {
+    const bool in_second = scale_groups == 2 && channel >= kCodeUnit * first.blocks;
+    float total = folded(references[in_second ? groups - 1 : 0], kJointLines + channel);
     if constexpr (scale_groups > 0) {  // mid-rise: codes of b bits are centred at (2^b - 1) / 2
-      const bool in_first = channel < kCodeUnit * first.blocks;
-      total = fmaf(-0.5F * static_cast<float>((1 << (in_first ? first.bits : second.bits)) - 1), in_first ? first_weight : second_weight, total);
+      total = fmaf(-0.5F * static_cast<float>((1 << (in_second ? second.bits : first.bits)) - 1), in_second ? second_weight : first_weight, total * exp2f(kCodeUnitExponent));
     }
     target[(3 + channel) * kBlockColumns] = total;
   }
@@ -93,30 +101,46 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
     const int limit = layer.shared_bytes() - static_cast<int>(attributes.sharedSizeBytes);
-    for (call.stages = kMaxJointStages; call.stages > 1 && JointMemory(call, scale_groups, step.coded_units).bytes > limit;) --call.stages;
-    const int bytes = JointMemory(call, scale_groups, step.coded_units).bytes;
+    const auto bytes_of = [&](int stages, int buffers) {
+      call.stages = stages;
+      call.buffers = buffers;
+      return JointMemory(call, scale_groups, step.coded_units).bytes;
+    };
+    int bytes = 0;
+    for (const int choice : {4, 3, 2, -4, -3, -2}) {  // stages; with one buffer of weights
+      if ((bytes = bytes_of(std::abs(choice), choice > 0 ? 2 : 1)) <= limit) break;
+    }
     if (bytes > limit) ::lowrankkv::detail::fail<CapacityError>("joint values: the keys and latents of ", codes ? kCodeRows : kPlainRows, " rows need ", bytes, " bytes of shared memory, the device has ", limit, " to give");
-    call.parts = (step.joint_width / 16 + mine * kJointWarps - 1) / (mine * kJointWarps);
+    const int warps = joint_warps(scale_groups);
+    call.parts = (step.joint_width / 16 + mine * warps - 1) / (mine * warps);
     for (call.first_chunk = 0; call.first_chunk < chunks; call.first_chunk += call.chunks) {
       call.chunks = (std::min)(step.joint_chunks, chunks - call.first_chunk);
       const unsigned together = static_cast<unsigned>(heads / members), sequences = static_cast<unsigned>(batch.count);
-      launch_early(kernel, dim3(static_cast<unsigned>(call.splits * call.chunks * call.parts), together, sequences), kJointThreads, static_cast<std::size_t>(bytes), layer.overlaps(), "attend_joint_kernel", stream,
+      launch_early(kernel, dim3(static_cast<unsigned>(call.splits * call.chunks * call.parts), together, sequences), 32 * warps, static_cast<std::size_t>(bytes), layer.overlaps(), "attend_joint_kernel", stream,
                    layer.tables(), step, batch, call, first_sequence);
       const dim3 folds(static_cast<unsigned>((step.joint_width + kFoldChannels - 1) / kFoldChannels), static_cast<unsigned>(call.chunks) * together, sequences);
-      launch_early(fold, folds, kJointThreads, 0, layer.overlaps(), "fold_joint_kernel", stream, layer.tables(), step, batch, call, first_sequence);
+      launch_early(fold, folds, 32 * kFoldWarps, 0, layer.overlaps(), "fold_joint_kernel", stream, layer.tables(), step, batch, call, first_sequence);
     }
   };
-  const auto with_mine = [&](auto&& function) {  // times sixteen channels that a warp has: rank 512, or 1024 and what codes are filled up to
-    if (step.joint_width <= 4 * 16 * kJointWarps) function(std::integral_constant<int, 4>{});
-    else function(std::integral_constant<int, 9>{});
-  };
-  with_mine([&](auto mine) {
-    if constexpr (scale_groups > 0) {
-      launch(attend_joint_kernel<scale_groups, DType::f16, mine()>, fold_joint_kernel<scale_groups>, mine);
-    } else {
-      with_type(tiles.coded_type, [&](auto type) { launch(attend_joint_kernel<0, type(), mine()>, fold_joint_kernel<0>, mine); });
-    }
-  });
+  // Times sixteen channels that a warp has: for latents of half as many channels, and of 1024 and what codes are filled up to.
+  const bool small = step.joint_width <= (codes ? 3 : 2) * 16 * joint_warps(scale_groups);
+  if constexpr (codes) {
+    call.steps = kCodeRows / kPlainRows;
+    if (small) launch(attend_joint_kernel<scale_groups, DType::f16, 3, 4>, fold_joint_kernel<scale_groups>, 3);
+    else launch(attend_joint_kernel<scale_groups, DType::f16, 6, 4>, fold_joint_kernel<scale_groups>, 6);
+  } else {
+    // Sixteen rows are little where heads are few: four times as many, if there is room for three stages of them.
+    const int key_bytes = call.key_bytes, value_bytes = call.value_bytes;
+    const bool more = call.heads <= 16 && call.pairs <= joint_warps(0) && 3 * 4 * (call.heads * key_bytes + value_bytes) + step.coded_units * call.pairs * 256 <= 200 * 1024;
+    call.steps = more ? 4 : 1;
+    call.key_bytes *= call.steps;
+    call.value_bytes *= call.steps;
+    with_type(tiles.coded_type, [&](auto type) {
+      if (more && small) launch(attend_joint_kernel<0, type(), 2, 4>, fold_joint_kernel<0>, 2);
+      else if (more) launch(attend_joint_kernel<0, type(), 4, 4>, fold_joint_kernel<0>, 4);
+      else launch(attend_joint_kernel<0, type(), 4, 1>, fold_joint_kernel<0>, 4);
+    });
+  }
 }
 
 }  // namespace detail
