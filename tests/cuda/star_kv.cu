@@ -748,6 +748,58 @@ TEST_CASE("joint values: stored as in float64, prompts exact over the stored for
   if (effort() > 0) check_joint<StarKV<Cuda>>(true, 53);
 }
 
+TEST_CASE("joint values: a captured step, replayed between calls that compress, is what the same calls make") {
+  Random random(71);
+  StarSettings settings;
+  settings.joint = true;
+  settings.tokens = {2, 20};
+  CacheConfig config;
+  config.shape = {6, 3, 64};
+  config.max_sequences = 2;
+  config.max_tokens = 1500;
+  config.flush_interval = 16;
+  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 30, 60);
+  Side<StarKV<Cuda>> side(config, layer.basis, settings), plain(config, layer.basis, settings);
+  const std::vector<SequenceId> seqs{1, 2};
+  for (const SequenceId seq : seqs) {
+    const auto key = joint_rows(random, layer, 90 * seq, true), value = joint_rows(random, layer, 90 * seq, false);
+    for (auto* each : {&side, &plain}) {
+      each->cache.create(seq);
+      each->ingest(seq, key, value);
+    }
+  }
+  const gpu::DeviceArray<float> key(2 * 3 * 64), value(key.size()), query(2 * 6 * 64);
+  const auto out = poisoned(query.size());
+  cudaStream_t stream;
+  gpu::check(cudaDeviceSynchronize(), "prompt");
+  gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
+  side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 6, 64}, {}, stream);
+  gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
+  gpu::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
+  for (int step = 0; step < (effort() == 0 ? 20 : 100); ++step) {
+    const auto k = joint_rows(random, layer, 2, true), v = joint_rows(random, layer, 2, false), q = layer.queries(random, 2);
+    gpu::check(cudaMemcpy(key.data(), k.data(), key.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    gpu::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    gpu::check(cudaMemcpy(query.data(), q.data(), query.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    side.cache.advance(seqs, 1);
+    gpu::check(cudaGraphLaunch(replay, stream), "cudaGraphLaunch");
+    side.cache.maintain(seqs, stream);
+    gpu::check(cudaStreamSynchronize(stream), "step");
+    const gpu::DeviceArray<float> own_key(k), own_value(v);
+    plain.cache.append(seqs, plain.keys(own_key, 2), plain.values(own_value, 2));
+    CHECK(host(out) == plain.attend(seqs, q).out);
+    plain.cache.maintain(seqs);
+  }
+  for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
 TEST_CASE("errors of joint values name both values") {
   Random random(61);
   StarSettings settings;

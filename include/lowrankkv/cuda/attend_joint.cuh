@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;
   constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
-  __shared__ detail::JointList lists[kJointColumns + 1];
+  __shared__ detail::JointList lists[kJointColumns + 2];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
   __shared__ int planes[2][4];              // of scale groups: bytes where planes of 8, 4, 2 and 1 bits begin
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   const JointCodes first_codes = codes ? joint_codes(layout, 0) : JointCodes{}, second_codes = groups == 2 ? joint_codes(layout, 1) : JointCodes{};
   if (codes && thread < 8) planes[thread / 4][thread % 4] = (thread < 4 ? first_codes : second_codes).plane(8 >> thread % 4);
   __syncthreads();
-  constexpr int fetcher = warps - 1;  // the warp that has the fewest pairs
-  for (int i = 0; warp == fetcher && i < min(call.stages, count); ++i) {
+  for (int i = 0; i < min(call.stages, count); ++i) {
     ring.look(first_iteration + i);
     ring.fetch(i);
   }
@@ -263,30 +262,27 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       }
     }
     const int left = codes ? steps : ((rows - 1) / kPlainRows - (first_iteration + i) * steps) + 1;  // sixteens of rows that are there
-    detail::for_each_unit<steps>([&](auto constant) {
-      constexpr int m = decltype(constant)::value;
-      if (m >= left) return;
-      uint4 weights[all_tiles];
-      const auto load_weights = [&](int s) {
-        #pragma unroll
-        for (int n = 0; n < all_tiles; ++n) weights[n] = all_weights[((s * steps + m) * all_tiles + n) * 32];
-      };
+    uint4 weights[all_tiles];
+    const auto load_weights = [&](int s, int m) {
+      #pragma unroll
+      for (int n = 0; n < all_tiles; ++n) weights[n] = all_weights[((s * steps + m) * all_tiles + n) * 32];
+    };
+    #pragma unroll 1
+    for (int m = 0; m < min(steps, left); ++m) {
       if constexpr (codes) {
         #pragma unroll
         for (int k = 0; k < mine; ++k) {
           const int own_half = warp + warps * k;
           if (own_half >= halves) continue;
           const bool second = in_second(own_half);
-          if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0);
+          if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0, m);
           const int block = (part_first + own_half) / 2 - (second ? first_codes.blocks : 0), bits = second ? second_codes.bits : first_codes.bits;
           const int* at = planes[second ? 1 : 0];
-          uint4 a;
-          if (bits == 3) a = detail::JointWords<3>(latents, at, bits, block, half).template operand<m>();
-          else a = detail::JointWords<0>(latents, at, bits, block, half).template operand<m>();
+          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, bits, block, half, m) : detail::joint_operand<0>(latents, at, bits, block, half, m);
           detail::add_products<type>(a, weights, used_tiles, out[k]);
         }
       } else {
-        load_weights(0);
+        load_weights(0, m);
         const uint4* words = reinterpret_cast<const uint4*>(latents) + (m * units + part_first) * 32 + lane;
         uint4 a[mine];
         #pragma unroll
@@ -296,7 +292,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           if (warp + warps * k < halves) detail::add_products<type>(a[k], weights, used_tiles, out[k]);
         }
       }
-    });
+    }
   };
   // With two buffers, an iteration's weights are made while those before are used: by half of a scheduler's warps first, while the others multiply.
   const bool ahead = call.buffers == 2, weights_first = !ahead || warp / 4 % 2 == 0;
@@ -304,7 +300,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   for (int i = ahead ? -1 : 0; i < count; ++i) {
     const int next = ahead ? i + 1 : i;
     const bool more = i >= 0 && i + call.stages < count;
-    if (warp == fetcher && more) ring.look(first_iteration + i + call.stages);
+    if (more) ring.look(first_iteration + i + call.stages);
     #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if ((phase == 0) == weights_first) {
@@ -315,7 +311,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       if (!ahead && phase == 0) __syncthreads();
     }
     __syncthreads();
-    if (warp == fetcher && more) ring.fetch(i % call.stages);
+    if (more) ring.fetch(i % call.stages);
 #if __CUDA_ARCH__ < 900
     __syncthreads();
 #endif

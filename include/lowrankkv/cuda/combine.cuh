@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
@@ -185,8 +186,20 @@ __global__ void __launch_bounds__(kStepThreads) combine_kernel(Tables tables, At
       for (int k = 0; k < kInFlight; ++k) {
         if (16 * k < channels) add(k, fetched ? ahead[k] : maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
       }
-      #pragma unroll 4
-      for (int k = kInFlight; 16 * k < channels; ++k) add(k, maps.reader.quad((k * (dim / 8) + channel_block) * 32 + lane));
+      // More channels are those of joint values: as many loads on their way at once.
+      const auto add_all = [&](const auto* data, auto&& widen) {
+        for (int first = kInFlight; 16 * first < channels; first += kInFlight) {
+          std::remove_cvref_t<decltype(*data)> words[kInFlight];
+          #pragma unroll
+          for (int k = 0; k < kInFlight; ++k) words[k] = __ldg(data + (min(first + k, channels / 16 - 1) * (dim / 8) + channel_block) * 32 + lane);
+          #pragma unroll
+          for (int k = 0; k < kInFlight; ++k) {
+            if (16 * (first + k) < channels) add(first + k, widen(words[k]));
+          }
+        }
+      };
+      if (maps.reader.type == DType::f32) add_all(static_cast<const float4*>(maps.reader.data), [](const float4& map) { return map; });
+      else add_all(static_cast<const uint2*>(maps.reader.data), [&](const uint2& words) { return maps.reader.widened(words); });
       if (g == 0 && maps.mean != nullptr) {
         const float4 weights = {segment_sums[0][0], segment_sums[0][1], segment_sums[0][2], segment_sums[0][3]};
         detail::add_scaled(totals[i][0], maps.mean[8 * channel_block + 2 * t], weights);

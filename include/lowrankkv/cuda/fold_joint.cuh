@@ -14,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kFoldChannels = 64;  ///< of a block of fold_joint_kernel
+inline constexpr int kFoldChannels = 16;  ///< of a block of fold_joint_kernel
 
 /// @brief Folds the splits of joint values, in order, takes codes' centres out, and hands every head its columns. Grid: groups of kFoldChannels channels x (chunks of columns x groups of heads) x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones

@@ -63,7 +63,10 @@ struct MapElements {
   /// @brief Elements [4 index, 4 index + 4), as f32.
   __device__ __forceinline__ float4 quad(int index) const {
     if (type == DType::f32) return __ldg(static_cast<const float4*>(data) + index);
-    const uint2 words = __ldg(static_cast<const uint2*>(data) + index);
+    return widened(__ldg(static_cast<const uint2*>(data) + index));
+  }
+  /// @brief Four neighbours of a map of 16 bits, as f32.
+  __device__ __forceinline__ float4 widened(const uint2& words) const {
     if (type == DType::bf16) return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U), __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
     const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
     return {low.x, low.y, high.x, high.y};

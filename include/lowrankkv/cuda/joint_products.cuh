@@ -70,52 +70,30 @@ struct JointMemory {
 
 namespace detail {
 
-/// A component of a vector, by a constant.
-template <int index>
-__device__ __forceinline__ std::uint32_t component(const uint4& words) {
-  if constexpr (index == 0) return words.x;
-  else if constexpr (index == 1) return words.y;
-  else if constexpr (index == 2) return words.z;
-  else return words.w;
-}
-
-/// A lane's words of sixteen channels, half `half` of a block's, of codes over 64 rows, plane by plane.
-/// @tparam planes  the widths that there are, as bits; 0: as `bits` says
+/// The operand of rows [16 m, 16 m + 16) and sixteen channels, half `half` of a block's, of codes: channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
+/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of the planes of 8, 4, 2 and 1 bits in the tile
 template <int planes>
-struct JointWords {
-  uint4 four, two;
-  uint2 one;
-  const uint4* eight;  ///< [rows / 32]
-  int bits, half;
-
-  __device__ __forceinline__ bool has(int width) const { return planes != 0 ? (planes & width) != 0 : (bits & width) != 0; }
-  /// @param at  bytes of the planes of 8, 4, 2 and 1 bits in the tile
-  __device__ __forceinline__ JointWords(const std::uint8_t* tile, const int* at, int code_bits, int block, int own_half) : four{}, two{}, one{}, bits(code_bits), half(own_half) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    eight = reinterpret_cast<const uint4*>(tile + at[0] + block * code_unit_bytes(8)) + 64 * half + lane;
-    if (has(4)) four = reinterpret_cast<const uint4*>(tile + at[1] + block * code_unit_bytes(4))[32 * half + lane];
-    if (has(2)) two = reinterpret_cast<const uint4*>(tile + at[2] + block * code_unit_bytes(2))[lane];
-    if (has(1)) one = reinterpret_cast<const uint2*>(tile + at[3] + block * code_unit_bytes(1))[lane];
+__device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits, int block, int half, int m) {
+  const auto has = [&](int width) { return planes != 0 ? (planes & width) != 0 : (bits & width) != 0; };
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (has(8)) {
+    const std::uint32_t* words = reinterpret_cast<const std::uint32_t*>(tile + at[0] + block * code_unit_bytes(8) + 1024 * half + 512 * (m / 2) + 16 * lane) + 2 * (m % 2);
+    const std::uint32_t low = words[0], high = words[1];
+    return {low & 0x00ff00ffU, high & 0x00ff00ffU, low >> 8 & 0x00ff00ffU, high >> 8 & 0x00ff00ffU};
   }
-  /// The operand of rows [16 m, 16 m + 16): channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
-  template <int m>
-  __device__ __forceinline__ uint4 operand() const {
-    if (has(8)) {
-      const uint4 words = eight[32 * (m / 2)];
-      const std::uint32_t low = m % 2 == 0 ? words.x : words.z, high = m % 2 == 0 ? words.y : words.w;
-      return {low & 0x00ff00ffU, high & 0x00ff00ffU, low >> 8 & 0x00ff00ffU, high >> 8 & 0x00ff00ffU};
-    }
-    std::uint32_t all[4] = {};  // channels g and g + 8 of rows 2t, 2t + 1; then of rows eight on
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int eighth = 2 * half + i % 2, byte = 8 * (i / 2);
-      if (has(4)) all[i] = component<m>(four) >> (4 * (i % 2) + byte) & 0x000f000fU;
-      if (has(2)) all[i] = all[i] * 4U + (component<m>(two) >> (2 * eighth + byte) & 0x00030003U);
-      if (has(1)) all[i] = all[i] * 2U + ((m % 2 == 0 ? one.x : one.y) >> (4 * (m / 2) + eighth + byte) & 0x00010001U);
-    }
-    return {all[0], all[1], all[2], all[3]};
+  const std::uint32_t four = has(4) ? reinterpret_cast<const std::uint32_t*>(tile + at[1] + block * code_unit_bytes(4) + 512 * half + 16 * lane)[m] : 0U;
+  const std::uint32_t two = has(2) ? reinterpret_cast<const std::uint32_t*>(tile + at[2] + block * code_unit_bytes(2) + 16 * lane)[m] >> (4 * half) : 0U;
+  const std::uint32_t one = has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + block * code_unit_bytes(1) + 8 * lane)[m % 2] >> (4 * (m / 2) + 2 * half) : 0U;
+  std::uint32_t all[4] = {};  // channels g and g + 8 of rows 2t, 2t + 1; then of rows eight on
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int second = i % 2, byte = 8 * (i / 2);
+    if (has(4)) all[i] = four >> (4 * second + byte) & 0x000f000fU;
+    if (has(2)) all[i] = all[i] * 4U + (two >> (2 * second + byte) & 0x00030003U);
+    if (has(1)) all[i] = all[i] * 2U + (one >> (second + byte) & 0x00010001U);
   }
-};
+  return {all[0], all[1], all[2], all[3]};
+}
 
 /// out[n] += sixteen channels x the weights of eight columns: weights of a step, larger parts first, then what those lack.
 template <DType type>
