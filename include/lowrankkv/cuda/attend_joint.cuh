@@ -64,7 +64,6 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;
   constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
-  __shared__ detail::JointList lists[kJointColumns + 2];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
   __shared__ int planes[2][4];              // of scale groups: bytes where planes of 8, 4, 2 and 1 bits begin
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
@@ -83,9 +82,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   const int first_pair = pair_of(first_column), pairs = pair_of(last_column) - first_pair + 1, first_head = first_pair / step.blocks, heads = (first_pair + pairs - 1) / step.blocks - first_head + 1;
   const int all = (rows + rows_at_once - 1) / rows_at_once, per_split = (all + splits - 1) / splits, first_iteration = split * per_split, count = max(0, min(per_split, all - first_iteration));
   constexpr int tile_rows = codes ? kCodeRows : kPlainRows;
-  detail::JointRing ring(tables, slot, leader + first_head, heads, tables.num_heads + group, tile_rows, (rows + tile_rows - 1) / tile_rows, call, shared_memory, memory.stage_bytes, barriers,
-                         lists);
-  ring.begin(tables.compressed + leader + first_head, &layout);
+  constexpr int list_steps = rows_at_once / tile_rows;  // of an iteration
+  const int end = min((first_iteration + count) * list_steps, (rows + tile_rows - 1) / tile_rows);
+  detail::JointRing ring(tables, slot, leader + first_head, heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
+                         memory.stage_bytes, barriers);
   if (thread < heads) {
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   if (codes && thread < 8) planes[thread / 4][thread % 4] = (thread < 4 ? first_codes : second_codes).plane(8 >> thread % 4);
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
-    ring.look(first_iteration + i);
-    ring.fetch(i);
+    ring.look();
+    ring.fetch();
   }
   for (int item = thread; item < call.buffers * memory.weight_bytes / 16; item += threads) reinterpret_cast<uint4*>(shared_memory + memory.weights)[item] = uint4{0, 0, 0, 0};
   for (int item = thread; item < call.buffers * groups * kJointColumns; item += threads) reinterpret_cast<float*>(shared_memory + memory.factors)[item] = 1.0F;
@@ -131,10 +131,11 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   }
   __syncwarp();
 
+  const bool ahead = call.buffers == 2;
   // Weights of the columns for an iteration, as operands, into its buffer.
   const auto make_weights = [&](int i) {
-    const std::uint8_t* stage = ring.wait(i);
-    const int buffer = i % call.buffers, valid = rows - (first_iteration + i) * rows_at_once;
+    const std::uint8_t* stage = ring.wait();
+    const int buffer = ahead ? i & 1 : 0, valid = rows - (first_iteration + i) * rows_at_once;
     std::uint32_t* const weights = reinterpret_cast<std::uint32_t*>(shared_memory + memory.weights + buffer * memory.weight_bytes);
     float* const factors = reinterpret_cast<float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns;
     const auto put = [&](int k, int s, int m, int r, float weight) {
@@ -237,13 +238,15 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   };
 
   float out[mine][all_tiles][4] = {};
+  int using_stage = 0;
   const int part_first = part * mine * warps, halves = max(0, min(mine * warps, (codes ? 2 * (first_codes.blocks + second_codes.blocks) : layout.value_units) - part_first));  // sixteens of channels
   const int units = layout.value_units;
   const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_codes.blocks; };
   const int used_tiles = (last_column - first_column) / 8 + 1, half = (part_first + warp) % 2;  // warps, and parts, are even in number
   const auto add_values = [&](int i) {
-    const std::uint8_t* latents = shared_memory + i % call.stages * memory.stage_bytes + call.heads * call.key_bytes;
-    const int buffer = i % call.buffers;
+    const std::uint8_t* latents = shared_memory + using_stage * memory.stage_bytes + call.heads * call.key_bytes;
+    using_stage = using_stage + 1 == call.stages ? 0 : using_stage + 1;
+    const int buffer = ahead ? i & 1 : 0;
     const uint4* all_weights = reinterpret_cast<const uint4*>(shared_memory + memory.weights + buffer * memory.weight_bytes) + lane;
     const bool raised = lane < warps && reinterpret_cast<const int*>(shared_memory + memory.raised)[buffer * kMostJointWarps + lane] != 0;
     if (__any_sync(~0U, raised) != 0) {
@@ -295,12 +298,12 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     }
   };
   // With two buffers, an iteration's weights are made while those before are used: by half of a scheduler's warps first, while the others multiply.
-  const bool ahead = call.buffers == 2, weights_first = !ahead || warp / 4 % 2 == 0;
+  const bool weights_first = !ahead || warp / 4 % 2 == 0;
   __syncthreads();
   for (int i = ahead ? -1 : 0; i < count; ++i) {
     const int next = ahead ? i + 1 : i;
     const bool more = i >= 0 && i + call.stages < count;
-    if (more) ring.look(first_iteration + i + call.stages);
+    if (more) ring.look();
     #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if ((phase == 0) == weights_first) {
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       if (!ahead && phase == 0) __syncthreads();
     }
     __syncthreads();
-    if (more) ring.fetch(i % call.stages);
+    if (more) ring.fetch();
 #if __CUDA_ARCH__ < 900
     __syncthreads();
 #endif

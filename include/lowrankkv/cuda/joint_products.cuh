@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/cuda/joint_tiles.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
@@ -98,14 +99,18 @@ __device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const i
 /// out[n] += sixteen channels x the weights of eight columns: weights of a step, larger parts first, then what those lack.
 template <DType type>
 __device__ __forceinline__ void add_products(const uint4& a, const uint4 (&weights)[kJointColumns / 8], int tiles, float (&out)[kJointColumns / 8][4]) {
-  #pragma unroll
-  for (int n = 0; n < kJointColumns / 8; ++n) {
-    if (n < tiles) mma_plain<type>(out[n], a, weights[n].x, weights[n].y);
-  }
-  #pragma unroll
-  for (int n = 0; n < kJointColumns / 8; ++n) {
-    if (n < tiles) mma_plain<type>(out[n], a, weights[n].z, weights[n].w);
-  }
+  const auto add = [&](auto all) {
+    #pragma unroll
+    for (int n = 0; n < kJointColumns / 8; ++n) {
+      if (decltype(all)::value || n < tiles) mma_plain<type>(out[n], a, weights[n].x, weights[n].y);
+    }
+    #pragma unroll
+    for (int n = 0; n < kJointColumns / 8; ++n) {
+      if (decltype(all)::value || n < tiles) mma_plain<type>(out[n], a, weights[n].z, weights[n].w);
+    }
+  };
+  if (tiles == kJointColumns / 8) add(std::true_type{});
+  else add(std::false_type{});
 }
 
 }  // namespace detail

@@ -11,99 +11,93 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What the ring knows of a list: rows of a tile, tiles of a page, bytes of a tile, bytes of what an iteration's step takes of one.
-struct JointList {
-  int rows, tiles_per_page, bytes, step_bytes;
-};
-
 /// Stages of iterations: [heads, key_bytes] keys, then latents, sixteen rows after sixteen rows, or a tile of codes each. From sm_90 on a bulk copy each, before, copies by lanes.
+/// Four warps do it, a lane of theirs for every step of every list: where tiles follow each other in pages, those steps do too.
 class JointRing {
  public:
-  /// @param heads  from `first_head` on, whose keys are wanted  @param list  of the latents  @param tile_rows  of an iteration's steps: 16, of codes 64
-  /// @param lists  shared memory of heads + 2, which begin() fills: the last has the bytes of a step of all
-  __device__ JointRing(const Tables& tables, int slot, int first_head, int heads, int list, int tile_rows, int tiles, const JointCall& call, std::uint8_t* memory, int stage_bytes, std::uint64_t* barriers,
-                       JointList* lists)
-      : memory_(memory), barriers_(barriers), lists_(lists), pool_(tables.pool), page_bytes_(tables.page_bytes), key_table_(tables.page_table(RowList::compressed, slot, first_head)),
-        value_table_(tables.page_table(RowList::compressed, slot, list)), max_pages_(tables.max_pages[1]), stage_bytes_(stage_bytes), key_bytes_(call.key_bytes), stages_(call.stages),
-        value_place_(call.heads * call.key_bytes), heads_(heads), tile_rows_(tile_rows), tiles_(tiles), steps_(tile_rows == kPlainRows ? call.steps : 1) {}
+  static constexpr int kWarps = 4;  ///< the last of a block
 
-  /// Makes barriers and lists ready; all threads, before the block is synchronised.
-  __device__ void begin(const HeadTiles* keys, const HeadTiles* values) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread <= heads_) {
-      const HeadTiles& layout = thread < heads_ ? keys[thread] : *values;
-      lists_[thread] = {layout.rows, layout.tiles_per_page, layout.bytes, !layout.codes && thread < heads_ ? layout.key_units * kPlainUnitBytes : layout.bytes};
-    }
-    if (thread == 32) {
-      int total = values->bytes;
-      for (int head = 0; head < heads_; ++head) total += keys[head].codes ? keys[head].bytes : keys[head].key_units * kPlainUnitBytes;
-      lists_[heads_ + 1] = {1, 1, total, 0};
-    }
+  /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list, latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
+  /// @param first, end  steps of the list that the block has
+  __device__ JointRing(const Tables& tables, int slot, int first_head, int heads, const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows, int first, int end, const JointCall& call,
+                       std::uint8_t* memory, int stage_bytes, std::uint64_t* barriers)
+      : tables_(tables), memory_(memory), barriers_(barriers), stage_bytes_(stage_bytes), stages_(call.stages), steps_(tile_rows == kPlainRows ? call.steps : 1), left_(end - first) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x + kWarps * 32 - blockDim.x) / 32;
+    fetches_ = threadIdx.x + kWarps * 32 >= blockDim.x;
+    if (!fetches_) return;
+    const int item = warp + kWarps * lane, head = item % (heads + 1);  // of index `heads`: the latents
+    const bool key = head < heads;
+    const HeadTiles& layout = key ? keys[head] : latents;
+    step_ = item / (heads + 1);
+    table_ = key ? tables.page_table(RowList::compressed, slot, first_head + head) : tables.page_table(RowList::compressed, slot, list);
+    bytes_ = step_bytes(layout);
+    per_page_ = layout.rows / tile_rows * layout.tiles_per_page;
+    place_ = (key ? head * call.key_bytes : call.heads * call.key_bytes) + step_ * bytes_;
+    page_ = (first + step_) / per_page_;
+    in_page_ = (first + step_) - page_ * per_page_;
+    if (item > 0) return;
+    for (int i = 0; i < heads; ++i) total_ += step_bytes(keys[i]);
+    total_ += step_bytes(latents);
 #if __CUDA_ARCH__ >= 900
-    if (thread > 0) return;
     for (int stage = 0; stage < stages_; ++stage) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers_ + stage)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
-  /// Looks up the pages of iteration `iteration` of the list, which fetch() is to be told of: they come while other things are done. All warps have a few lists.
-  __device__ void look(int iteration) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, item = static_cast<int>(threadIdx.x) / 32 + static_cast<int>(blockDim.x) / 32 * lane, step = item / (heads_ + 1), index = iteration * steps_ + step;
-    head_ = item - step * (heads_ + 1);  // heads_: latents
-    step_ = step;
-    row_ = index * tile_rows_;
-    there_ = step < steps_ && index < tiles_;
-    used_ = min(steps_, tiles_ - iteration * steps_);
-    if (!there_) return;
-    const JointList& list = lists_[head_];
-    const std::int32_t* table = head_ < heads_ ? key_table_ + static_cast<std::size_t>(head_) * static_cast<std::size_t>(max_pages_) : value_table_;
-    page_ = table[row_ / list.rows / list.tiles_per_page];
+
+  /// Looks up where the next iteration's steps are: pages come while other things are done. Then fetch().
+  __device__ __forceinline__ void look() {
+    if (!fetches_ || step_ >= min(steps_, left_)) return;
+    found_ = table_[page_];
   }
-  /// Starts to copy what was looked up into stage `stage`.
-  __device__ void fetch(int stage) const {
-    std::uint8_t* target = memory_ + stage * stage_bytes_;
-    const JointList list = lists_[there_ ? head_ : 0];
-    const bool key = head_ < heads_;
-    const int tile = row_ / list.rows, bytes = there_ ? list.step_bytes : 0;
-    const std::uint8_t* source = pool_ + static_cast<std::size_t>(page_) * page_bytes_ + static_cast<std::size_t>(tile % list.tiles_per_page) * static_cast<std::size_t>(list.bytes) +
-                                 (key ? (row_ - tile * list.rows) / kPlainRows * list.step_bytes : 0);
-    const int place = (key ? head_ * key_bytes_ : value_place_) + step_ * list.step_bytes;
+  /// Starts to copy what was looked up into the stage that was filled longest ago.
+  __device__ __forceinline__ void fetch() {
+    if (!fetches_) return;
+    std::uint8_t* target = memory_ + filling_ * stage_bytes_ + place_;
+    const int used = min(steps_, left_);
+    const bool there = step_ < used;
+    const std::uint8_t* source = tables_.pool + static_cast<std::size_t>(found_) * tables_.page_bytes + static_cast<std::size_t>(in_page_) * static_cast<std::size_t>(bytes_);
 #if __CUDA_ARCH__ >= 900
-    const std::uint32_t barrier = shared_address(barriers_ + stage);
-    if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(lists_[heads_ + 1].bytes * used_) : "memory");
-    if (bytes == 0) return;
-    std::uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // tiles are read once a step: they must not push maps and partial states out of the cache
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(target + place)), "l"(source), "r"(bytes), "r"(barrier),
-                 "l"(policy) : "memory");
-#else
-    for (int from = 0; from < 32; ++from) {
-      const int count = __shfl_sync(~0U, bytes, from), to = __shfl_sync(~0U, place, from);
-      const std::uint8_t* own = reinterpret_cast<const std::uint8_t*>(__shfl_sync(~0U, reinterpret_cast<unsigned long long>(source), from));
-      for (int at = static_cast<int>(threadIdx.x) % 32 * 16; at < count; at += 512) *reinterpret_cast<uint4*>(target + to + at) = *reinterpret_cast<const uint4*>(own + at);
+    const std::uint32_t barrier = shared_address(barriers_ + filling_);
+    if (total_ > 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(total_ * used) : "memory");
+    if (there) {
+      std::uint64_t policy;
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // tiles are read once a step: they must not push maps and partial states out of the cache
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(target)), "l"(source), "r"(bytes_), "r"(barrier), "l"(policy)
+                   : "memory");
     }
+#else
+    for (int at = 0; there && at < bytes_; at += 16) *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(source + at);
 #endif
+    left_ -= steps_;
+    for (in_page_ += steps_; in_page_ >= per_page_; in_page_ -= per_page_) ++page_;
+    filling_ = filling_ + 1 == stages_ ? 0 : filling_ + 1;
   }
-  /// The stage of iteration `i` of a block, when it is there. Before sm_90, the block was synchronised twice since the fetch.
-  __device__ __forceinline__ const std::uint8_t* wait(int i) const {
-    const int stage = i % stages_;
+  /// The next iteration's stage, when it is there. Before sm_90, the block was synchronised twice since the fetch.
+  __device__ __forceinline__ const std::uint8_t* wait() {
+    const int stage = using_;
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\nbra WAIT;\nREADY:\n}"
-                 ::"r"(shared_address(barriers_ + stage)), "r"(i / stages_ & 1) : "memory");
+                 ::"r"(shared_address(barriers_ + stage)), "r"(phase_) : "memory");
 #endif
+    using_ = stage + 1 == stages_ ? 0 : stage + 1;
+    if (using_ == 0) phase_ ^= 1U;
     return memory_ + stage * stage_bytes_;
   }
 
  private:
+  __device__ static int step_bytes(const HeadTiles& layout) { return !layout.codes && layout.keys ? layout.key_units * kPlainUnitBytes : layout.bytes; }
+
+  const Tables& tables_;
   std::uint8_t* memory_;
   std::uint64_t* barriers_;
-  JointList* lists_;
-  const std::uint8_t* pool_;
-  std::uint64_t page_bytes_;
-  const std::int32_t *key_table_, *value_table_;
-  int max_pages_, stage_bytes_, key_bytes_, stages_, value_place_, heads_, tile_rows_, tiles_, steps_;
-  int head_ = 0, step_ = 0, row_ = 0, used_ = 0;  // of this lane's copy, that was looked up
-  std::int32_t page_ = 0;
-  bool there_ = false;
+  int stage_bytes_, stages_, steps_, left_;
+  int filling_ = 0, using_ = 0;
+  std::uint32_t phase_ = 0;
+  bool fetches_ = false;
+  // Of this lane's copies.
+  const std::int32_t* table_ = nullptr;
+  int step_ = 0, bytes_ = 0, per_page_ = 1, place_ = 0, page_ = 0, in_page_ = 0, total_ = 0;
+  std::int32_t found_ = 0;
 };
 
 }  // namespace detail
