@@ -12,6 +12,7 @@
 #include "lowrankkv/cuda/combine.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/launch_turned.cuh"
 #include "lowrankkv/cuda/project_query.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -46,20 +47,6 @@ void with_column_blocks(int blocks, Function&& function) {
   }
 }
 
-/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on it.
-template <bool plain, class Function>
-void with_units(int units, Function&& function) {
-  if (plain && units <= 2) {
-    if constexpr (plain) function(std::integral_constant<int, 2>{});
-  } else if (units <= 4) {
-    function(std::integral_constant<int, 4>{});
-  } else if (units <= 8) {
-    function(std::integral_constant<int, 8>{});
-  } else {
-    function(std::integral_constant<int, 16>{});
-  }
-}
-
 /// Attention over plain rows of one kind.
 template <PlainRows which>
 void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
@@ -87,7 +74,8 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
 }
 
 /// Attention over lists of codes.
-inline void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
+template <class = void>
+void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
   int channels = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
     channels = (std::max)(channels, tiles.channels(Part::value));
@@ -116,6 +104,23 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
   });
 }
 
+/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
+template <CodedForm form>
+void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
+  if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
+  if (form == CodedForm::none || compressed_splits == 0) return;
+  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+  const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>(batch.count), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+  with_type(layer.tiles().coded_type, [&](auto coded_type) {
+    launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
+                 "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
+  });
+  if constexpr (form == CodedForm::codes) attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
+  if constexpr (form == CodedForm::plain) attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+}
+
 }  // namespace detail
 
 /// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
@@ -124,29 +129,16 @@ inline void attend_codes(const LayerState& layer, const AttentionStep& step, con
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
-inline void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
+/// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding
+template <CodedForm form, bool may_turn>
+void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                         int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const CodedForm form = layer.tiles().form;
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(batch.count);
-  detail::attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
-  if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
-  if (compressed_splits > 0) {
-    const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-    const dim3 projection(heads * static_cast<unsigned>(step.segments), sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-    detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
-      detail::launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
-                           "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
-    });
-    if (form == CodedForm::codes) {
-      detail::attend_codes(layer, step, batch, first_sequence, compressed_splits, stream);
-    } else {
-      detail::attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
-    }
-  }
-  const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
+  if (!tables.rotary.turns()) detail::attend_projected<form>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  else if constexpr (may_turn) detail::attend_turned<form>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   detail::launch_early(combine_kernel<>, outputs, kStepThreads, combine_bytes(step.width), layer.overlaps(), "combine_kernel", stream, tables, step, form, batch, out, first_row, first_sequence);
 }
 

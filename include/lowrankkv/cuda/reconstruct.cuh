@@ -348,7 +348,8 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
 }
 
 /// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
-inline void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+template <class = void>
+void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
