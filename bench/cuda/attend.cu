@@ -31,13 +31,14 @@ struct Shape {
 };
 
 template <class Cache>
-void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies, Rope keys = Rope::post) {
   if (std::string(name).rfind(only, 0) != 0) return;
   CacheConfig config;
   config.shape = {shape.query_heads, shape.kv_heads, kDim};
   config.max_sequences = shape.batch;
   config.max_tokens = shape.tokens + 64;
   config.page_bytes = 65536;
+  config.rope.keys = keys;
   Cache cache(config, maps, policies);
   const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
   const gpu::DeviceArray<__half> device(bench::random_halves(piece * row));
@@ -78,7 +79,7 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   const MemoryUsage usage = cache.memory();
   const double bytes = static_cast<double>(usage.total() - usage.slack_bytes);
   const double plain_bytes = 4.0 * kDim * shape.kv_heads * static_cast<double>(shape.tokens) * shape.batch;
-  std::printf("%-14s %2dq/%2dkv b %2d n %6lld: %.4f ms in a graph, %.4f ms called; %.3f of f16 (%.3f with slack), %.2f TB/s, %3.0f %% of the floor's rate; prompt %.2f ms a sequence\n", name,
+  std::printf("%-20s %2dq/%2dkv b %2d n %6lld: %.4f ms in a graph, %.4f ms called; %.3f of f16 (%.3f with slack), %.2f TB/s, %3.0f %% of the floor's rate; prompt %.2f ms a sequence\n", name,
               shape.query_heads, shape.kv_heads, shape.batch, static_cast<long long>(shape.tokens), static_cast<double>(replayed), static_cast<double>(plain), bytes / plain_bytes,
               static_cast<double>(usage.total()) / plain_bytes, bytes / static_cast<double>(replayed) / 1e9, 100.0 * bytes / kRate / (static_cast<double>(replayed) / 1e3), static_cast<double>(prompt));
   std::fflush(stdout);
@@ -90,12 +91,14 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 
 /// Bits of 32 channels each, of keys and of values; without the latter, the same.
-void codes(const char* name, const Shape& shape, const std::vector<int>& key_blocks, const std::vector<int>& value_blocks = {}) {
+void codes(const char* name, const Shape& shape, const std::vector<int>& key_blocks, const std::vector<int>& value_blocks = {}, Rope keys = Rope::post) {
   const std::vector<std::uint8_t> key_bits = bench::bits_of(key_blocks), value_bits = bench::bits_of(value_blocks.empty() ? key_blocks : value_blocks);
   const LayerBasis maps = bench::basis(shape.kv_heads, static_cast<int>(key_bits.size()), static_cast<int>(value_bits.size()), key_bits, value_bits);
-  measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}});
+  measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}}, keys);
 }
-void plain(const char* name, const Shape& shape, int rank) { measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}); }
+void plain(const char* name, const Shape& shape, int rank, Rope keys = Rope::post) {
+  measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}, keys);
+}
 
 }  // namespace
 
@@ -113,6 +116,14 @@ int main(int count, char** arguments) {
     codes("4 bits", shape, {4, 4, 4, 4});
     plain("f16 rank 32", shape, 32);
     plain("f16 rank 80", shape, 80);
-    if (shape.batch * shape.tokens * shape.kv_heads <= 8LL * 131072 * 8) measure<FullKV<Cuda>>("FullKV", shape, {}, {});
+    // Keys stored before their rotary embedding: lifted to head_dim and turned, tile by tile.
+    codes("unrotated, 2.5 bits", shape, {4, 2, 2, 2}, {}, Rope::pre);
+    codes("unrotated, 2 bits", shape, {2, 2, 2, 2}, {}, Rope::pre);
+    codes("unrotated, 1.5 bits", shape, {2, 2, 2}, {}, Rope::pre);
+    plain("unrotated, rank 32", shape, 32, Rope::pre);
+    plain("unrotated, rank 80", shape, 80, Rope::pre);
+    if (shape.batch * shape.tokens * shape.kv_heads > 8LL * 131072 * 8) continue;
+    measure<FullKV<Cuda>>("FullKV", shape, {}, {});
+    measure<FullKV<Cuda>>("unrotated, FullKV", shape, {}, {}, Rope::pre);
   }
 }

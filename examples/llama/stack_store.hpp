@@ -65,19 +65,22 @@ class StackStore final : public KvStore {
 /// Caches in device memory behind the same interface: cache and attention are on the GPU, everything else of the model is on the CPU.
 class DeviceStore final : public KvStore {
  public:
-  explicit DeviceStore(std::unique_ptr<DeviceCaches> caches) : caches_(std::move(caches)) {}
+  /// @param unrotated  keys are stored before their rotary embedding
+  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool unrotated) : caches_(std::move(caches)), unrotated_(unrotated) {}
   void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
   void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
-  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->prefill(layer, seq, n, rows.query, rows.key, rows.value, out); }
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.query, rows.key, rows.value); }
-  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->decode(layer, seq, n, rows.query, rows.key, rows.value, out); }
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->prefill(layer, seq, n, rows.query, key_of(rows), rows.value, out); }
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.query, key_of(rows), rows.value); }
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->decode(layer, seq, n, rows.query, key_of(rows), rows.value, out); }
   void maintain(lowrankkv::SequenceId seq) override { caches_->maintain(seq); }
   lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return caches_->memory(seq); }
   lowrankkv::MemoryUsage memory() const override { return caches_->memory(); }
   std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return caches_->num_tokens(seq); }
 
  private:
+  const float* key_of(const Projected& rows) const { return unrotated_ ? rows.unrotated_key : rows.key; }
   std::unique_ptr<DeviceCaches> caches_;
+  bool unrotated_ = false;
 };
 
 /// What the command line asks for, and the model that it is for.
@@ -111,9 +114,9 @@ struct Recipe {
       on_device.full_row_bits = 0;   // full rows are of full_type there
       on_device.page_bytes = 0;      // pages of the tiles' size
       on_device.max_query_tokens = 64;
-      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies));
+      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies), config.rope.keys == lowrankkv::Rope::pre);
     }
-    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted");
+    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted, Budgeted+PreRoPE");
 #else
     static_cast<void>(bases);
     static_cast<void>(policies);

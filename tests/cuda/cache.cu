@@ -247,7 +247,7 @@ void compare(const Settings& settings, const CacheConfig& config, DeviceSide& de
   else CHECK(different <= (support::coded(settings.method) || support::by_errors(settings.method) || support::by_scores(settings.method) ? static_cast<std::size_t>(2 + key.size() / static_cast<std::size_t>(dim) / 200) : 0));
   if (settings.method == Method::full) CHECK(key == cpu_key);
   std::vector<double> expected, expected_lse;
-  support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse, support::drops(settings.method));
+  support::attend_f64(config.shape, config.scale(), support::turned(config, key), value, query, expected, expected_lse, support::drops(settings.method));
   // Codes: queries and weights are 16-bit integers, gains powers of 2^(1/16) by an approximate instruction. Plain rows: f32 sums;
   // queries and weights are two numbers of the rows' type, 22 bits together in f16, 16 in bf16.
   const double limit = support::coded(settings.method) ? 1e-3 : config.full_type == DType::f16 ? 2e-5 : 2e-4;
@@ -285,6 +285,7 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
     settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector) settings.recent = 0;
     const int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
+    if (settings.unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
     const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank);
     const auto device = make_device(settings, config, layer.basis);
     std::vector<SequenceId> seqs{1, 2, 3};
@@ -384,6 +385,46 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
     const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, std::max(1, 2 * effort()));
     MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications " << worst.publications << ", merges " << worst.merges);
   }
+}
+
+TEST_CASE("the same of keys stored before their rotary embedding") {
+  std::uint64_t seed = 300;
+  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted}) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      Settings settings;
+      settings.method = method;
+      settings.coefficients = type;
+      settings.unrotated = true;
+      const std::string name = support::kMethodNames[static_cast<int>(method)];
+      CAPTURE(name);
+      CAPTURE(std::string(name_of(type)));
+      const Worst worst = random_sequences(settings, type, ++seed, std::max(1, 3 * effort()));
+      MESSAGE(name << " " << std::string(name_of(type)) << ", unrotated: outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
+    }
+  }
+}
+
+TEST_CASE("what keys stored before their rotary embedding do not go with is refused") {
+  Random random(47);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.rope.keys = Rope::pre;
+  const auto layer = support::random_layer(random, config.shape, {}, 16);
+  const auto message = [&](Method method) {
+    Settings settings;
+    settings.method = method;
+    try {
+      make_device(settings, config, layer.basis);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  CHECK(message(Method::hybrid).empty());
+  CHECK(message(Method::oja).find("Static expected") != std::string::npos);
+  CHECK(message(Method::snapkv_only).find("without SnapKV") != std::string::npos);
+  config.rope.rotary_dim = 24;
+  CHECK(message(Method::hybrid).find("rotary_dim 24, a multiple of 16") != std::string::npos);
 }
 
 TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leave it alone") {
@@ -592,10 +633,11 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
 
 TEST_CASE("prefill is exact attention over the prompt's own rows and what is stored, and stores as ingest") {
   Random random(11);
-  for (int trial = 0; trial < 12; ++trial) {
+  for (int trial = 0; trial < 18; ++trial) {
     Settings settings;
     const Method methods[] = {Method::full, Method::hybrid, Method::codes};
     settings.method = methods[trial % 3];
+    settings.unrotated = trial >= 12;
     CacheConfig config;
     const int groups[] = {1, 2, 4, 7}, dims[] = {64, 128, 256};
     config.shape.num_kv_heads = 2;
@@ -605,6 +647,7 @@ TEST_CASE("prefill is exact attention over the prompt's own rows and what is sto
     config.max_sequences = 2;
     config.epoch_type = DType::f32;
     settings.recent = 20;
+    if (settings.unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
     const auto layer = support::random_layer(random, config.shape, settings, 40);
     const auto device = make_device(settings, config, layer.basis);
     device->create(1);
@@ -624,7 +667,7 @@ TEST_CASE("prefill is exact attention over the prompt's own rows and what is sto
       before_key.insert(before_key.end(), key.begin(), key.end());
       before_value.insert(before_value.end(), value.begin(), value.end());
       std::vector<double> expected, expected_lse;
-      support::attend_f64(config.shape, config.scale(), before_key, before_value, query, expected, expected_lse);
+      support::attend_f64(config.shape, config.scale(), support::turned(config, before_key), before_value, query, expected, expected_lse);
       CAPTURE(trial);
       CAPTURE(n);
       const double limit = settings.method == Method::codes && part == 1 ? 1e-3 : 2e-5;
@@ -636,6 +679,45 @@ TEST_CASE("prefill is exact attention over the prompt's own rows and what is sto
       CHECK(values[0] == values[1]);
     }
   }
+}
+
+TEST_CASE("layers work in memory that the caller lends, one after the other, as in their own") {
+  Random random(53);
+  CacheConfig config;
+  config.shape = {8, 2, 64};
+  config.max_tokens = 3000;
+  config.max_sequences = 2;
+  config.max_query_tokens = 3;
+  const auto layer = support::random_layer(random, config.shape, {}, 20);
+  OjaKV<Cuda>::PolicySet policies;
+  policies.token_policy = {4, 32};
+  const std::size_t bytes = OjaKV<Cuda>::workspace_bytes(config, layer.basis, policies);
+  const gpu::DeviceArray<std::uint8_t> memory(bytes + 128);
+  const auto message = [&](std::uint8_t* data, std::size_t size) {
+    try {
+      OjaKV<Cuda> cache(config, layer.basis, policies, nullptr, {data, size});
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  CHECK(message(memory.data(), bytes - 1).find(std::to_string(bytes - 1) + " bytes lent, " + std::to_string(bytes) + " needed") != std::string::npos);
+  CHECK(message(memory.data() + 8, bytes).find("8 bytes off") != std::string::npos);
+  OjaKV<Cuda> own(config, layer.basis, policies), first(config, layer.basis, policies, nullptr, {memory.data(), bytes}), second(config, layer.basis, policies, nullptr, {memory.data(), bytes});
+  CHECK(own.workspace_bytes() == bytes);
+  CHECK(first.memory().reserved_bytes + bytes == own.memory().reserved_bytes);
+  const auto key = layer.rows(random, 2500, true), value = layer.rows(random, 2500, false), query = layer.queries(random, 32);
+  const gpu::DeviceArray<float> k(key), v(value), q(query);
+  std::vector<std::vector<float>> outputs;
+  for (OjaKV<Cuda>* cache : {&own, &first, &second}) {
+    cache->create(7);
+    cache->ingest(7, {k.data(), 2500, 2, 64}, {v.data(), 2500, 2, 64}, {q.data(), 32, 8, 64});
+    const auto out = poisoned(3 * 8 * 64);
+    cache->attend(7, {q.data(), 3, 8, 64}, {out.data(), 3, 8, 64});
+    outputs.push_back(host(out));
+  }
+  CHECK(outputs[1] == outputs[0]);
+  CHECK(outputs[2] == outputs[0]);
 }
 
 TEST_CASE("rows give the same whatever their type and strides") {

@@ -41,6 +41,7 @@ struct Settings {
   lowrankkv::SnapKV snapkv;
   float share = 1.0F;  ///< of a prompt, what an updater observes
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
+  bool unrotated = false;  ///< keys come before their rotary embedding
 };
 
 template <class Policy, class Member>

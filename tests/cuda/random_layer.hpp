@@ -145,6 +145,24 @@ inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& sha
   return layer;
 }
 
+/// A rotary embedding of keys that are stored before it: any pairing, all channels or some.
+inline lowrankkv::RopeConfig random_rope(Random& random, int head_dim) {
+  lowrankkv::RopeConfig rope;
+  rope.keys = lowrankkv::Rope::pre;
+  rope.pairing = random() % 3 == 0 ? lowrankkv::RopePairing::interleaved : lowrankkv::RopePairing::half_split;
+  rope.rotary_dim = random() % 3 == 0 ? 16 * (1 + static_cast<int>(random() % static_cast<unsigned>(head_dim / 16))) : 0;
+  rope.theta = random() % 2 == 0 ? 10000.0 : 500.0;
+  return rope;
+}
+/// Keys [tokens, heads, dim] of positions from 0 on, turned if they are stored unrotated; rows of zeros stay so.
+inline std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys) {
+  if (config.rope.keys == lowrankkv::Rope::post) return keys;
+  const std::vector<double> frequencies = lowrankkv::rope_frequencies(config.rope, config.shape.head_dim);
+  const std::size_t heads = static_cast<std::size_t>(config.shape.num_kv_heads), dim = static_cast<std::size_t>(config.shape.head_dim);
+  for (std::size_t row = 0; row < keys.size() / dim; ++row) lowrankkv::apply_rope(keys.data() + row * dim, frequencies, static_cast<std::int64_t>(row / heads), config.rope.pairing);
+  return keys;
+}
+
 /// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse. drops: rows that are all zeros are not there.
 inline void attend_f64(const lowrankkv::CacheShape& shape, double scale, const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& query, std::vector<double>& out,
                        std::vector<double>& lse, bool drops = false) {

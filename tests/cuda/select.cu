@@ -68,7 +68,7 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       config.max_tokens = 4000;
       const int dim = config.shape.head_dim, n = lengths[random() % 5], w = std::min(n, 1 + static_cast<int>(random() % 40));
       gpu::LayerTiles tiles;
-      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim));
+      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), false);
       tiles.full.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
       gpu::LayerState layer(config, tiles, {}, 100, {}, {}, nullptr);

@@ -551,6 +551,9 @@ TEST_CASE("errors of blocks name both values and leave a cache as it was") {
     return message_of([&] { Side<Blocks>(config, layer.basis, wrong); });
   };
   CHECK(message({0.2F, 9, 3, true}) == "BlockHadamard: bits are 2 to 8, given 9");
+  CacheConfig unrotated = config;
+  unrotated.rope.keys = Rope::pre;
+  CHECK(message_of([&] { Side<Blocks>(unrotated, layer.basis, settings); }).find("codes of 2 scale groups, values joint: 0; 1 and 0 expected") != std::string::npos);
   CHECK(message({1.2F, 4, 3, true}).find("outlier_share is in [0, 1], given 1.2") != std::string::npos);
   Side<Blocks> side(config, layer.basis, settings);
   side.cache.create(1);

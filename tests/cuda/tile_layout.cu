@@ -124,10 +124,10 @@ TEST_CASE("pages hold the largest tile, and waste the least of those considered"
       return static_cast<std::size_t>(StaticPCAHybrid<Cuda>::num_pages(config, basis, policies)) * page_bytes;
     };
     CHECK(page % 128 == 0);
-    const std::size_t least = bytes(page), tile = static_cast<std::size_t>(gpu::plain_tiles(config.shape.head_dim, config.shape.head_dim, gpu::plain_units(config.shape.head_dim)).bytes);
+    const std::size_t least = bytes(page), tile = static_cast<std::size_t>(gpu::plain_tiles(config.shape.head_dim, config.shape.head_dim, gpu::plain_units(config.shape.head_dim), false).bytes);
     int most = 0, largest = static_cast<int>(tile);
     for (const HeadBasis& maps : basis.heads) most = (std::max)(most, gpu::plain_units(maps.key_rank));
-    for (const HeadBasis& maps : basis.heads) largest = (std::max)(largest, gpu::plain_tiles(maps.key_rank, maps.value_rank, most).bytes);
+    for (const HeadBasis& maps : basis.heads) largest = (std::max)(largest, gpu::plain_tiles(maps.key_rank, maps.value_rank, most, false).bytes);
     CHECK(page >= static_cast<std::size_t>(largest));
     for (std::size_t count = 1; count <= 4; ++count) {
       if (count * tile >= static_cast<std::size_t>(largest)) CHECK(least <= bytes(count * tile));

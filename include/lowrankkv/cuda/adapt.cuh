@@ -105,7 +105,8 @@ void with_score_units(int units, Function&& function) {
 
 /// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the others are dropped. Returns the order of the ones that stay.
 /// @param with_pinned  pinned rows stand in that order too: all go to one list
-inline RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
+template <class = void>
+RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
   Candidates candidates{scores, scratch.rows, with_pinned, {}, {}, {}};
   candidates.first[0] = leaving.pinned[0];
   candidates.end[0] = leaving.rows[0];
@@ -116,7 +117,8 @@ inline RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, con
 }
 
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the first `leaving` of them: [heads, rows].
-inline const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, std::int64_t leaving, cudaStream_t stream) {
+template <class = void>
+const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, std::int64_t leaving, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
@@ -143,7 +145,8 @@ inline const float* enqueue_scores(const LayerState& layer, const CompressScratc
 }
 
 /// @brief The scores of the rows of an order, those of the others lower than any, in the half of the scores that `scores` are not in.
-inline const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
+template <class = void>
+const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
   const int heads = layer.tables().num_heads;
   float* target = scores == scratch.scores ? scratch.second_scores(heads) : scratch.scores;
   mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(leaving), kept.rows, kept.stride, num_kept, target);
@@ -152,7 +155,8 @@ inline const float* mask_scores(const LayerState& layer, const CompressScratch& 
 }
 
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
-inline void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
+template <class = void>
+void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   HostEpochs& own = now.epochs;
   if (!own.segments.empty() && own.segments.back().epoch == own.current) return;

@@ -13,6 +13,7 @@
 #include "lowrankkv/cuda/fold_joint.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/launch_turned.cuh"
 #include "lowrankkv/cuda/project_query.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -44,20 +45,6 @@ void with_column_blocks(int blocks, Function&& function) {
     function(std::integral_constant<int, 1>{});
   } else {
     function(std::integral_constant<int, 2>{});
-  }
-}
-
-/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on it.
-template <bool plain, class Function>
-void with_units(int units, Function&& function) {
-  if (plain && units <= 2) {
-    if constexpr (plain) function(std::integral_constant<int, 2>{});
-  } else if (units <= 4) {
-    function(std::integral_constant<int, 4>{});
-  } else if (units <= 8) {
-    function(std::integral_constant<int, 8>{});
-  } else {
-    function(std::integral_constant<int, 16>{});
   }
 }
 
@@ -118,6 +105,24 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
   });
 }
 
+/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
+template <CodedForm form, int scale_groups, bool joint>
+void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
+  if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
+  if (form == CodedForm::none || compressed_splits == 0) return;
+  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+  const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>(batch.count), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+  with_type(layer.tiles().coded_type, [&](auto coded_type) {
+    launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
+                 "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
+  });
+  if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
+  else if constexpr (form == CodedForm::codes) attend_codes<scale_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
+  else if constexpr (form == CodedForm::plain) attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+}
+
 }  // namespace detail
 
 /// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
@@ -126,38 +131,20 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
-/// @tparam scale_groups  of tiles of codes
-/// @tparam joint_groups  values are joint: scale groups of their tiles of codes, 0 of plain ones; negative: they are not
-template <int scale_groups, int joint_groups>
+/// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint
+template <CodedForm form, bool may_turn, int scale_groups, bool joint>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                         int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const CodedForm form = layer.tiles().form;
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(batch.count);
-  detail::attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
-  if (step.prompt != nullptr) detail::attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
-  if (compressed_splits > 0) {
-    const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-    const dim3 projection(heads * static_cast<unsigned>(step.segments), sequences, static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-    detail::with_type(layer.tiles().coded_type, [&](auto coded_type) {
-      detail::launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
-                           "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
-    });
-    if constexpr (joint_groups >= 0) {
-      detail::attend_joint<joint_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
-    } else if (form == CodedForm::codes) {
-      detail::attend_codes<scale_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
-    } else {
-      detail::attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
-    }
-  }
-  const dim3 outputs(static_cast<unsigned>(step.blocks), heads, sequences);
+  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  else if constexpr (may_turn) detail::attend_turned<form>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
-  const auto kernel = combine_kernel<joint_groups >= 0 ? 1 : scale_groups>;
-  detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint_groups >= 0 ? CodedForm::plain : form,
-                       batch, out, first_row, first_sequence);
+  const auto kernel = combine_kernel<joint ? 1 : scale_groups>;
+  detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
+                       first_row, first_sequence);
 }
 
 }  // namespace cuda

@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;
   constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
+  __shared__ detail::JointCopy copies[detail::kJointCopies + 1];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
   __shared__ int planes[2][4];              // of scale groups: bytes where planes of 8, 4, 2 and 1 bits begin
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int list_steps = rows_at_once / tile_rows;  // of an iteration
   const int end = min((first_iteration + count) * list_steps, (rows + tile_rows - 1) / tile_rows);
   detail::JointRing ring(tables, slot, leader + first_head, heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
-                         memory.stage_bytes, barriers);
+                         memory.stage_bytes, barriers, copies);
   if (thread < heads) {
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};

@@ -244,14 +244,16 @@ inline MassQueries mass_queries(const LayerState& layer, const QueryView& query,
 }
 
 /// @brief Enqueues zeros for all positions, those of dropped rows among them.
-inline void clear_masses(const MassView& mass, cudaStream_t stream) {
+template <class = void>
+void clear_masses(const MassView& mass, cudaStream_t stream) {
   const std::size_t size = static_cast<std::size_t>(mass.num_sequences) * static_cast<std::size_t>(mass.num_heads) * static_cast<std::size_t>(mass.num_positions);
   check(cudaMemsetAsync(mass.data, 0, size * sizeof(float), stream), "mass");
 }
 
 /// @brief Enqueues what rows receive from queries that were just attended to. One launch; allocates nothing, waits for nothing.
 /// @param target  a step's masses  @param full_rows  most rows of a full list of the batch
-inline void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
+template <class = void>
+void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const int list_pieces = static_cast<int>((full_rows + kMassRows - 1) / kMassRows), units = tables.full.key_units;
   const int own_pieces = ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kMassRows - 1) / kMassRows;
@@ -273,7 +275,8 @@ inline void enqueue_masses(const LayerState& layer, const Batch& batch, const Ma
 }
 
 /// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a full list and a tail of the batch
-inline void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceMasses& source, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
+template <class = void>
+void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceMasses& source, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
   accumulate_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), batch, source, first_sequence);
   check(cudaGetLastError(), "accumulate_kernel");

@@ -53,6 +53,7 @@ struct AttentionStep {
   std::int32_t prompt_first = 0;      ///< row of the prompt that the first query is of
   float* joint_partial = nullptr;     ///< [sequence, group of heads, split, chunk of columns, kJointLines + joint_width, kJointColumns], of joint values (cuda/joint_tiles.cuh); null: none
   float* joint_states = nullptr;      ///< [sequence, head, block, 3 + joint_width, kBlockColumns]: those folded, as a head's only state of compressed rows
+  std::int32_t joint_heads = 0;       ///< of a group whose values are joint; 0: none
   std::int32_t joint_width = 0;       ///< channels of a latent as attention sums them, the most of a group
   std::int32_t joint_splits = 0;      ///< splits that partial states are set aside for
   std::int32_t joint_chunks = 0;      ///< chunks of columns, at most kJointChunks, that they are
@@ -82,17 +83,16 @@ struct AttentionStep {
 
 /// @brief Merges the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns], into one in global memory, its
 /// maxima moved by `shift` (of this thread's column). All threads call it.
-/// @param factors  shared memory of kAttendWarps x kBlockColumns numbers
+/// @param factors  shared memory of warps x kBlockColumns numbers
 __device__ inline void merge_warps(const float* states, int channels, float shift, float* factors, float* target) {
   const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32, thread = static_cast<int>(threadIdx.x);
-  if (thread < kAttendWarps * kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
-    const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
-    const float own = warp < warps ? states[warp * size + column] : -INFINITY;
-    float top = fmaxf(own, __shfl_xor_sync(~0U, own, 4));
-    top = fmaxf(top, __shfl_xor_sync(~0U, top, 8));
-    top = fmaxf(top, __shfl_xor_sync(~0U, top, 16));
+  if (thread < warps * kBlockColumns) {
+    const int column = thread % kBlockColumns;
+    const float own = states[thread / kBlockColumns * size + column];
+    float top = own;
+    for (int warp = 0; warp < warps; ++warp) top = fmaxf(top, states[warp * size + column]);
     factors[thread] = own > -INFINITY ? exp2f(own - top) : 0.0F;
-    if (warp == 0) target[column] = top + shift;
+    if (thread < kBlockColumns) target[column] = top + shift;
   }
   __syncthreads();
   for (int item = 1 + thread; item < 3 + channels; item += static_cast<int>(blockDim.x)) {

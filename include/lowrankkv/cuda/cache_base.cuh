@@ -48,8 +48,13 @@ class CacheBase {
                 "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
   static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
-  CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), most_full(config_, policies), limits(), listed(), std::move(pool)),
+  /// Form of the compressed rows, if there are any.
+  static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
+  /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
+  static constexpr bool kMayTurn = !Rule::adapts && Rows::choice != RowChoice::scores && Rows::choice != RowChoice::masses && scale_groups == 1 && !joins;
+
+  CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
+      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), most_full(config_, policies), limits(), listed(), std::move(pool), workspace),
         sequences_(config.max_sequences) {}
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
@@ -76,7 +81,7 @@ class CacheBase {
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
-    if (config.rope.keys == Rope::pre) fail<ValueError>("rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
+    if (config.rope.keys == Rope::pre) check_turns(config);
     if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
     if (Rows::compresses) {
@@ -86,6 +91,17 @@ class CacheBase {
     ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
+  }
+
+  /// What keys that are stored before their rotary embedding go with on this backend.
+  static void check_turns(const CacheConfig& config) {
+    using ::lowrankkv::detail::fail;
+    RotaryTables::check(config.rope, config.shape.head_dim);
+    if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
+    if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
+    if (Rows::choice == RowChoice::scores || Rows::choice == RowChoice::masses) {
+      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by attention, a token policy without SnapKV and HeavyHitters expected on this backend");
+    }
   }
 
   /// Rows that a sequence may have in the full list.

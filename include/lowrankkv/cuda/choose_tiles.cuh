@@ -65,8 +65,9 @@ inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std:
 template <class Quantizer>
 LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, int joint_heads, std::int64_t most_full) {
   using Codec = Impl<Quantizer, Cuda>;
+  const bool turns = config.rope.keys == Rope::pre;
   LayerTiles tiles;
-  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim));
+  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim), turns);
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
     tiles.form = Codec::form;
@@ -87,7 +88,7 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
         tiles.coded_type = Codec::type(quantizer);
         tiles.parts.resize(tiles.parts.size() + 2);
         tiles.steps.resize(tiles.steps.size() + 2);
-        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units)) : plain_tiles(head.key_rank, head.value_rank, most_units));
+        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units, turns)) : plain_tiles(head.key_rank, head.value_rank, most_units, turns));
       }
     }
     for (std::size_t head = 0; joins && head < basis.heads.size(); head += static_cast<std::size_t>(joint_heads)) {

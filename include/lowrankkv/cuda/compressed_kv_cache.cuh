@@ -53,9 +53,10 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief Makes an empty cache. Allocates on the device.
   /// @param basis  the calibrated maps; may be empty if the token policy compresses nothing
   /// @param pool   pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
+  /// @param workspace  device memory of workspace_bytes() for attend(), which must outlive the cache; layers whose calls follow each other can share it. Null: of its own
   /// @throws ShapeError, ValueError, CapacityError naming both values; DeviceError
-  explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr)
-      : Base(config, basis, policies, std::move(pool)) {}
+  explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr, const cuda::LentMemory& workspace = {})
+      : Base(config, basis, policies, std::move(pool), workspace) {}
 
   /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
@@ -64,6 +65,14 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
   /// @brief The page size that config.page_bytes = 0 stands for.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return Base::tiles_of(Base::checked(config, basis, policies, nullptr), basis, policies).page_bytes; }
+
+  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it.
+  static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    const CacheConfig full = Base::checked(config, basis, policies, nullptr);
+    const cuda::LayerTiles tiles = Base::tiles_of(full, basis, policies);
+    const std::int64_t max_rows[2] = {Base::most_full(full, policies), tiles.compressed.empty() ? 0 : full.max_tokens};
+    return cuda::Workspace::decode_bytes(full, tiles, Base::limits().segments(), max_rows);
+  }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
@@ -217,7 +226,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens: unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes
   /// nothing.
   /// @param query  [seqs.size() * m, num_qo_heads, head_dim]  @param states  the same tokens, num_qo_heads heads
-  /// @param tokens own: the last m of the tail, causal among those m; elsewhere: behind everything that is stored here, all of which they see
+  /// @param tokens own: the last m of the tail, causal among those m; elsewhere: behind everything that is stored here, all of which they see. Positions of keys that are stored
+  /// before their rotary embedding count from this cache's first token: give queries that are turned back by the position of that token
   /// @throws as attend()
   void attend_partial(std::span<const SequenceId> seqs, const QueryView& query, const cuda::StateView& states, cuda::QueryTokens tokens, cudaStream_t stream = nullptr) {
     this->check_queries(query, {states.values, states.num_tokens, states.num_heads, states.head_dim}, {states.maximum, states.num_tokens, states.num_heads}, query.num_tokens);
@@ -243,7 +253,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (std::int64_t first = 0; first < n; first += at_once) {
       cuda::AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step<Base::scale_groups, Base::joint_groups>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
     }
     if constexpr (Base::Rows::keeps_masses) {
       const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
@@ -279,7 +289,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::scale_groups, Base::joint_groups>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
       if constexpr (Base::Rows::keeps_masses) {
         if (mass.data == nullptr) return;
         cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m), {}, {mass.data, mass.num_positions}, static_cast<int>(first), full, stream);
@@ -367,8 +377,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
     return usage;
   }
-  /// @brief Device memory that attend() works in; owned, made for max_sequences and max_query_tokens.
-  std::size_t workspace_bytes() const { return layer_.workspace().bytes(); }
+  /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.
+  std::size_t workspace_bytes() const { return layer_.workspace().decode_bytes(); }
   /// @brief What has happened since the cache was made; as far as counts tell: rejected updates are not noticed.
   const CacheStatistics& statistics() const { return this->statistics_; }
   const CacheConfig& config() const { return config_; }

@@ -21,6 +21,8 @@ namespace cuda {
 struct EpochLimits {
   int own = 0;
   bool rotates_calibrated_rows = false;
+  /// @brief Segments that a sequence can have.
+  constexpr int segments() const { return own == 0 ? 1 : own + 2; }
 };
 
 /// @brief What a sequence has published, as the host knows it.
@@ -73,7 +75,7 @@ class EpochStore {
   const HeadMaps* maps() const { return maps_.data(); }
   bool adapts() const { return limits_.own > 0; }
   /// @brief Segments that a sequence can have.
-  int max_segments() const { return limits_.own == 0 ? 1 : limits_.own + 2; }
+  int max_segments() const { return limits_.segments(); }
   const WorkingBases& bases() const { return bases_; }
   int most() const { return most_; }
   /// @brief Bytes of an epoch's maps over all heads.

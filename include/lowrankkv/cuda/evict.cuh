@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tabl
 
 /// @brief Of stored and leaving rows, those with the largest masses stay; those that take the places of others are stored here. Returns the order of the ones that go to the list's end.
 /// The pages of the full lists are the sequences' own. Two launches. @param pinned  positions below it stay
-inline RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
+template <class = void>
+RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
   const Eviction eviction{source.packed == nullptr ? nullptr : scratch.scores, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned)};
   const unsigned heads = static_cast<unsigned>(layer.tables().num_heads), sequences = static_cast<unsigned>(leaving.count);
   evict_rows_kernel<><<<dim3(heads, sequences), kEvictThreads, 0, stream>>>(layer.tables(), leaving, eviction);
@@ -163,7 +164,8 @@ inline RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std:
 }
 
 /// @brief Enqueues renew_masses_kernel: the tail is rows [first, first + count) of a packed prompt now.
-inline void renew_masses(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
+template <class = void>
+void renew_masses(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
   renew_masses_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.scores, scratch.rows, first, count);
   check(cudaGetLastError(), "renew_masses_kernel");
 }

@@ -12,7 +12,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail, tables and own epochs are copied.
-inline void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
+template <class = void>
+void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
   HostSequence& to = layer.sequence(target);
   to = layer.sequence(source);
   for (const auto& list : to.pages) {

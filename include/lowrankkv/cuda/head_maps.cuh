@@ -12,6 +12,8 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/lift_maps.cuh"
+#include "lowrankkv/cuda/rotary.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -106,6 +108,7 @@ struct PartMaps {
 /// @brief Maps of one KV head.
 struct HeadMaps {
   PartMaps key, value;
+  LiftMap lift;  ///< of keys that are turned when they are read; else empty
   __host__ __device__ const PartMaps& of(Part part) const { return part == Part::key ? key : value; }
 };
 
@@ -116,7 +119,8 @@ class LayerMaps {
   /// @param tiles  per head: keys, values
   /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
   /// @param type   to which maps are rounded
-  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, int head_dim, DType type) {
+  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too  @param coded_type  of plain tiles
+  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type) {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
@@ -210,6 +214,7 @@ class LayerMaps {
       maps.gains = tiles[part].gains;
       std::copy_n(tiles[part].reference, 2, maps.reference);
     }
+    if (rotary.turns()) make_lifts(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type);
   }
 
   /// @brief The descriptors, on the host; what they point to is on the device.
@@ -217,7 +222,7 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_numbers_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
@@ -228,8 +233,46 @@ class LayerMaps {
     if (head.output_up.empty()) return column(head.value_down);
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
+  void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type) {
+    std::vector<uint2> operands;
+    std::vector<float> numbers;
+    std::vector<std::size_t> first;
+    for (std::size_t head = 0; head < heads_.size(); ++head) {
+      const HeadBasis& own = basis.heads[head];
+      const PartTiles& keys = tiles[2 * head];
+      std::vector<float> mean;
+      for (int place = 0; place < head_dim && !own.key_mean.empty(); ++place) mean.push_back(round_to(type, own.key_mean[static_cast<std::size_t>(rotary.channel(place, head_dim))]));
+      const auto element = [&](int coefficient, int place) { return round_to(type, decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim)); };
+      HostLift lift;
+      if (layouts[head].codes) {
+        lift = lift_codes(keys.widths, head_dim, mean, [&](int code, int place) {
+          const TileChannel& at = keys.channels[static_cast<std::size_t>(code)];
+          const std::vector<float>& steps = scales[2 * head];
+          return at.source < 0 ? 0.0F : element(at.source, place) * (steps.empty() ? 1.0F : steps[static_cast<std::size_t>(at.source)]) * static_cast<float>(1U << at.shift);
+        });
+      } else {
+        lift = lift_plain(coded_type, layouts[head].key_units, head_dim, mean,
+                          [&](int coefficient, int place) { return coefficient < own.key_rank ? element(coefficient, place) : 0.0F; });
+      }
+      first.push_back(operands.size());
+      operands.insert(operands.end(), lift.operands.begin(), lift.operands.end());
+      numbers.insert(numbers.end(), lift.numbers.begin(), lift.numbers.end());
+      heads_[head].lift.factor = lift.factor;
+      heads_[head].lift.parts = lift.parts;
+    }
+    lifts_ = DeviceArray<uint2>(operands);
+    lift_numbers_ = DeviceArray<float>(numbers);
+    for (std::size_t head = 0; head < heads_.size(); ++head) {
+      LiftMap& lift = heads_[head].lift;
+      lift.operands = lifts_.data() + first[head];
+      lift.numbers = lift_numbers_.data() + 3 * head * static_cast<std::size_t>(head_dim);
+    }
+  }
+
   DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
+  DeviceArray<uint2> lifts_;
+  DeviceArray<float> lift_numbers_;
   std::vector<HeadMaps> heads_;
   std::uint64_t checksum_ = 0;
 };

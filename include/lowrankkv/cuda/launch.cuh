@@ -38,6 +38,20 @@ void with_type(DType type, Function&& function) {
   }
 }
 
+/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on it.
+template <bool plain, class Function>
+void with_units(int units, Function&& function) {
+  if (plain && units <= 2) {
+    if constexpr (plain) function(std::integral_constant<int, 2>{});
+  } else if (units <= 4) {
+    function(std::integral_constant<int, 4>{});
+  } else if (units <= 8) {
+    function(std::integral_constant<int, 8>{});
+  } else {
+    function(std::integral_constant<int, 16>{});
+  }
+}
+
 }  // namespace detail
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

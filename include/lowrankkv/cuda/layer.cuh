@@ -36,8 +36,8 @@ struct HostSequence {
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
 class LayerState {
  public:
-  /// @param max_full  rows that a sequence of config.max_tokens may have in the full list
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool)
+  /// @param max_full  rows that a sequence of config.max_tokens may have in the full list  @param workspace  that the caller lends, or none
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
@@ -71,9 +71,11 @@ class LayerState {
     tables_.full_type = config.full_type;
     tables_.full = tiles_.full;
     tables_.compressed = compressed_.data();
+    if (config.rope.keys == Rope::pre) rotary_ = RotaryTables(config.rope, config.shape.head_dim);
+    tables_.rotary = rotary_.get();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
-    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, config.shape.head_dim, config.epoch_type);
+    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type, tables_.rotary, tiles_.coded_type);
     epochs_ = EpochStore(config, basis, maps_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
@@ -99,7 +101,7 @@ class LayerState {
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(tables_.num_lists));
     }
-    workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, listed.masses);
+    workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, listed.masses, workspace);
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -131,7 +133,9 @@ class LayerState {
   /// @brief The calibrated maps, as kernels know them.
   const std::vector<HeadMaps>& host_maps() const { return maps_.heads(); }
   /// @brief Device memory of what all sequences share.
-  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes(); }
+  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + rotary_.bytes(); }
+  /// @brief Parts of the map that lifts a head's keys.
+  int lift_parts(int head) const { return maps_.heads()[static_cast<std::size_t>(head)].lift.parts; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
   PagePool& pool() const { return *pool_; }
@@ -309,6 +313,7 @@ class LayerState {
   DeviceArray<std::uint32_t> faults_;
   DeviceArray<HeadTiles> compressed_;
   DeviceArray<std::uint8_t> tails_;
+  RotaryTables rotary_;
   LayerMaps maps_;
   LayerMetrics metrics_;
   EpochStore epochs_;

@@ -59,12 +59,12 @@ struct ListedRows {
 constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit; }
 
 /// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill `most_units` units: of about 8 KiB, so that
-/// what is done once a tile weighs little.
-inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units) {
+/// what is done once a tile weighs little; of more where keys are turned when they are read.
+inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units, bool turns) {
   HeadTiles tiles;
   tiles.key_units = plain_units(key_channels);
   tiles.value_units = plain_units(value_channels);
-  tiles.rows = kPlainRows * plain_steps(most_units);
+  tiles.rows = kPlainRows * (turns ? turned_steps(most_units) : plain_steps(most_units));
   tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
   tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
   return tiles;

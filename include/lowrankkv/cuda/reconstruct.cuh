@@ -329,7 +329,8 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
   }
 }
 
-/// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere  @tparam scale_groups  of tiles of codes
+/// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
+/// @tparam scale_groups  of tiles of codes
 template <int scale_groups>
 void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
   const Tables& tables = layer.tables();

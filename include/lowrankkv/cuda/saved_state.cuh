@@ -70,6 +70,12 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("num_qo_heads", layer.config().shape.num_qo_heads);
   add("head_dim", tables.head_dim);
   add("full_type", tables.full_type);
+  add("unrotated keys", tables.rotary.turns());
+  if (tables.rotary.turns()) {
+    add("rope pairing", layer.config().rope.pairing);
+    const std::vector<double> frequencies = rope_frequencies(layer.config().rope, tables.head_dim);
+    add("rope frequencies", checksum(std::as_bytes(std::span(frequencies))));
+  }
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
@@ -157,7 +163,8 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
 }  // namespace detail
 
 /// @brief Frames a sequence. @return bytes written (or counted)
-inline std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
+template <class = void>
+std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
   SavedCounts counts{now.num_tokens, now.epochs.rows_since_publication, now.epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, now.epochs.moved ? 1 : 0, 0};
   std::vector<std::int32_t> own;  // epochs, by first use
@@ -276,7 +283,8 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
 }
 
 /// @brief Makes an empty slot the saved sequence. Waits for the stream.
-inline void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cudaStream_t stream) {
+template <class = void>
+void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cudaStream_t stream) {
   const SavedCounts& counts = saved.counts;
   const SavedBlock block = detail::block_of(layer, counts);
   std::uint8_t* memory = layer.pool().scratch(block.size);

@@ -8,6 +8,7 @@
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/cuda/device.cuh"
 #include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/rotary.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -62,6 +63,7 @@ struct Tables {
   float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
+  Rotary rotary;                               ///< of keys that are stored before it; else empty
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
   __host__ __device__ int ring_rows() const { return tail_tiles * full.rows; }

@@ -80,6 +80,8 @@ struct HeadTiles {
 
 /// @brief Times 16 rows in a plain tile whose keys or values fill so many units.
 __host__ __device__ constexpr int plain_steps(int units) { return units <= 2 ? 4 : units <= 4 ? 2 : 1; }
+/// @brief The same where keys are stored before their rotary embedding: what is done once a tile weighs more.
+__host__ __device__ constexpr int turned_steps(int units) { return units <= 8 ? 4 : 2; }
 
 /// @brief Bytes of a unit of codes of so many bits.
 __host__ __device__ constexpr int code_unit_bytes(int bits) { return kCodeRows * kCodeUnit / 8 * bits; }

@@ -9,6 +9,7 @@
 
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/descriptors.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/joint_tiles.cuh"
 #include "lowrankkv/cuda/layer_tiles.cuh"
@@ -16,35 +17,39 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
+/// @brief Device memory that the caller lends. Layers whose calls follow each other can share it.
+struct LentMemory {
+  std::uint8_t* data = nullptr;  ///< 128-byte aligned
+  std::size_t bytes = 0;
+};
+
 /// @brief The buffers of a layer's attention calls. Those of decode steps are made for max_sequences and max_query_tokens and never move; those of prompts grow.
 class Workspace {
  public:
   Workspace() = default;
-  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param masses  whether attention is measured
-  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], bool masses) : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads) {
-    step_.group = config.shape.group_size();
-    step_.set_tokens(config.max_query_tokens);
-    step_.segments = max_segments;
-    step_.compressed_splits = coded_splits(max_rows[1]);
-    step_.full_splits = splits_of(max_rows[0]);
-    step_.width = config.shape.head_dim;
-    for (const HeadTiles& layout : tiles.compressed) step_.width = !layout.keys ? step_.width : (std::max)(step_.width, layout.state_lines());
-    step_.coded_units = tiles.max_units(Part::key);
-    if (tiles.joint_heads > 0) {
-      joint_heads_ = tiles.joint_heads;
-      step_.compressed_splits = 0;  // states of joint values are apart
-      step_.joint_width = tiles.joint_width();
-      step_.joint_splits = joint_splits(max_rows[1]);
-      step_.joint_chunks = (std::min)(kJointChunks, joint_chunks(step_, joint_heads_));
+  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param masses  whether attention is measured  @param lent  for decode steps; null: owned
+  /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
+  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], bool masses, const LentMemory& lent)
+      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), step_(step_of(config, tiles, max_segments, max_rows)) {
+    decode_bytes_ = carve(step_, config.max_sequences, nullptr);
+    if (lent.data == nullptr) {
+      decode_ = DeviceArray<std::uint8_t>(decode_bytes_);
+    } else {
+      const std::size_t offset = reinterpret_cast<std::uintptr_t>(lent.data) % 128;
+      if (lent.bytes < decode_bytes_) ::lowrankkv::detail::fail<CapacityError>("workspace: ", lent.bytes, " bytes lent, ", decode_bytes_, " needed");
+      if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset, " bytes off a multiple of 128");
     }
-    const std::size_t sequences = static_cast<std::size_t>(config.max_sequences), rows = sequences * static_cast<std::size_t>(heads_) * static_cast<std::size_t>(step_.blocks);
-    decode_.fit(step_, rows, joint_heads_ == 0 ? 0 : sequences * static_cast<std::size_t>(heads_ / joint_heads_));
-    decode_.give(step_);
-    if (masses) step_lse_ = DeviceArray<float>(sequences * static_cast<std::size_t>(config.max_query_tokens * qo_heads_));
+    carve(step_, config.max_sequences, lent.data == nullptr ? decode_.data() : lent.data);
+    if (masses) step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences * config.max_query_tokens * qo_heads_));
+  }
+  /// @brief Bytes of decode steps' buffers.
+  static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
+    AttentionStep step = step_of(config, tiles, max_segments, max_rows);
+    return carve(step, config.max_sequences, nullptr, config.shape.num_kv_heads);
   }
 
   /// @brief Splits that a compressed list of so many rows may have, over all its segments; that of joint values, where there are some.
-  int coded_splits(std::int64_t list_rows) const { return list_rows == 0 ? 0 : joint_heads_ > 0 ? joint_splits(list_rows) : splits_of(list_rows) + step_.segments - 1; }
+  int coded_splits(std::int64_t list_rows) const { return step_.joint_width > 0 ? joint_splits(list_rows) : splits_in(list_rows, step_.segments); }
   /// @brief Buffers of a step over so many query tokens.
   AttentionStep step(int m) const {
     AttentionStep step = step_;
@@ -56,17 +61,18 @@ class Workspace {
   AttentionStep prompt_step(const HeadRows& rows, int m, std::int32_t packed_tiles, const std::uint8_t* packed) {
     AttentionStep step = step_;
     step.set_tokens(m);
-    if (joint_heads_ > 0) {
+    if (step.joint_heads > 0) {
       step.joint_splits = joint_splits(rows.num_compressed);
-      step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, joint_heads_));
+      step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, step.joint_heads));
     } else {
       step.compressed_splits = coded_splits(rows.num_compressed);
     }
     step.full_splits = splits_of(rows.num_full);
     step.prompt = packed;
     step.prompt_tiles = packed_tiles;
-    prompt_.fit(step, static_cast<std::size_t>(heads_) * static_cast<std::size_t>(step.blocks), joint_heads_ == 0 ? 0 : static_cast<std::size_t>(heads_ / joint_heads_));
-    prompt_.give(step);
+    const std::size_t bytes = carve(step, 1, nullptr);
+    if (prompt_.size() < bytes) prompt_ = DeviceArray<std::uint8_t>(bytes);
+    carve(step, 1, prompt_.data());
     return step;
   }
 
@@ -79,41 +85,54 @@ class Workspace {
     return prompt_lse_.data();
   }
 
-  /// @brief Device memory of all of it.
+  /// @brief Device memory that is owned.
   std::size_t bytes() const { return decode_.bytes() + prompt_.bytes() + step_lse_.bytes() + prompt_lse_.bytes(); }
+  /// @brief Bytes that decode steps work in, owned or lent.
+  std::size_t decode_bytes() const { return decode_bytes_; }
 
  private:
-  struct Buffers {
-    DeviceArray<uint2> queries;
-    DeviceArray<ColumnScale> scales;
-    DeviceArray<float> partial, joint_partial, joint_states;
+  static int splits_in(std::int64_t list_rows, int segments) { return list_rows == 0 ? 0 : splits_of(list_rows) + segments - 1; }
+  static AttentionStep step_of(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
+    AttentionStep step;
+    step.group = config.shape.group_size();
+    step.set_tokens(config.max_query_tokens);
+    step.segments = max_segments;
+    step.compressed_splits = splits_in(max_rows[1], max_segments);
+    step.full_splits = splits_of(max_rows[0]);
+    step.width = config.shape.head_dim;
+    for (const HeadTiles& layout : tiles.compressed) step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
+    step.coded_units = tiles.max_units(Part::key);
+    if (tiles.joint_heads == 0) return step;
+    step.joint_heads = tiles.joint_heads;
+    step.joint_width = tiles.joint_width();
+    step.compressed_splits = 0;  // states of joint values are apart
+    step.joint_splits = joint_splits(max_rows[1]);
+    step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, tiles.joint_heads));
+    return step;
+  }
+  /// Gives a step over so many sequences its buffers, from `base` on. Returns their bytes.
+  static std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base, int heads) {
+    const std::size_t rows = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(heads) * static_cast<std::size_t>(step.blocks);
+    std::size_t end = 0;
+    const auto reserve = [&](auto*& pointer, std::size_t size) {
+      pointer = base == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + end);
+      end += (size * sizeof(*pointer) + 127) / 128 * 128;
+    };
+    reserve(step.coded_queries, rows * static_cast<std::size_t>(step.segments * step.coded_units) * 32);
+    reserve(step.coded_scales, rows * static_cast<std::size_t>(step.segments) * kBlockColumns);
+    reserve(step.partial, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
+    if (step.joint_heads == 0) return end;
+    const std::size_t parts = static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.joint_splits * step.joint_chunks);
+    reserve(step.joint_partial, parts * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
+    reserve(step.joint_states, rows * step.joint_floats());
+    return end;
+  }
+  std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }
 
-    /// Grows to what a step over so many rows (sequences x heads x blocks of columns) needs. @param groups  sequences x groups of heads whose values are joint
-    void fit(const AttentionStep& step, std::size_t rows, std::size_t groups) {
-      const auto grow = [](auto& array, std::size_t size) {
-        using Array = std::remove_reference_t<decltype(array)>;
-        if (array.size() < size) array = Array(size);
-      };
-      grow(queries, rows * static_cast<std::size_t>(step.segments * step.coded_units) * 32);
-      grow(scales, rows * static_cast<std::size_t>(step.segments) * kBlockColumns);
-      grow(partial, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
-      if (groups == 0) return;
-      grow(joint_partial, groups * static_cast<std::size_t>(step.joint_splits * step.joint_chunks) * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
-      grow(joint_states, rows * step.joint_floats());
-    }
-    void give(AttentionStep& step) const {
-      step.coded_queries = queries.data();
-      step.coded_scales = scales.data();
-      step.partial = partial.data();
-      step.joint_partial = joint_partial.data();
-      step.joint_states = joint_states.data();
-    }
-    std::size_t bytes() const { return queries.bytes() + scales.bytes() + partial.bytes() + joint_partial.bytes() + joint_states.bytes(); }
-  };
-
-  int heads_ = 0, qo_heads_ = 0, joint_heads_ = 0;
+  int heads_ = 0, qo_heads_ = 0;
   AttentionStep step_;
-  Buffers decode_, prompt_;
+  std::size_t decode_bytes_ = 0;
+  DeviceArray<std::uint8_t> decode_, prompt_;
   DeviceArray<float> step_lse_, prompt_lse_;
 };
 

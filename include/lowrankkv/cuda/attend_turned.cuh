@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/attend_turned.cuh  Decode attention over plain tiles whose keys are stored before their rotary embedding: rows at full rank, the tail, coefficients in f16 or bf16.
+///
+/// As attend_plain.cuh, but that logits come from keys that are lifted and turned (cuda/turned_keys.cuh), and that keys and values of a tile are fetched in turn:
+/// there is more arithmetic to hide the memory behind, and less room.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/cuda/attend_plain.cuh"
+#include "lowrankkv/cuda/code_products.cuh"
+#include "lowrankkv/cuda/turned_keys.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+namespace detail {
+
+/// The rows of one list that a warp of a turning kernel attends to, and their positions.
+struct TurnedRows {
+  int rows = 0;            ///< of the list; of a tail, places of its ring; of a prompt, up to the last that a query of the block sees
+  int first_position = 0;  ///< of row 0, if they follow each other
+  const std::int32_t* listed = nullptr;  ///< else
+  const std::int32_t* others = nullptr;  ///< or those of the full rows, ascending, between which compressed ones stand
+  int num_others = 0;
+  int before = -1;         ///< of them, those before the tile that was met last; -1: none was met yet
+  DeviceLengths lengths;
+  bool tail = false;
+
+  /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1 compressed ones before them.
+  __device__ int others_before(int row) const {
+    int low = 0, high = num_others;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (__ldg(others + middle) - middle <= row) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, -1 where there is none. Tiles come in ascending order. All lanes of a warp call it.
+  template <int steps>
+  __device__ __forceinline__ void find(int first, int (&places)[steps][2]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int i = 0; i < steps; ++i) {
+      #pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = first + 16 * i + 8 * r + lane / 4;
+        int& place = places[i][r];
+        if (tail) {
+          const int index = at < rows ? (at - lengths.tail_first + rows) % rows : rows;
+          place = index < lengths.tail_length ? lengths.tail_position + index : -1;
+        } else {
+          place = at >= rows ? -1 : listed != nullptr ? __ldg(listed + at) : others != nullptr ? at : first_position + at;
+        }
+      }
+    }
+    if (others == nullptr) return;
+    before = before < 0 ? others_before(first) : before;
+    const auto compressed_before = [&](int at) { return at + lane < num_others ? __ldg(others + at + lane) - (at + lane) : INT32_MAX; };
+    for (int step = 32; step == 32; before += step) step = __popc(__ballot_sync(~0U, compressed_before(before) <= first));
+    for (int at = before, step = 32; step == 32; at += step) {
+      const int mine = compressed_before(at);
+      step = __popc(__ballot_sync(~0U, mine < first + 16 * steps));
+      for (int other = 0; other < step; ++other) {
+        const int limit = __shfl_sync(~0U, mine, other);
+        #pragma unroll
+        for (int i = 0; i < 2 * steps; ++i) places[i / 2][i % 2] += places[i / 2][i % 2] >= 0 && first + 8 * i + lane / 4 >= limit ? 1 : 0;
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < 2 * steps; ++i) places[i / 2][i % 2] += places[i / 2][i % 2] >= 0 ? before : 0;
+  }
+};
+
+/// Writes a warp's state where rings were, merges those of the block into one. All threads call it. @param channel  (unit, i) -> of the i-th of a lane's values of a unit
+template <int max_units, class Channel>
+__device__ inline void finish_turned(std::uint8_t* memory, float top, float sum, float weight, const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  __syncthreads();  // the rings are empty
+  float* const states = reinterpret_cast<float*>(memory);
+  float* const state = states + static_cast<std::size_t>(threadIdx.x / 32) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
+  if (g == 0) {
+    state[t] = top;
+    state[kBlockColumns + t] = sum;
+    state[2 * kBlockColumns + t] = weight;
+  }
+  #pragma unroll
+  for (int unit = 0; unit < max_units; ++unit) {
+    if (unit < units) {
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (channel(unit, i) >= 0) state[(3 + channel(unit, i)) * kBlockColumns + t] = out[unit][i];
+      }
+    }
+  }
+  __syncthreads();
+  merge_warps(states, channels, 0.0F, factors, target);
+}
+
+}  // namespace detail
+
+/// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences. Entries are splits (recent: the tail, then the splits of the full rows; prompt:
+/// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
+/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have
+/// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
+/// @param  lift_operands  of lifting maps, of one part, that are copied to shared memory, behind the rings; 0: they stay where they are
+template <DType type, PlainRows which, int max_units>
+__global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_operands) {
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  __shared__ __align__(8) std::uint64_t barriers[kTurnedWarps][kTurnedStages];
+  __shared__ __align__(16) float factors[kTurnedWarps * kBlockColumns];
+  constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt, recent = which == PlainRows::recent;
+  constexpr int steps = turned_steps(max_units), tile_rows = steps * kPlainRows;
+  const int first_entry = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
+  const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
+  const RowList list = coded ? RowList::compressed : RowList::full;
+  const DeviceLengths lengths = tables.lengths[slot];
+  const int last_token = min((block + 1) * kBlockColumns - 1, step.columns() - 1) / step.group;
+  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
+  if (first_entry >= entries) {
+    if (!recent) wait_for_last_kernel();
+    return;
+  }
+  const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
+  const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int key_units = layout.key_units, value_units = layout.value_units, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;
+  TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  release_next_kernel();
+  const LiftMap lift = coded ? tables.maps[head].lift : LiftMap{};
+  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr, lift_operands == 0 ? 0 : key_units);
+  float* const turned = reinterpret_cast<float*>(shared_memory + ring_bytes) + turn_floats(head_dim, lift_operands) + warp * turned_floats(head_dim);
+  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim, lift.factor);
+  __syncthreads();
+  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail.
+  const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
+  const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
+  for (int entry = first_entry; entry < entries; entry += blocks) {
+    detail::TurnedRows range;
+    range.lengths = lengths;
+    range.tail = recent && entry == 0;
+    range.rows = range.tail ? tables.ring_rows() : list_rows;
+    range.listed = range.tail || prompt ? nullptr : tables.row_positions(list, slot, head);
+    range.num_others = coded ? tables.num_rows(RowList::full, slot, head) : 0;
+    range.others = coded && range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
+    range.first_position = coded ? range.num_others : prompt ? lengths.tail_position : 0;
+    const int split = recent ? entry - 1 : entry, splits = range.tail ? 1 : list_splits, tiles = (range.rows + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
+    const int first = range.tail ? 0 : split * per_split, last = min(tiles, first + per_split);
+    PageWalk walk(tables, tables.page_table(list, slot, head), layout, first + warp);
+    const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
+      if (tile >= last) return nullptr;
+      const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes);
+      return prompt ? rows_of_prompt + place : range.tail ? tables.tail(slot, head) + place : walk.next(warps);
+    };
+    const std::uint8_t* next = tile_at(first + warp);
+    ring.fetch(next, key_bytes);
+    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+    float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F;
+    for (int tile = first + warp; tile < last; tile += warps) {
+      next = tile_at(tile + warps);
+      const std::uint8_t* here = ring.wait();
+      const uint4* words = reinterpret_cast<const uint4*>(here) + lane;
+      int places[steps][2];
+      range.find<steps>(tile * tile_rows, places);
+      float s[steps][4];
+      const auto meet = [&](auto unroll, auto&& lifted) { turned_logits<steps, decltype(unroll)::value>(tables.rotary, turn, head_dim, turned, places, lifted, s); };
+      const auto meet_coefficients = [&](auto&& keys) {
+        using Rows = float(&)[steps][4];
+        if (lift_operands > 0) meet(detail::Constant<(max_units <= 2 ? 2 : 1)>{}, [&](int at, Rows x, Rows y) { lift_pairs<type, steps, max_units>(turn, turn.operands, detail::Constant<1>{}, head_dim, keys, key_units, at, x, y); });
+        else meet(detail::Constant<1>{}, [&](int at, Rows x, Rows y) { lift_pairs<type, steps, max_units>(turn, lift.operands, lift.parts, head_dim, keys, key_units, at, x, y); });
+      };
+      if constexpr (coded && max_units <= 2) {  // they fit registers
+        uint4 keys[steps][max_units];
+        #pragma unroll
+        for (int i = 0; i < steps; ++i) {
+          #pragma unroll
+          for (int unit = 0; unit < max_units; ++unit) keys[i][unit] = unit < key_units ? words[(i * key_units + unit) * 32] : uint4{};
+        }
+        __syncwarp();
+        ring.fetch(next, key_bytes);
+        meet_coefficients([&](int i, int unit) { return keys[i][unit]; });
+      } else {
+        if constexpr (coded) meet_coefficients([&](int i, int unit) { return words[(i * key_units + unit) * 32]; });
+        else meet(detail::Constant<1>{}, [&](int at, float (&x)[steps][4], float (&y)[steps][4]) { read_pairs<type, steps>(tables.rotary, here, key_units, at, x, y); });
+        __syncwarp();
+        ring.fetch(next, key_bytes);
+      }
+      std::uint32_t p[steps][2];
+      float logits[steps][2], best = top;
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int at = tile * tile_rows + 16 * i + 8 * r + g, place = range.tail ? (at - range.lengths.tail_first + range.rows) % range.rows : at;
+          logits[i][r] = place < (range.tail || prompt ? limit : range.rows) ? s[i][2 * r] + s[i][2 * r + 1] : -INFINITY;
+          best = fmaxf(best, logits[i][r]);
+        }
+      }
+      best = column_max(best);
+      if (__any_sync(~0U, best > top)) {
+        const float correction = top == best ? 1.0F : exp2_fast(top - best);
+        sum *= correction;
+        top = best;
+        #pragma unroll
+        for (int unit = 0; unit < max_units; ++unit) {
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) out[unit][i] *= correction;
+        }
+      }
+      const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float e = exp2_fast(logits[i][r] - base);
+          sum += e;
+          p[i][r] = transposed(split_in_two<type>(e));
+        }
+      }
+      words = reinterpret_cast<const uint4*>(ring.wait()) + lane;
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        #pragma unroll
+        for (int unit = 0; unit < max_units; ++unit) {
+          if (unit < value_units) mma_plain<type>(out[unit], words[(i * value_units + unit) * 32], p[i][0], p[i][1]);
+        }
+      }
+      __syncwarp();
+      ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+    }
+    #pragma unroll
+    for (int unit = 0; unit < max_units; ++unit) {  // the high and the low part of the weights
+      out[unit][0] += out[unit][1];
+      out[unit][2] += out[unit][3];
+    }
+    const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
+    const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : split);
+    const float total = column_sum(sum);
+    detail::finish_turned(shared_memory, top, total, total, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
+                          step.state(row, target, block));
+    release_to_copies();
+    __syncthreads();  // the states were merged; tiles may take their place
+  }
+  if (which != PlainRows::recent) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/launch_turned.cuh  Which kernels attend to keys that are stored before their rotary embedding, and how they are launched.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "lowrankkv/cuda/attend_turned.cuh"
+#include "lowrankkv/cuda/attend_turned_codes.cuh"
+#include "lowrankkv/cuda/launch.cuh"
+#include "lowrankkv/cuda/layer.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// How a turning kernel is launched: as many warps as there is room for; maps that lift stay in global memory where they would leave room for few.
+struct TurnedLaunch {
+  int warps = 0, ring_bytes = 0, bytes = 0, operands = 0;
+
+  /// @param stage_bytes  of a ring's stage  @param state_bytes  of a warp's state  @param operands  of lifting maps  @throws CapacityError where not even one warp fits
+  template <class... Parameters>
+  TurnedLaunch(void (*kernel)(Parameters...), const LayerState& layer, int stage_bytes, int state_bytes, int lift_operands) : operands(lift_operands) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    const int room = layer.shared_bytes() - static_cast<int>(attributes.sharedSizeBytes), ring = (std::max)(kTurnedStages * stage_bytes, state_bytes);
+    const auto turning = [&] { return turn_bytes(layer.tables().head_dim, operands); };
+    const auto fitting = [&] { return (std::min)(kTurnedWarps, (room - turning().block) / (ring + turning().warp)); };
+    warps = fitting();
+    if (warps < kTurnedWarps / 3 && operands > 0) {
+      operands = 0;
+      warps = fitting();
+    }
+    if (warps < 1) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", turning().block + ring + turning().warp, " bytes of shared memory, the device has ", room, " to give");
+    ring_bytes = warps * ring;
+    bytes = ring_bytes + turning().block + warps * turning().warp;
+  }
+};
+
+/// Blocks that share the entries of a list: one a multiprocessor, since there is no room for two, and what a block begins with is dear.
+inline int turned_blocks(const LayerState& layer, const AttentionStep& step, const Batch& batch, int entries) {
+  return (std::clamp)(layer.multiprocessors() / (layer.tables().num_heads * batch.count * step.blocks), 1, entries);
+}
+
+/// Attention over plain rows of one kind.
+template <PlainRows which>
+void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
+  constexpr bool coded = which == PlainRows::compressed;
+  const Tables& tables = layer.tables();
+  int units = 0, stage_bytes = 0, channels = 0, operands = 0;
+  bool whole = true;  // maps have one part
+  for (int head = 0; head < (coded ? tables.num_heads : 1); ++head) {
+    const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
+    units = (std::max)({units, tiles.key_units, tiles.value_units});
+    stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
+    channels = (std::max)(channels, tiles.channels(Part::value));
+    if (coded) operands = (std::max)(operands, tiles.key_units);
+    whole = whole && (!coded || layer.lift_parts(head) == 1);
+  }
+  with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
+    with_units<coded>(units, [&](auto max_units) {
+      const auto kernel = attend_turned_kernel<type(), which, max_units()>;
+      const TurnedLaunch launch(kernel, layer, stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), whole ? operands : 0);
+      const int blocks = turned_blocks(layer, step, batch, splits);
+      const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
+      launch_early(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
+                   first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.operands);
+    });
+  });
+}
+
+/// Attention over lists of codes.
+template <class = void>
+void attend_turned_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  int channels = 0, stage_bytes = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) {
+    channels = (std::max)(channels, tiles.channels(Part::value));
+    stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
+  }
+  with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
+    const int state_bytes = (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float));
+    const auto start = [&](auto* kernel, const TurnedLaunch& launch) {
+      const int blocks = turned_blocks(layer, step, batch, splits);
+      const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
+      launch_early(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
+                   launch.ring_bytes, launch.operands);
+    };
+    const auto kernel = attend_turned_codes_kernel<max_units(), true>;
+    const TurnedLaunch launch(kernel, layer, stage_bytes, state_bytes, 2 * layer.tiles().max_units(Part::key));
+    if (launch.operands > 0) return start(kernel, launch);
+    const auto reading = attend_turned_codes_kernel<max_units(), false>;
+    start(reading, TurnedLaunch(reading, layer, stage_bytes, state_bytes, 0));
+  });
+}
+
+/// Attention to all rows: nothing waits for anything.
+template <CodedForm form>
+void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
+  attend_turned_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
+  if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
+  if (compressed_splits == 0) return;
+  if constexpr (form == CodedForm::codes) attend_turned_codes(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  if constexpr (form == CodedForm::plain) attend_turned_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+}
+
+}  // namespace detail
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

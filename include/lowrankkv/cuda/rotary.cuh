@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/rotary.cuh  The rotary embedding of keys that are stored before it (Rope::pre): cosines and sines of any position without evaluating one.
+///
+/// A position is written in digits of base 64, the tables hold the angles of every digit, and angles add (cpu/rotary_table.hpp does the same). Tables are computed in
+/// f64 and kept in f32.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/rope.hpp"
+#include "lowrankkv/cuda/device.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kTurnBase = 64, kTurnDigits = 6;  ///< positions below 2^31
+/// @brief Rows of the table of small offsets: a tile's rows and what may be missing between them. Rows that stand further apart cost another pass over the tile.
+inline constexpr int kTurnRows = 80;
+/// @brief Pairs by which its rows are longer than they must be: neighbouring rows stand in other banks of shared memory.
+inline constexpr int kTurnPad = 8;
+
+/// @brief How a layer's channels turn, as kernels see it. Channels of head_dim stand in turning order: the first of every pair, then the second of every pair; those that do
+/// not turn are pairs of angle zero behind the others. Eight pairs are two blocks of eight channels of a row, so that lanes find both channels of their pairs in their own registers.
+struct Rotary {
+  const float2* digits = nullptr;   ///< [kTurnDigits, kTurnBase, head_dim / 2]: cosine and sine, pairs in turning order
+  const float2* offsets = nullptr;  ///< [kTurnRows, head_dim / 2 + kTurnPad]: the same of small offsets. Null: keys are stored turned
+  std::int32_t pairs = 0;           ///< that turn, a multiple of eight
+  bool interleaved = false;
+
+  __host__ __device__ bool turns() const { return offsets != nullptr; }
+  /// @brief The pair of the embedding that stands at `place` in turning order, for those that turn.
+  __host__ __device__ int pair(int place) const { return interleaved ? place / 8 * 8 + place % 8 / 2 + 4 * (place % 2) : place; }
+  /// @brief The channel at `place` in turning order.
+  __host__ __device__ int channel(int place, int head_dim) const {
+    const bool second = place >= head_dim / 2;
+    const int own = second ? place - head_dim / 2 : place;
+    if (own >= pairs) return own / 8 * 16 + own % 8 + (second ? 8 : 0);
+    return interleaved ? 2 * pair(own) + (second ? 1 : 0) : own + (second ? pairs : 0);
+  }
+  /// @brief Cosine and sine of a pair, in turning order, at a position that is not negative. Up to 2^18 its digits are loaded at once.
+  __device__ float2 phase(int position, int place, int head_dim) const {
+    const auto digit = [&](int power, unsigned value) { return __ldg(digits + (power * kTurnBase + static_cast<int>(value % kTurnBase)) * (head_dim / 2) + place); };
+    const auto add = [](const float2& x, const float2& y) { return float2{x.x * y.x - x.y * y.y, x.y * y.x + x.x * y.y}; };
+    unsigned left = static_cast<unsigned>(position);
+    const float2 low = digit(0, left), middle = digit(1, left / kTurnBase), high = digit(2, left / kTurnBase / kTurnBase);
+    float2 sum = add(add(low, middle), high);
+    left /= kTurnBase * kTurnBase * kTurnBase;
+    for (int power = 3; left > 0; ++power, left /= kTurnBase) sum = add(sum, digit(power, left));
+    return sum;
+  }
+};
+
+/// @brief The tables of a layer, owned.
+class RotaryTables {
+ public:
+  RotaryTables() = default;
+  /// @throws ShapeError, ValueError as rope_frequencies(); ShapeError unless a multiple of 16 channels turns
+  RotaryTables(const RopeConfig& config, int head_dim) {
+    const std::vector<double> all = check(config, head_dim);
+    rotary_.pairs = static_cast<std::int32_t>(all.size());
+    rotary_.interleaved = config.pairing == RopePairing::interleaved;
+    std::vector<double> frequencies(static_cast<std::size_t>(head_dim / 2));
+    for (int place = 0; place < rotary_.pairs; ++place) frequencies[static_cast<std::size_t>(place)] = all[static_cast<std::size_t>(rotary_.pair(place))];
+    std::vector<float2> digits, offsets;
+    double unit = 1.0;
+    for (int power = 0; power < kTurnDigits; ++power, unit *= kTurnBase) {
+      for (int digit = 0; digit < kTurnBase; ++digit) append(digits, frequencies, unit * digit);
+    }
+    for (int row = 0; row < kTurnRows; ++row) {
+      append(offsets, frequencies, row);
+      offsets.resize(offsets.size() + kTurnPad, {1.0F, 0.0F});
+    }
+    digits_ = DeviceArray<float2>(digits);
+    offsets_ = DeviceArray<float2>(offsets);
+    rotary_.digits = digits_.data();
+    rotary_.offsets = offsets_.data();
+  }
+
+  /// @brief The frequencies of a configuration that this backend can turn by.
+  static std::vector<double> check(const RopeConfig& config, int head_dim) {
+    std::vector<double> frequencies = rope_frequencies(config, head_dim);
+    const int turning = 2 * static_cast<int>(frequencies.size());
+    if (turning % 16 != 0) ::lowrankkv::detail::fail<ShapeError>("rope: rotary_dim ", turning, ", a multiple of 16 expected on this backend");
+    return frequencies;
+  }
+
+  const Rotary& get() const { return rotary_; }
+  std::size_t bytes() const { return digits_.bytes() + offsets_.bytes(); }
+
+ private:
+  static void append(std::vector<float2>& table, const std::vector<double>& frequencies, double position) {
+    for (const double frequency : frequencies) table.push_back({static_cast<float>(std::cos(frequency * position)), static_cast<float>(std::sin(frequency * position))});
+  }
+  Rotary rotary_;
+  DeviceArray<float2> digits_, offsets_;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
