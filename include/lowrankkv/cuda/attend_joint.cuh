@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;
   constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
-  __shared__ detail::JointCopy copies[detail::kJointCopies + 1];
+  __shared__ detail::JointCopy copies[detail::joint_copies(codes ? 1 : steps)];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
   __shared__ int planes[2][4];              // of scale groups: bytes where planes of 8, 4, 2 and 1 bits begin
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;

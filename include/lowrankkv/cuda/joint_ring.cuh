@@ -17,7 +17,8 @@ struct JointCopy {
   int step, place, bytes, per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
   int page, in_page;                 // of the next iteration
 };
-inline constexpr int kJointCopies = 68;  // of up to 16 heads in four steps, or 32 in one, and latents
+/// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16 heads in four. Shared memory is short where it is one.
+__host__ __device__ constexpr int joint_copies(int list_steps) { return list_steps > 1 ? 68 : 33; }
 
 /// Stages of iterations: [heads, key_bytes] keys, then latents, sixteen rows after sixteen rows, or a tile of codes each. From sm_90 on a bulk copy each, before, copies by lanes.
 /// Four warps do it, a lane of theirs for every step of every list: where tiles follow each other in pages, those steps do too.
@@ -26,7 +27,7 @@ class JointRing {
   static constexpr int kWarps = 4;  ///< the last of a block
 
   /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list, latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
-  /// @param first, end  steps of the list that the block has  @param copies  shared memory of kJointCopies + 1
+  /// @param first, end  steps of the list that the block has  @param copies  shared memory of joint_copies()
   __device__ JointRing(const Tables& tables, int slot, int first_head, int heads, const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows, int first, int end, const JointCall& call,
                        std::uint8_t* memory, int stage_bytes, std::uint64_t* barriers, JointCopy* copies)
       : tables_(tables), memory_(memory), barriers_(barriers), stage_bytes_(stage_bytes), stages_(call.stages), steps_(tile_rows == kPlainRows ? call.steps : 1), left_(end - first), copies_(copies) {
@@ -42,7 +43,7 @@ class JointRing {
     if (item > 0) return;
     int total = step_bytes(latents);
     for (int i = 0; i < heads; ++i) total += step_bytes(keys[i]);
-    copies[kJointCopies].bytes = total;
+    total_ = total;
 #if __CUDA_ARCH__ >= 900
     for (int stage = 0; stage < stages_; ++stage) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers_ + stage)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -63,7 +64,7 @@ class JointRing {
     const std::uint8_t* source = tables_.pool + static_cast<std::size_t>(found_) * tables_.page_bytes + static_cast<std::size_t>(own.in_page) * static_cast<std::size_t>(own.bytes);
 #if __CUDA_ARCH__ >= 900
     const std::uint32_t barrier = shared_address(barriers_ + filling_);
-    if (own_ == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(copies_[kJointCopies].bytes * min(steps_, left_)) : "memory");
+    if (own_ == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(total_ * min(steps_, left_)) : "memory");
     if (there) {
       std::uint64_t policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // tiles are read once a step: they must not push maps and partial states out of the cache
@@ -100,6 +101,7 @@ class JointRing {
   std::uint32_t phase_ = 0;
   JointCopy* copies_;
   int own_ = -1;  // this lane's, if it has one
+  int total_ = 0;  // bytes of a step of all lists, which the first lane knows
   std::int32_t found_ = 0;
 };
 
