@@ -116,6 +116,10 @@ int main(int count, char** arguments) {
     codes("4 bits", shape, {4, 4, 4, 4});
     plain("f16 rank 32", shape, 32);
     plain("f16 rank 80", shape, 80);
+    // Values joint over all heads: per head as many channels as keys have, together; in codes of 4 and 3 bits (STAR-KV).
+    const LayerBasis joint = bench::joint_basis(shape.kv_heads, 32, 32 * shape.kv_heads);
+    measure<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>("joint, rank 32", shape, joint, {{}, {}, {4, 32}, {}});
+    measure<StarKV<Cuda>>("joint, STAR-KV", shape, joint, {{}, {}, {4, 32}, {}});
     // Keys stored before their rotary embedding: lifted to head_dim and turned, tile by tile.
     codes("unrotated, 2.5 bits", shape, {4, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 2 bits", shape, {2, 2, 2, 2}, {}, Rope::pre);

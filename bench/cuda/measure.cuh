@@ -58,6 +58,19 @@ inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank, cons
   return result;
 }
 
+/// The same with values joint: value_rank of the coordinates of all heads' values, as many of each.
+inline lowrankkv::LayerBasis joint_basis(int heads, int key_rank, int value_rank) {
+  lowrankkv::LayerBasis result = basis(heads, key_rank, 1);
+  for (int head = 0; head < heads; ++head) {
+    lowrankkv::HeadBasis& maps = result.heads[static_cast<std::size_t>(head)];
+    maps.value_rank = value_rank;
+    maps.value_down.assign(static_cast<std::size_t>(kDim * value_rank), 0.0F);
+    maps.value_rms.assign(static_cast<std::size_t>(value_rank), 1.0F);
+    for (int c = head; c < value_rank; c += heads) maps.value_down[static_cast<std::size_t>(c / heads * value_rank + c)] = 1.0F;
+  }
+  return result;
+}
+
 /// Bits of 32 channels each.
 inline std::vector<std::uint8_t> bits_of(const std::vector<int>& blocks) {
   std::vector<std::uint8_t> bits;

@@ -7,12 +7,14 @@
 #include <variant>
 #include <vector>
 
+#include "lowrankkv/basis/joint_values.hpp"
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/basis/projector.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/quantizer/int8.hpp"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_code.hpp"
@@ -47,11 +49,11 @@ class DeviceCaches {
 namespace device {
 using namespace lowrankkv;
 /// The compositions that the Cuda backend is built with here, in the order of lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKVSnapKV,
-/// SubSpaceG, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
+/// SubSpaceG, StarKV, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
 using AnyPolicies =
     std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>, Policies<PerHead, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, SinkRecent, NoQuantizer>,
                  Policies<PerHead, Oja, SinkRecent, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
-                 Policies<PerHead, Static, CompressAll, Int8>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, CompressAll, Int8>, Policies<JointValues, Static, SinkRecent, BlockHadamard>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
                  Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>,
                  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
 }  // namespace device

@@ -142,7 +142,7 @@ class LayerMaps {
       const bool key = part % 2 == 0, coded = !tiles[part].channels.empty();
       const int rank = key ? head.key_rank : head.value_rank;
       const std::vector<TileChannel>& places = tiles[part].readers.empty() ? tiles[part].channels : tiles[part].readers;
-      const int width = coded ? static_cast<int>(places.size()) : (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;
+      const int width = layouts[part / 2].codes ? static_cast<int>(places.size()) : (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;  // no channels: codes without bits
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
