@@ -9,29 +9,22 @@
 #include <string>
 #include <vector>
 
+#include "device_tools.cuh"
 #include "lowrankkv/cuda/presets.cuh"
 #include "random_layer.hpp"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::distance;
+using support::effort;
+using support::furthest;
+using support::host;
 using support::Method;
+using support::poisoned;
 using support::Random;
 using support::Settings;
 
 namespace {
-
-template <class T>
-std::vector<T> host(const gpu::DeviceArray<T>& array) {
-  std::vector<T> values(array.size());
-  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
-/// Device memory that no result may be taken from: every bit set.
-gpu::DeviceArray<float> poisoned(std::size_t size) {
-  gpu::DeviceArray<float> array(size);
-  if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
-  return array;
-}
 
 /// One composition on the device, the sequences it is asked about.
 class DeviceSide {
@@ -169,34 +162,6 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
     case Method::oja_rotating: return make.operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
   }
   return nullptr;
-}
-
-/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
-int effort() {
-  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
-  return wished == nullptr ? 1 : std::atoi(wished);
-}
-
-/// || a - b || / || b ||
-template <class A, class B>
-double distance(const std::vector<A>& a, const std::vector<B>& b) {
-  REQUIRE(a.size() == b.size());
-  double error = 0.0, norm = 1e-30;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
-    error += d * d;
-    norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
-  }
-  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
-}
-template <class A, class B>
-double furthest(const std::vector<A>& a, const std::vector<B>& b) {
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double d = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
-    if (!(d <= worst)) worst = d;
-  }
-  return worst;
 }
 
 struct Worst {

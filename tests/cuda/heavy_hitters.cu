@@ -12,42 +12,21 @@
 #include <vector>
 
 #include "cpu_side.hpp"
+#include "device_tools.cuh"
 #include "lowrankkv/cuda/presets.cuh"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::distance;
+using support::effort;
+using support::host;
+using support::message_of;
+using support::poisoned;
 
 namespace {
 
 using Random = std::mt19937_64;
 using Sinks = CompressedKVCache<Cuda, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>;
-
-template <class T>
-std::vector<T> host(const gpu::DeviceArray<T>& array) {
-  std::vector<T> values(array.size());
-  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
-/// Device memory that no result may be taken from: every bit set.
-gpu::DeviceArray<float> poisoned(std::size_t size) {
-  gpu::DeviceArray<float> array(size);
-  if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
-  return array;
-}
-/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
-int effort() {
-  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
-  return wished == nullptr ? 1 : std::atoi(wished);
-}
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was raised";
-}
 
 /// Random rows [tokens, heads, dim] as they will be stored; some are much larger than others, so that masses differ.
 std::vector<float> random_rows(Random& random, std::int64_t tokens, int heads, int dim, DType type, float size = 1.0F) {
@@ -184,17 +163,6 @@ std::vector<double> masses_f64(const CacheShape& shape, double scale, const std:
     }
   }
   return masses;
-}
-
-/// || a - b || / || b ||
-double distance(const std::vector<float>& a, const std::vector<double>& b) {
-  REQUIRE(a.size() == b.size());
-  double error = 0.0, norm = 1e-30;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    error += (static_cast<double>(a[i]) - b[i]) * (static_cast<double>(a[i]) - b[i]);
-    norm += b[i] * b[i];
-  }
-  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
 }
 
 CacheConfig config_of(const CacheShape& shape, std::int64_t max_tokens, int max_sequences, int flush_interval) {

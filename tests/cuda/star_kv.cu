@@ -10,12 +10,19 @@
 #include <string>
 #include <vector>
 
+#include "device_tools.cuh"
 #include "lowrankkv/cuda/presets.cuh"
 #include "lowrankkv/quantizer/flat_rotation.hpp"
 #include "random_layer.hpp"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::distance;
+using support::effort;
+using support::furthest;
+using support::host;
+using support::message_of;
+using support::poisoned;
 using support::Random;
 using support::StarSettings;
 
@@ -25,53 +32,6 @@ using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamar
 using Joint = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>;
 using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
 
-template <class T>
-std::vector<T> host(const gpu::DeviceArray<T>& array) {
-  std::vector<T> values(array.size());
-  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
-/// Device memory that no result may be taken from: every bit set.
-gpu::DeviceArray<float> poisoned(std::size_t size) {
-  gpu::DeviceArray<float> array(size);
-  if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
-  return array;
-}
-/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
-int effort() {
-  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
-  return wished == nullptr ? 1 : std::atoi(wished);
-}
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was raised";
-}
-/// || a - b || / || b ||
-template <class A, class B>
-double distance(const std::vector<A>& a, const std::vector<B>& b) {
-  REQUIRE(a.size() == b.size());
-  double error = 0.0, norm = 1e-30;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
-    error += d * d;
-    norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
-  }
-  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
-}
-double furthest(const std::vector<float>& a, const std::vector<double>& b) {
-  REQUIRE(a.size() == b.size());
-  double worst = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double d = std::abs(static_cast<double>(a[i]) - b[i]);
-    if (!(d <= worst)) worst = d;
-  }
-  return worst;
-}
 std::vector<float> third(const std::vector<float>& all, std::size_t i) {
   const std::size_t size = all.size() / 3;
   return {all.begin() + static_cast<std::ptrdiff_t>(i * size), all.begin() + static_cast<std::ptrdiff_t>((i + 1) * size)};

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA tests share: device memory to the host and back, how hard to try, what was raised, how far two answers are apart.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/device.cuh"
+
+namespace support {
+
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+
+template <class T>
+std::vector<T> host(const gpu::DeviceArray<T>& array) {
+  std::vector<T> values(array.size());
+  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return values;
+}
+/// Device memory that no result may be taken from: every bit set.
+inline gpu::DeviceArray<float> poisoned(std::size_t size) {
+  gpu::DeviceArray<float> array(size);
+  if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
+  return array;
+}
+/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
+inline int effort() {
+  const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
+  return wished == nullptr ? 1 : std::atoi(wished);
+}
+template <class Call>
+std::string message_of(Call&& call) {
+  try {
+    call();
+  } catch (const lowrankkv::Error& error) {
+    return error.what();
+  }
+  return "nothing was raised";
+}
+/// || a - b || / || b ||
+template <class A, class B>
+double distance(const std::vector<A>& a, const std::vector<B>& b) {
+  REQUIRE(a.size() == b.size());
+  double error = 0.0, norm = 1e-30;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+    error += d * d;
+    norm += static_cast<double>(b[i]) * static_cast<double>(b[i]);
+  }
+  return std::sqrt(error / norm);  // NaN stays NaN, and fails every comparison
+}
+/// max | a - b |, NaN if there is one.
+template <class A, class B>
+double furthest(const std::vector<A>& a, const std::vector<B>& b) {
+  REQUIRE(a.size() == b.size());
+  double worst = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double d = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
+    if (!(d <= worst)) worst = d;
+  }
+  return worst;
+}
+
+}  // namespace support
