@@ -90,7 +90,7 @@ TEST_CASE("what this backend cannot do is refused with both values, before any d
   CHECK(message({.full_row_bits = 8}, full) == "full_row_bits: 8, 0 expected on this backend");
   CHECK(message({.prefill_chunk = 64}, full) == "prefill_chunk: 64, 0 expected on this backend");
   CHECK(message({.keep_residuals = true}, full) == "keep_residuals: 1, 0 expected on this backend");
-  CHECK(message({.rope = {.keys = Rope::pre}}, full) == "rope: keys stored unrotated (Rope::pre), Rope::post expected on this backend");
+  CHECK(message({.rope = {.keys = Rope::pre, .rotary_dim = 24}}, full) == "rope: rotary_dim 24, a multiple of 16 expected on this backend");
   CHECK(message({.max_query_tokens = 0}, full) == "max_query_tokens: at least 1, given 0");
   CHECK(message({.page_bytes = 1024}, full) == "page_bytes: a tile needs 8192, a page has 1024");
   CHECK(message({.tail_capacity = 64}, full) == "tail_capacity: 64, must exceed recent + flush_interval = 64");
@@ -100,6 +100,82 @@ TEST_CASE("what this backend cannot do is refused with both values, before any d
   Budgeted<Cuda>::PolicySet budgeted;
   budgeted.token_policy.get<ResidualOutliers>().threshold = 0.5F;
   CHECK(message({}, budgeted) == "ResidualOutliers: threshold 0.5, 0 expected on this backend, where counts are known beforehand");
+}
+
+TEST_CASE("channels in turning order: all of them once, both of a pair in the same place of its halves, others behind") {
+  for (const int dim : {16, 64, 80, 128, 256}) {
+    for (int turning = 16; turning <= dim; turning += 16) {
+      for (const bool interleaved : {false, true}) {
+        gpu::Rotary rotary;
+        rotary.pairs = turning / 2;
+        rotary.interleaved = interleaved;
+        std::vector<bool> met(static_cast<std::size_t>(dim), false), pairs(static_cast<std::size_t>(turning / 2), false);
+        for (int place = 0; place < dim; ++place) {
+          const int channel = rotary.channel(place, dim);
+          REQUIRE((channel >= 0 && channel < dim));
+          CHECK_FALSE(met[static_cast<std::size_t>(channel)]);
+          met[static_cast<std::size_t>(channel)] = true;
+        }
+        for (int place = 0; place < turning / 2; ++place) {
+          const int pair = rotary.pair(place), first = rotary.channel(place, dim), second = rotary.channel(place + dim / 2, dim);
+          REQUIRE((pair >= 0 && pair < turning / 2));
+          CHECK_FALSE(pairs[static_cast<std::size_t>(pair)]);
+          pairs[static_cast<std::size_t>(pair)] = true;
+          CHECK(first == (interleaved ? 2 * pair : pair));
+          CHECK(second == (interleaved ? 2 * pair + 1 : pair + turning / 2));
+        }
+        for (int place = turning / 2; place < dim / 2; ++place) {
+          CHECK(rotary.channel(place, dim) >= turning);
+          CHECK(rotary.channel(place + dim / 2, dim) >= turning);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("maps that lift keys are those of coefficients, and of codes, to what their operands can say") {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  const int dim = 32, units = 2, width = 48;
+  std::vector<float> values(static_cast<std::size_t>(2 * gpu::kCodeUnit * dim)), mean;
+  for (float& x : values) x = normal(random);
+  for (int i = 0; i < dim; ++i) mean.push_back(normal(random));
+  const auto number = [](std::uint32_t word, int place) { return to_float(Half{static_cast<std::uint16_t>(word >> (16 * place))}); };
+  for (const DType type : {DType::f16, DType::bf16}) {
+    const auto value = [&](int coefficient, int channel) { return coefficient < 20 ? round_to(DType::f16, values[static_cast<std::size_t>(coefficient * dim + channel)]) : 0.0F; };
+    const gpu::HostLift lift = gpu::lift_plain(type, units, dim, mean, value);
+    CHECK(lift.parts == (type == DType::f16 ? 1 : 2));
+    if (type == DType::bf16) continue;
+    for (int unit = 0; unit < units; ++unit) {
+      for (int block = 0; block < dim / 8; ++block) {
+        for (int lane = 0; lane < 32; ++lane) {
+          const uint2 words = lift.operands[static_cast<std::size_t>((unit * (dim / 8) + block) * 32 + lane)];
+          for (int i = 0; i < 4; ++i) {
+            const int coefficient = 16 * unit + 2 * (lane % 4) + i % 2 + 8 * (i / 2), channel = 8 * block + lane / 4;
+            CHECK(number(i < 2 ? words.x : words.y, i % 2) * lift.factor == value(coefficient, channel));
+          }
+        }
+      }
+    }
+    for (int channel = 0; channel < dim; ++channel) CHECK(lift.numbers[static_cast<std::size_t>(channel / 2 * 4 + channel % 2)] * lift.factor == doctest::Approx(mean[static_cast<std::size_t>(channel)]));
+  }
+  const std::vector<std::uint8_t> widths{4, 2};
+  const auto plane = [&](int place, int channel) { return place < width ? values[static_cast<std::size_t>(place * dim + channel)] : 0.0F; };
+  const gpu::HostLift lift = gpu::lift_codes(widths, dim, mean, plane);
+  for (int channel = 0; channel < dim; ++channel) {
+    double centre = 0.0;
+    const float scale = lift.numbers[static_cast<std::size_t>(channel)];
+    for (int place = 0; place < 2 * gpu::kCodeUnit; ++place) {
+      const int unit = place / 32, within = place % 32, lane = channel % 8 * 4 + within % 16 / 4;
+      const std::size_t at = static_cast<std::size_t>((unit * (dim / 8) + channel / 8) * 32 + lane) * 2;
+      const auto byte = [&](const uint2& words) { return static_cast<int>(static_cast<std::int8_t>((within < 16 ? words.x : words.y) >> (8 * (within % 4)))); };
+      const int integer = 256 * byte(lift.operands[at]) + byte(lift.operands[at + 1]);
+      CHECK(std::abs(static_cast<float>(integer) * scale - plane(place, channel)) <= 0.501F * scale);
+      centre += 0.5 * integer * ((1 << widths[static_cast<std::size_t>(unit)]) - 1);
+    }
+    CHECK(lift.numbers[static_cast<std::size_t>(dim + channel)] == doctest::Approx(-centre * static_cast<double>(scale)));
+    CHECK(lift.numbers[static_cast<std::size_t>(2 * dim + channel)] == mean[static_cast<std::size_t>(channel)]);
+  }
 }
 
 TEST_CASE("pages hold the largest tile, and waste the least of those considered") {
