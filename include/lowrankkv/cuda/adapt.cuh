@@ -67,12 +67,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
-  std::size_t joint = 0;
-  if (layer.tables().joint_heads > 0) {
-    int rank = 1;
-    for (const HeadMaps& maps : layer.host_maps()) rank = (std::max)(rank, static_cast<int>(maps.value.rank));
-    joint = latent_floats(layer.tables().num_heads / layer.tables().joint_heads, rank);
-  }
+  const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
   std::uint8_t* base = layer.pool().scratch(end);
   return {base + packed,

@@ -36,9 +36,9 @@ class CacheBase {
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Updater, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
-  static constexpr int joint_groups_of(bool joint) { return !joint ? -1 : Codec::form == CodedForm::codes ? scale_groups : 0; }
   static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Impl<Basis, Cuda>::joint_heads(joint, 1); };
-  static constexpr int joint_groups = joint_groups_of(joins);  ///< as attend_step() wants them
+  /// Scale groups of joint values' codes, 0: plain tiles, -1: values are not joint. What store_latents() and reconstruct_joint() are compiled for.
+  static constexpr int joint_groups = !joins ? -1 : Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || (Rows::fate == RowFate::full && !Rule::adapts),

@@ -17,8 +17,7 @@ namespace cuda {
 
 /// @brief Pages that max_sequences of max_tokens can ever need, `max_full` rows of each at full rank.
 inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
-  std::int64_t pages = 0;
-  pages += config.shape.num_kv_heads * tiles.full.pages_for(max_full);
+  std::int64_t pages = config.shape.num_kv_heads * tiles.full.pages_for(max_full);
   for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(config.max_tokens);
   return pages * config.max_sequences;
 }

@@ -130,8 +130,6 @@ class LayerState {
   const Tables& tables() const { return tables_; }
   /// @brief Fingerprint of the calibrated maps, as they are stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
-  /// @brief The calibrated maps, as kernels know them.
-  const std::vector<HeadMaps>& host_maps() const { return maps_.heads(); }
   /// @brief Device memory of what all sequences share.
   std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + rotary_.bytes(); }
   /// @brief Parts of the map that lifts a head's keys.
@@ -267,6 +265,12 @@ class LayerState {
   int most_rank() const {
     int most = 1;
     for (const HeadMaps& maps : maps_.heads()) most = (std::max)({most, static_cast<int>(maps.key.rank), tiles_.joint_heads > 0 ? 0 : static_cast<int>(maps.value.rank)});
+    return most;
+  }
+  /// @brief The largest rank of a head's values: of a group's latent, where values are joint.
+  int most_value_rank() const {
+    int most = 1;
+    for (const HeadMaps& maps : maps_.heads()) most = (std::max)(most, static_cast<int>(maps.value.rank));
     return most;
   }
   /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.

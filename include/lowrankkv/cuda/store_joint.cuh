@@ -180,8 +180,8 @@ template <int scale_groups>
 void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, float* scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim, all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;  // one more, since lists go on inside a tile
-  int rank = 1, channels = 0;
-  for (const HeadMaps& maps : layer.host_maps()) rank = (std::max)(rank, static_cast<int>(maps.value.rank));
+  const int rank = layer.most_value_rank();
+  int channels = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.keys ? 0 : tiles.channels(Part::value));
   LatentPortion portion;
   portion.pieces = (std::min)(all_pieces, kLatentPieces);
