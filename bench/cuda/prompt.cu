@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Storing one layer's prompt, and moving decoded rows out of full rank, on CompressedKVCache<Cuda, ...>: one layer of Llama-3.1-8B's shape (32 query
 // heads, 8 KV heads, head_dim 128). For every method: ingest() of a prompt whose K and V lie in device memory in f16, and maintain() of 16 sequences
-// whose tails are full, a token of each. Medians of 15.
+// whose tails are full, a token of each. Where rows are kept by the attention they receive, a prompt's queries all attend to it first, and a step's attention is timed with masses and without.
+// Medians of 15.
 // Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/prompt.cu
 //
@@ -33,23 +34,32 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     config.page_bytes = 65536;
     config.num_pages = 16 * Cache::num_pages({.shape = config.shape, .max_tokens = 2048, .page_bytes = config.page_bytes}, maps, policies) + Cache::num_pages({.shape = config.shape, .max_tokens = config.max_tokens, .page_bytes = config.page_bytes}, maps, policies);
     Cache cache(config, maps, policies);
-    const std::vector<__half> rows = bench::random_halves(static_cast<std::size_t>(tokens * kHeads * kDim)), queries = bench::random_halves(static_cast<std::size_t>(32 * kQueryHeads * kDim));
+    constexpr bool weighs = requires(const MassView& mass) { cache.accumulate(0, mass); };
+    const std::int64_t query_tokens = weighs ? tokens : 32;
+    const std::vector<__half> rows = bench::random_halves(static_cast<std::size_t>(tokens * kHeads * kDim)), queries = bench::random_halves(static_cast<std::size_t>(query_tokens * kQueryHeads * kDim));
     const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), query_rows(queries);
     const KeyView key(key_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
     const ValueView value(value_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
-    const QueryView query(query_rows.data(), DType::f16, 32, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
+    const QueryView query(query_rows.data(), DType::f16, query_tokens, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
     const auto fresh = [&] {
       if (cache.contains(0)) cache.erase(0);
       cache.create(0);
     };
     const float prompt = bench::milliseconds(nullptr, 15, fresh, [&] { cache.ingest(0, key, value, query); });
+    [[maybe_unused]] float with_masses = 0.0F, without = 0.0F;
+    if constexpr (weighs) {
+      const gpu::DeviceArray<float> out(static_cast<std::size_t>(kQueryHeads * kDim)), mass(static_cast<std::size_t>(kHeads * tokens));
+      const OutputView target{out.data(), 1, kQueryHeads, kDim};
+      with_masses = bench::milliseconds(nullptr, 15, [] {}, [&] { cache.attend(0, query.tokens(0, 1), target, {}, MassView{mass.data(), 1, kHeads, tokens}); });
+      without = bench::milliseconds(nullptr, 15, [] {}, [&] { cache.attend(0, query.tokens(0, 1), target); });
+    }
     float maintenance = 0.0F;
     if (tokens == 8192) {
       std::vector<SequenceId> seqs;
       for (int i = 1; i <= 15; ++i) seqs.push_back(i);
       for (const SequenceId seq : seqs) {
         cache.create(seq);
-        cache.ingest(seq, key.tokens(0, 512), value.tokens(0, 512), query);
+        cache.ingest(seq, key.tokens(0, 512), value.tokens(0, 512), query.tokens(0, weighs ? 512 : 32));
       }
       const int interval = cache.config().flush_interval, room = cache.config().tail_capacity;
       maintenance = bench::milliseconds(
@@ -62,6 +72,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     }
     std::printf("%-22s prompt of %5lld: %.3f ms", name, static_cast<long long>(tokens), static_cast<double>(prompt));
     if (tokens == 8192) std::printf("; maintain(), 15 sequences: %.4f ms a token", static_cast<double>(maintenance));
+    if (weighs) std::printf("; a step of one sequence %.4f ms, with masses %.4f", static_cast<double>(without), static_cast<double>(with_masses));
     std::printf("\n");
     std::fflush(stdout);
   }
@@ -77,6 +88,14 @@ int main(int count, char** arguments) {
   measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
   measure<OjaKV<Cuda>>("OjaKV, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<OjaKV<Cuda>>("OjaKV, rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
+  measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  H2O<Cuda>::PolicySet heavy;
+  heavy.token_policy.get<KeepFull>().recent = 0;
+  measure<H2O<Cuda>>("H2O, 25 %", {}, heavy);
+  CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>::PolicySet heavy_codes;
+  heavy_codes.token_policy.get<SinkRecent>() = {4, 32};
+  measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2 bits, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_codes);
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
   measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);

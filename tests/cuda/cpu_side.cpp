@@ -44,11 +44,10 @@ class Side : public CpuSide {
   Cache cache_;
 };
 
-using Heavy = CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>;
-
+template <class Cache>
 class HeavyCache : public HeavySide {
  public:
-  HeavyCache(const CacheConfig& config, const Heavy::PolicySet& policies) : cache_(config, {}, policies) { cache_.create(1); }
+  HeavyCache(const CacheConfig& config, const LayerBasis& basis, const typename Cache::PolicySet& policies) : cache_(config, basis, policies) { cache_.create(1); }
   void ingest(const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) override {
     cache_.ingest(1, {key.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim}, {value.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim},
                   {query.data(), tokens_of(key), shape().num_qo_heads, shape().head_dim});
@@ -71,17 +70,31 @@ class HeavyCache : public HeavySide {
  private:
   const CacheShape& shape() const { return cache_.config().shape; }
   std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (shape().num_kv_heads * shape().head_dim); }
-  Heavy cache_;
+  Cache cache_;
 };
 
 }  // namespace
 
-std::unique_ptr<HeavySide> make_heavy_side(const HeavyHitters& heavy, const SinkRecent& sinks, const CacheConfig& config) {
-  Heavy::PolicySet policies;
+std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  using Tokens = Compose<SinkRecent, HeavyHitters>;
+  const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<HeavySide> {
+    policies.token_policy.template get<SinkRecent>() = settings.sinks;
+    policies.token_policy.template get<HeavyHitters>() = settings.heavy;
+    if constexpr (requires { policies.basis.heads_per_group; }) policies.basis.heads_per_group = settings.heads_per_group;
+    if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
+    return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
+  };
+  switch (settings.form) {
+    case HeavyForm::plain: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, NoQuantizer>>({});
+    case HeavyForm::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, TransformCode>>({});
+    case HeavyForm::joint: return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Tokens, NoQuantizer>>({});
+    case HeavyForm::star: return make.template operator()<StarKVH2O<>>({});
+    case HeavyForm::full: break;
+  }
+  using Full = CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>;
+  Full::PolicySet policies;
   policies.token_policy.get<KeepFull>().recent = 0;
-  policies.token_policy.get<SinkRecent>() = sinks;
-  policies.token_policy.get<HeavyHitters>() = heavy;
-  return std::make_unique<HeavyCache>(config, policies);
+  return make.template operator()<Full>(policies);
 }
 
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const CacheConfig& config, const LayerBasis& basis) {
@@ -117,6 +130,9 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::oja: return make.template operator()<OjaKV<>>({});
     case Method::oja_merging: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
     case Method::oja_rotating: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
+    case Method::oja_int8: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, Int8>>({});
+    case Method::subspace_a: return make.template operator()<SubSpaceA<>>({});
+    case Method::directions: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>>({});
     case Method::oja_outliers: return make.template operator()<OjaKVv2<>>({});
     case Method::oja_snapkv: return make.template operator()<OjaKVSnapKV<>>({});
     case Method::snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});

@@ -16,22 +16,25 @@
 #include "lowrankkv/token_policy/residual_outliers.hpp"
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
+#include "lowrankkv/updater/frequent_directions.hpp"
 
 namespace support {
 
 /// The compositions that both sides know.
-enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_snapkv, oja_outliers, outliers, budgeted, snapkv, snapkv_only, streaming, int8 };
-inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "projector", "codes", "oja", "oja_merging", "oja_rotating", "oja_snapkv", "oja_outliers", "outliers", "budgeted", "snapkv", "snapkv_only", "streaming", "int8"};
+enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_int8, subspace_a, directions, oja_snapkv, oja_outliers, outliers, budgeted, snapkv, snapkv_only, streaming, int8 };
+inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "projector", "codes", "oja", "oja_merging", "oja_rotating", "oja_int8", "subspace_a", "directions", "oja_snapkv", "oja_outliers", "outliers", "budgeted", "snapkv", "snapkv_only", "streaming", "int8"};
 
 /// Whether bases move.
 inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_outliers; }
+/// Whether epochs begin when values say so.
+inline bool rolls(Method method) { return method == Method::subspace_a || method == Method::directions; }
 /// Whether rows of large errors stay full.
 inline bool by_errors(Method method) { return method >= Method::oja_outliers && method <= Method::budgeted; }
 /// Whether rows are dropped, and whether it is their scores that decide.
 inline bool by_scores(Method method) { return method == Method::oja_snapkv || method == Method::snapkv || method == Method::snapkv_only; }
 inline bool drops(Method method) { return by_scores(method) || method == Method::streaming; }
 /// Whether coefficients are codes.
-inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted || method == Method::int8; }
+inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted || method == Method::int8 || method == Method::oja_int8 || method == Method::subspace_a; }
 
 struct Settings {
   Method method = Method::full;
@@ -40,6 +43,7 @@ struct Settings {
   lowrankkv::ResidualOutliers outliers;
   lowrankkv::SnapKV snapkv;
   float share = 1.0F;  ///< of a prompt, what an updater observes
+  lowrankkv::FrequentDirections directions;
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
   bool unrotated = false;  ///< keys come before their rotary embedding
 };
@@ -58,6 +62,7 @@ PolicySet configured(PolicySet policies, const Settings& settings) {
   if constexpr (has_member<Tokens, lowrankkv::SinkRecent>) policies.token_policy.template get<lowrankkv::SinkRecent>() = {settings.sinks, settings.recent};
   if constexpr (has_member<Tokens, lowrankkv::ResidualOutliers>) policies.token_policy.template get<lowrankkv::ResidualOutliers>() = settings.outliers;
   if constexpr (has_member<Tokens, lowrankkv::SnapKV>) policies.token_policy.template get<lowrankkv::SnapKV>() = settings.snapkv;
+  if constexpr (requires { policies.updater.chunk_length; }) policies.updater = settings.directions;
   if constexpr (requires { policies.updater.prefill_share; }) policies.updater.prefill_share = settings.share;
   if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
   return policies;
@@ -92,7 +97,17 @@ struct StarSettings {
 };
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
-/// One sequence in a CPU cache that keeps heavy hitters, and sinks, at full rank.
+/// What becomes of heavy hitters: full rank; coefficients, or codes of their principal axes; the same with joint values and codes of two blocks.
+enum class HeavyForm { full, plain, codes, joint, star };
+struct HeavySettings {
+  lowrankkv::HeavyHitters heavy;
+  lowrankkv::SinkRecent sinks{0, 0};
+  HeavyForm form = HeavyForm::full;
+  int heads_per_group = 0;  ///< of joint values
+  lowrankkv::DType coefficients = lowrankkv::DType::f16;
+};
+
+/// One sequence in a CPU cache that keeps heavy hitters, and sinks.
 class HeavySide {
  public:
   virtual ~HeavySide() = default;
@@ -105,6 +120,6 @@ class HeavySide {
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual std::size_t updater_bytes() const = 0;
 };
-std::unique_ptr<HeavySide> make_heavy_side(const lowrankkv::HeavyHitters& heavy, const lowrankkv::SinkRecent& sinks, const lowrankkv::CacheConfig& config);
+std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
 }  // namespace support

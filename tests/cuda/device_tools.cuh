@@ -66,4 +66,23 @@ double furthest(const std::vector<A>& a, const std::vector<B>& b) {
   return worst;
 }
 
+/// How many rows are not the same up to sums in another order: a code, or a scale, that lies on a boundary may go to the next.
+inline std::size_t different_rows(const std::vector<float>& own, const std::vector<float>& other, int dim) {
+  REQUIRE(own.size() == other.size());
+  double energy = 0.0;
+  for (const float x : other) energy += static_cast<double>(x) * x;
+  const double typical = energy * dim / static_cast<double>(other.size());
+  std::size_t different = 0;
+  for (std::size_t row = 0; row < own.size(); row += static_cast<std::size_t>(dim)) {
+    double error = 0.0, norm = 0.0;
+    for (std::size_t i = row; i < row + static_cast<std::size_t>(dim); ++i) {
+      const double d = static_cast<double>(own[i]) - other[i];
+      error += d * d;
+      norm += static_cast<double>(other[i]) * other[i];
+    }
+    if (!(error < 1e-6 * std::max(norm, 0.1 * typical))) ++different;
+  }
+  return different;
+}
+
 }  // namespace support

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu_side.hpp"
+#include "lowrankkv/quantizer/flat_rotation.hpp"
 
 namespace support {
 
@@ -143,6 +144,56 @@ inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& sha
     layer.basis.heads.push_back(std::move(head));
   }
   return layer;
+}
+
+/// A layer with joint values of rank `joint_rank`: some columns of a flat orthogonal matrix.
+inline RandomLayer joint_layer(Random& random, const lowrankkv::CacheShape& shape, const lowrankkv::PerHead& basis, int heads_per_group, int rank, int joint_rank) {
+  Settings plain;
+  plain.basis = basis;
+  RandomLayer layer = random_layer(random, shape, plain, rank);
+  const int members = heads_per_group > 0 ? heads_per_group : shape.num_kv_heads, width = members * shape.head_dim;
+  const std::vector<float> flat = lowrankkv::flat_rotation(width);
+  for (int leader = 0; leader < shape.num_kv_heads; leader += members) {
+    std::vector<int> columns(static_cast<std::size_t>(width));
+    for (int i = 0; i < width; ++i) columns[static_cast<std::size_t>(i)] = i;
+    std::shuffle(columns.begin(), columns.end(), random);
+    const int own_rank = std::max(1, joint_rank - leader);  // groups differ
+    for (int h = leader; h < leader + members; ++h) {
+      lowrankkv::HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+      head.value_rank = own_rank;
+      head.value_down.clear();
+      head.value_bits.clear();
+      head.value_rms.clear();
+      for (int i = (h - leader) * shape.head_dim; i < (h - leader + 1) * shape.head_dim; ++i) {
+        for (int c = 0; c < own_rank; ++c) head.value_down.push_back(flat[static_cast<std::size_t>(i * width + columns[static_cast<std::size_t>(c)])]);
+      }
+    }
+  }
+  return layer;
+}
+/// Keys, or values, [tokens, heads, dim] that suit a joint layer: latents of a decaying spectrum, and a little of everything else.
+inline std::vector<float> joint_rows(Random& random, const RandomLayer& layer, std::int64_t tokens, bool key) {
+  if (key) return layer.rows(random, tokens, true);
+  std::normal_distribution<float> normal;
+  const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads;
+  std::vector<float> result(static_cast<std::size_t>(tokens * heads * dim)), latent;
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    const float gain = std::exp(0.5F * normal(random));
+    for (int h = 0; h < heads; ++h) {
+      const lowrankkv::HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
+      const std::size_t rank = static_cast<std::size_t>(head.value_rank);
+      if (h == 0 || layer.basis.heads[static_cast<std::size_t>(h - 1)].value_rank != head.value_rank) {  // another group
+        latent.assign(rank, 0.0F);
+        for (std::size_t c = 0; c < rank; ++c) latent[c] = 2.0F * gain * normal(random) * std::exp(-3.0F * static_cast<float>(c) / static_cast<float>(rank));
+      }
+      for (int i = 0; i < dim; ++i) {
+        float sum = 0.05F * normal(random) + (head.value_mean.empty() ? 0.0F : head.value_mean[static_cast<std::size_t>(i)]);
+        for (std::size_t c = 0; c < rank; ++c) sum += latent[c] * head.value_down[static_cast<std::size_t>(i) * rank + c];
+        result[static_cast<std::size_t>((token * heads + h) * dim + i)] = sum;
+      }
+    }
+  }
+  return result;
 }
 
 /// A rotary embedding of keys that are stored before it: any pairing, all channels or some.

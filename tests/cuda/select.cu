@@ -71,13 +71,13 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), false);
       tiles.full.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
-      gpu::LayerState layer(config, tiles, {}, 100, {}, {}, nullptr);
+      gpu::LayerState layer(config, tiles, {}, {100, 0}, {}, {}, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
       for (float& x : query) x = 2.0F * normal(random);
       const gpu::DeviceArray<float> k(key), q(query);
       const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
-      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n);
+      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0);
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
       gpu::detail::launch_early(gpu::pack_rows_kernel<>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), false, "pack", nullptr, layer.tables(), 0, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);

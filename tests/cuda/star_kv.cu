@@ -10,17 +10,19 @@
 #include <string>
 #include <vector>
 
-#include "device_tools.cuh"
-#include "lowrankkv/cuda/presets.cuh"
+#include "device_cache.cuh"
 #include "lowrankkv/quantizer/flat_rotation.hpp"
 #include "random_layer.hpp"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::Answer;
+using support::different_rows;
 using support::distance;
 using support::effort;
 using support::furthest;
 using support::host;
+using support::joint_rows;
 using support::message_of;
 using support::poisoned;
 using support::Random;
@@ -32,15 +34,7 @@ using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamar
 using Joint = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>;
 using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
 
-std::vector<float> third(const std::vector<float>& all, std::size_t i) {
-  const std::size_t size = all.size() / 3;
-  return {all.begin() + static_cast<std::ptrdiff_t>(i * size), all.begin() + static_cast<std::ptrdiff_t>((i + 1) * size)};
-}
-
-struct Answer {
-  std::vector<float> out, lse;
-  friend bool operator==(const Answer&, const Answer&) = default;
-};
+std::vector<float> third(const std::vector<float>& all, std::size_t i) { return support::part_of(all, i, 3); }
 
 template <class Cache>
 typename Cache::PolicySet policies_of(const StarSettings& settings) {
@@ -58,56 +52,14 @@ typename Cache::PolicySet policies_of(const StarSettings& settings) {
   return policies;
 }
 
-/// A cache on the device, rows of host memory in and out.
 template <class Cache>
-class Side {
- public:
-  Side(const CacheConfig& config, const LayerBasis& basis, const StarSettings& settings) : cache(config, basis, policies_of<Cache>(settings)), shape(config.shape) {}
-
-  Answer prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) {
-    const gpu::DeviceArray<float> q(query), k(key), v(value);
-    const std::int64_t n = tokens_of(key);
-    const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(n * shape.num_qo_heads));
-    cache.prefill(seq, queries(q, n), keys(k, n), values(v, n), {out.data(), n, shape.num_qo_heads, shape.head_dim}, {lse.data(), n, shape.num_qo_heads});
-    return {host(out), host(lse)};
-  }
-  void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value) {
-    const gpu::DeviceArray<float> k(key), v(value);
-    cache.ingest(seq, keys(k, tokens_of(key)), values(v, tokens_of(key)));
-    gpu::check(cudaDeviceSynchronize(), "ingest");
-  }
+struct Side : support::DeviceCache<Cache> {
+  using Base = support::DeviceCache<Cache>;
+  Side(const CacheConfig& config, const LayerBasis& basis, const StarSettings& settings) : Base(config, basis, policies_of<Cache>(settings)) {}
   void append(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) {
-    const gpu::DeviceArray<float> k(key), v(value);
-    cache.append(seqs, keys(k, tokens_of(key)), values(v, tokens_of(key)));
-    cache.maintain(seqs);
-    gpu::check(cudaDeviceSynchronize(), "append");
+    Base::append(seqs, key, value);
+    Base::cache.maintain(seqs);
   }
-  Answer attend(std::span<const SequenceId> seqs, const std::vector<float>& query) {
-    const std::int64_t m = static_cast<std::int64_t>(query.size()) / (shape.num_qo_heads * shape.head_dim);
-    const gpu::DeviceArray<float> q(query);
-    const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(m * shape.num_qo_heads));
-    cache.attend(seqs, queries(q, m), {out.data(), m, shape.num_qo_heads, shape.head_dim}, {lse.data(), m, shape.num_qo_heads});
-    return {host(out), host(lse)};
-  }
-  void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const {
-    const std::int64_t tokens = cache.num_tokens(seq);
-    const auto k = poisoned(static_cast<std::size_t>(tokens * shape.num_kv_heads * shape.head_dim)), v = poisoned(k.size());
-    cache.reconstruct(seq, 0, {k.data(), tokens, shape.num_kv_heads, shape.head_dim}, {v.data(), tokens, shape.num_kv_heads, shape.head_dim});
-    key = host(k);
-    value = host(v);
-  }
-  std::vector<std::byte> save(SequenceId seq) const {
-    std::vector<std::byte> bytes(cache.save_bytes(seq));
-    CHECK(cache.save(seq, bytes) == bytes.size());
-    return bytes;
-  }
-  std::int64_t tokens_of(const std::vector<float>& rows) const { return static_cast<std::int64_t>(rows.size()) / (shape.num_kv_heads * shape.head_dim); }
-  QueryView queries(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_qo_heads, shape.head_dim}; }
-  KeyView keys(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_kv_heads, shape.head_dim}; }
-  ValueView values(const gpu::DeviceArray<float>& rows, std::int64_t n) const { return {rows.data(), n, shape.num_kv_heads, shape.head_dim}; }
-
-  Cache cache;
-  CacheShape shape;
 };
 
 /// What codes of two blocks make of `count` coefficients in float64: rotated, scaled, rounded, and back. Cost: count^2.
@@ -198,25 +150,6 @@ std::vector<float> stored_f64(const StarSettings& settings, const support::Rando
   return result;
 }
 
-/// How many rows are not the same up to sums in another order: a code, or a scale, that lies on a boundary may go to the next.
-std::size_t different_rows(const std::vector<float>& own, const std::vector<float>& other, int dim) {
-  REQUIRE(own.size() == other.size());
-  double energy = 0.0;
-  for (const float x : other) energy += static_cast<double>(x) * x;
-  const double typical = energy * dim / static_cast<double>(other.size());
-  std::size_t different = 0;
-  for (std::size_t row = 0; row < own.size(); row += static_cast<std::size_t>(dim)) {
-    double error = 0.0, norm = 0.0;
-    for (std::size_t i = row; i < row + static_cast<std::size_t>(dim); ++i) {
-      const double d = static_cast<double>(own[i]) - other[i];
-      error += d * d;
-      norm += static_cast<double>(other[i]) * other[i];
-    }
-    if (!(error < 1e-6 * std::max(norm, 0.1 * typical))) ++different;
-  }
-  return different;
-}
-
 StarSettings random_settings(Random& random) {
   StarSettings settings;
   const float shares[] = {0.2F, 0.2F, 0.0F, 1.0F, 0.5F};
@@ -236,52 +169,8 @@ support::RandomLayer layer_of(Random& random, const CacheShape& shape, const Sta
   return support::random_layer(random, shape, plain, rank);
 }
 
-/// The same with joint values of rank `joint_rank`: some columns of a flat orthogonal matrix.
 support::RandomLayer joint_layer(Random& random, const CacheShape& shape, const StarSettings& settings, int rank, int joint_rank) {
-  support::RandomLayer layer = layer_of(random, shape, settings, rank);
-  const int members = settings.heads_per_group > 0 ? settings.heads_per_group : shape.num_kv_heads, width = members * shape.head_dim;
-  const std::vector<float> flat = flat_rotation(width);
-  for (int leader = 0; leader < shape.num_kv_heads; leader += members) {
-    std::vector<int> columns(static_cast<std::size_t>(width));
-    for (int i = 0; i < width; ++i) columns[static_cast<std::size_t>(i)] = i;
-    std::shuffle(columns.begin(), columns.end(), random);
-    const int own_rank = std::max(1, joint_rank - leader);  // groups differ
-    for (int h = leader; h < leader + members; ++h) {
-      HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
-      head.value_rank = own_rank;
-      head.value_down.clear();
-      head.value_bits.clear();
-      head.value_rms.clear();
-      for (int i = (h - leader) * shape.head_dim; i < (h - leader + 1) * shape.head_dim; ++i) {
-        for (int c = 0; c < own_rank; ++c) head.value_down.push_back(flat[static_cast<std::size_t>(i * width + columns[static_cast<std::size_t>(c)])]);
-      }
-    }
-  }
-  return layer;
-}
-/// Keys, or values, [tokens, heads, dim] that suit a joint layer: latents of a decaying spectrum, and a little of everything else.
-std::vector<float> joint_rows(Random& random, const support::RandomLayer& layer, std::int64_t tokens, bool key) {
-  if (key) return layer.rows(random, tokens, true);
-  std::normal_distribution<float> normal;
-  const int dim = layer.shape.head_dim, heads = layer.shape.num_kv_heads;
-  std::vector<float> result(static_cast<std::size_t>(tokens * heads * dim)), latent;
-  for (std::int64_t token = 0; token < tokens; ++token) {
-    const float gain = std::exp(0.5F * normal(random));
-    for (int h = 0; h < heads; ++h) {
-      const HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
-      const std::size_t rank = static_cast<std::size_t>(head.value_rank);
-      if (h == 0 || layer.basis.heads[static_cast<std::size_t>(h - 1)].value_rank != head.value_rank) {  // another group
-        latent.assign(rank, 0.0F);
-        for (std::size_t c = 0; c < rank; ++c) latent[c] = 2.0F * gain * normal(random) * std::exp(-3.0F * static_cast<float>(c) / static_cast<float>(rank));
-      }
-      for (int i = 0; i < dim; ++i) {
-        float sum = 0.05F * normal(random) + (head.value_mean.empty() ? 0.0F : head.value_mean[static_cast<std::size_t>(i)]);
-        for (std::size_t c = 0; c < rank; ++c) sum += latent[c] * head.value_down[static_cast<std::size_t>(i) * rank + c];
-        result[static_cast<std::size_t>((token * heads + h) * dim + i)] = sum;
-      }
-    }
-  }
-  return result;
+  return support::joint_layer(random, shape, settings.basis, settings.heads_per_group, rank, joint_rank);
 }
 
 CacheConfig random_config(Random& random, DType type) {
@@ -758,36 +647,26 @@ TEST_CASE("joint values: a captured step replayed between calls that compress is
       each->ingest(seq, key, value);
     }
   }
-  const gpu::DeviceArray<float> key(2 * 3 * 64), value(key.size()), query(2 * 6 * 64);
+  gpu::DeviceArray<float> key(2 * 3 * 64), value(key.size()), query(2 * 6 * 64);
   const auto out = poisoned(query.size());
-  cudaStream_t stream;
-  gpu::check(cudaDeviceSynchronize(), "prompt");
-  gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
-  side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 6, 64}, {}, stream);
-  gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
-  gpu::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
+  const support::CapturedStep captured([&](cudaStream_t stream) {
+    side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
+    side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 6, 64}, {}, stream);
+  });
   for (int step = 0; step < (effort() == 0 ? 20 : 100); ++step) {
     const auto k = joint_rows(random, layer, 2, true), v = joint_rows(random, layer, 2, false), q = layer.queries(random, 2);
-    gpu::check(cudaMemcpy(key.data(), k.data(), key.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-    gpu::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-    gpu::check(cudaMemcpy(query.data(), q.data(), query.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    support::upload(k, key);
+    support::upload(v, value);
+    support::upload(q, query);
     side.cache.advance(seqs, 1);
-    gpu::check(cudaGraphLaunch(replay, stream), "cudaGraphLaunch");
-    side.cache.maintain(seqs, stream);
-    gpu::check(cudaStreamSynchronize(stream), "step");
-    const gpu::DeviceArray<float> own_key(k), own_value(v);
-    plain.cache.append(seqs, plain.keys(own_key, 2), plain.values(own_value, 2));
+    captured.replay();
+    side.cache.maintain(seqs, captured.stream);
+    gpu::check(cudaStreamSynchronize(captured.stream), "step");
+    plain.support::DeviceCache<StarKV<Cuda>>::append(seqs, k, v);
     CHECK(host(out) == plain.attend(seqs, q).out);
     plain.cache.maintain(seqs);
   }
   for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 TEST_CASE("errors of joint values name both values") {

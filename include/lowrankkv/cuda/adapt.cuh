@@ -24,8 +24,6 @@ struct Cuda;
 
 namespace cuda {
 
-/// @brief Sequences whose bases move in one launch: their moments are large.
-inline constexpr int kAdaptBatch = 16;
 /// @brief Shares in which the moment of a prompt is summed.
 inline constexpr int kMomentSplits = 16;
 
@@ -42,6 +40,11 @@ struct CompressScratch {
   float* moments = nullptr;          ///< of moment_kernel
   float* transitions = nullptr;      ///< of transition_kernel
   float* latents = nullptr;          ///< of project_latents_kernel
+  float* group_masses = nullptr;     ///< of group_masses_kernel
+  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others
+  LooseTiles loose;                  ///< that they wait in, if they are compressed
+  Rollover rollover;                 ///< of roll_over_kernel
+  float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 
   /// @brief The second half of a prompt's scores.
@@ -50,7 +53,8 @@ struct CompressScratch {
 
 /// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
 /// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be  @param keeps  rows are dropped by score
-inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, bool keeps = false) {
+/// @param weighed  stored rows of a list that is weighed, of which others may take the places
+inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, std::int64_t weighed, bool keeps = false) {
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
   const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
   std::size_t end = 0;
@@ -66,10 +70,24 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
-  const std::size_t moments = reserve(layer.epochs().adapts() ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? heads * 2 * most * most * sizeof(float) : 0);
+  const bool rolls = layer.rolls().rolls();
+  const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));
+  const std::size_t moments = reserve(layer.epochs().adapts() && !rolls ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? (rolls ? together : 1) * heads * 2 * most * most * sizeof(float) : 0);
   const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
+  const bool masses = layer.tables().masses != nullptr, places = masses && layer.tables().weighed == RowList::compressed;
+  const std::size_t group_masses = reserve(places && joint > 0 ? lists * static_cast<std::size_t>(weighed + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
+  LooseTiles loose;
+  if (places) {
+    loose.pieces = static_cast<std::int32_t>(((std::min)(weighed, list_rows) + kStoreRows - 1) / kStoreRows);
+    for (const HeadTiles& tiles : layer.tiles().compressed) loose.piece_bytes = (std::max)(loose.piece_bytes, kStoreRows / tiles.rows * tiles.bytes);
+  }
+  const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
+  const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
+  const std::size_t buffers = reserve(rolls && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
   std::uint8_t* base = layer.pool().scratch(end);
+  loose.data = base + loose_tiles;
+  loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
   return {base + packed,
           reinterpret_cast<uint2*>(base + operands),
           reinterpret_cast<float2*>(base + sums),
@@ -81,6 +99,11 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + transitions),
           reinterpret_cast<float*>(base + latents),
+          reinterpret_cast<float*>(base + group_masses),
+          reinterpret_cast<std::int32_t*>(base + replaced),
+          loose,
+          {reinterpret_cast<std::int32_t*>(base + rolled), reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
+          reinterpret_cast<float*>(base + buffers),
           static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
 }
 
@@ -149,6 +172,31 @@ const float* mask_scores(const LayerState& layer, const CompressScratch& scratch
   return target;
 }
 
+/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one
+template <class = void>
+void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count, int pieces, const CompressScratch& scratch, cudaStream_t stream) {
+  const int most = layer.epochs().most(), heads = layer.tables().num_heads;
+  transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), static_cast<unsigned>(2 * count)), kStoreThreads, 0, stream>>>(layer.tables(), plans, most,
+                                                                                                                                                                                                  scratch.transitions);
+  check(cudaGetLastError(), "transition_kernel");
+  const bool codes = layer.tiles().form == CodedForm::codes;
+  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(heads), static_cast<unsigned>(count));
+  const auto merge = [&](auto* kernel) {
+    detail::launch_early(kernel, grid, kStoreThreads, merge_bytes(codes, most, layer.tiles().max_head_tile_bytes()), false, "merge_kernel", stream, layer.tables(), plans, most, static_cast<const float*>(scratch.transitions),
+                         layer.tiles().coded_type);
+  };
+  if (codes) merge(merge_kernel<true>);
+  else merge(merge_kernel<false>);
+}
+
+/// @brief Enqueues what reads codes under epochs whose bases were just written; where tiles are plain, that is the basis.
+template <class = void>
+void enqueue_unfolding(const LayerState& layer, const EpochWrites& writes, int count, cudaStream_t stream) {
+  if (layer.tiles().form != CodedForm::codes) return;
+  unfold_maps_kernel<><<<dim3(2, static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(layer.tables(), writes);
+  check(cudaGetLastError(), "unfold_maps_kernel");
+}
+
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
 template <class = void>
 void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
@@ -160,15 +208,10 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
   if (merge >= 0) {
     Segment& from = own.segments[static_cast<std::size_t>(merge)];
     Segment& into = own.segments[static_cast<std::size_t>(merge) + 1];
-    const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads, most = layer.epochs().most();
+    const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads;
     if (end > first) {
       layer.own_pages(slot, RowList::compressed, first, end, stream);
-      transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), 2), kStoreThreads, 0, stream>>>(
-          layer.tables(), from.epoch, into.epoch, most, scratch.transitions);
-      check(cudaGetLastError(), "transition_kernel");
-      const dim3 pieces(static_cast<unsigned>((end - 1) / kStoreRows - first / kStoreRows + 1), static_cast<unsigned>(heads));
-      detail::launch_early(merge_kernel<>, pieces, kStoreThreads, merge_bytes(most), false, "merge_kernel", stream, layer.tables(), slot, first, end, most, static_cast<const float*>(scratch.transitions),
-                           layer.tiles().coded_type);
+      enqueue_merges(layer, {{slot, from.epoch, into.epoch, first, end}}, 1, (end - 1) / kStoreRows - first / kStoreRows + 1, scratch, stream);
       for (int head = 0; head < heads; ++head) statistics.bytes_reprojected += 2 * std::int64_t{end - first} * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows;
       statistics.rows_reprojected += std::int64_t{end - first} * heads;
     }
@@ -178,7 +221,7 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
     ++statistics.merges;
   }
   layer.epochs().free_unused(slot, own);
-  layer.write_lengths(slot, stream);
+  layer.write_lengths(slot, own.segments, false, stream);
 }
 
 /// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them.
@@ -247,6 +290,9 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   };
   if (dim <= kOjaKept) move(oja_kernel<8, 4>);
   else move(oja_kernel<16, 8>);
+  EpochWrites writes{};
+  std::copy_n(steps.epoch, count, writes.epochs);
+  enqueue_unfolding(layer, writes, count, stream);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each

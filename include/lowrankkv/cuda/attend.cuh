@@ -74,8 +74,8 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
   });
 }
 
-/// Attention over lists of codes.
-template <int scale_groups>
+/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
+template <int scale_groups, bool segmented>
 void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
   int lines = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
@@ -90,23 +90,23 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
         const int warp_bytes = stages * bytes + state_bytes, warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
         const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
         // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
-        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
+        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 || segmented ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
         const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
         launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups>, code_stages(CodeRing::tiles), whole_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups, segmented>, code_stages(CodeRing::tiles), whole_bytes);
       } else {
         constexpr int most = code_stages(CodeRing::halves);
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups, segmented>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
       }
     });
   });
 }
 
 /// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
-template <CodedForm form, int scale_groups, bool joint>
+template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
@@ -119,7 +119,7 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
                  "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
   });
   if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
-  else if constexpr (form == CodedForm::codes) attend_codes<scale_groups>(layer, step, batch, first_sequence, compressed_splits, stream);
+  else if constexpr (form == CodedForm::codes) attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
   else if constexpr (form == CodedForm::plain) attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
 }
 
@@ -131,14 +131,15 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_splits  bounds of what the sequences' lists need
-/// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint
-template <CodedForm form, bool may_turn, int scale_groups, bool joint>
+/// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may
+/// have epochs of their own
+template <CodedForm form, bool may_turn, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                         int compressed_splits, int full_splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
   else if constexpr (may_turn) detail::attend_turned<form>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.

@@ -49,7 +49,8 @@ __device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t
 /// @tparam column_blocks  blocks of columns that a warp serves at once
 /// @tparam kind           of a ring
 /// @tparam groups         scale groups of the channels: gains of a row and part
-template <int max_units, int column_blocks, CodeRing kind, int groups>
+/// @tparam segmented      rows may be of several epochs: a block attends to one split of one segment, a chunk a warp
+template <int max_units, int column_blocks, CodeRing kind, int groups, bool segmented>
 __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks, groups)) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int most_stages = code_stages(kind);
@@ -62,26 +63,35 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const int column_groups = (step.blocks + column_blocks - 1) / column_blocks;
   const int block_index = static_cast<int>(blockIdx.x) / column_groups, first_block = static_cast<int>(blockIdx.x) % column_groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int rows = tables.num_rows(RowList::compressed, slot, head), splits = splits_of(rows);
-  if (block_index >= splits) {
+  const int list_rows = tables.num_rows(RowList::compressed, slot, head);
+  SegmentRows range{0, 0, list_rows, 0, splits_of(list_rows)};
+  [[maybe_unused]] int segment = 0;
+  if constexpr (segmented) {
+    for (range.splits = 0; segment < tables.num_segments(slot, list_rows); ++segment) {
+      range = tables.segment(slot, list_rows, segment, range.first_split + range.splits);
+      if (block_index < range.first_split + range.splits) break;
+    }
+  }
+  const int rows = range.end, splits = range.splits;
+  if (block_index - range.first_split >= splits) {
     wait_for_last_kernel();  // kernels after this one rely on it
     return;
   }
   copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits, per_chunk = (per_split + warps - 1) / warps;
+  const int first_tile = segmented ? range.begin / kCodeRows : 0, tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles - first_tile + splits - 1) / splits, per_chunk = (per_split + warps - 1) / warps;
   const int own_splits = (splits - block_index + blocks - 1) / blocks, rounds = (own_splits + warps - 1) / warps;  // rounds: of splits, one a warp
   // A split shared by all warps costs the time of about a tile and a half besides.
-  const bool alone = parked_values > 0 && 2 * rounds * warps * per_chunk <= own_splits * (2 * per_chunk + 3);
-  const int first_split = block_index + (alone ? warp * blocks : 0), split_step = alone ? warps * blocks : blocks, first_chunk = alone ? 0 : warp, last_chunk = alone ? warps - 1 : warp;
+  const bool alone = !segmented && parked_values > 0 && 2 * rounds * warps * per_chunk <= own_splits * (2 * per_chunk + 3);
+  const int first_split = block_index - range.first_split + (alone ? warp * blocks : 0), end_split = segmented ? first_split + 1 : splits, split_step = alone ? warps * blocks : blocks, first_chunk = alone ? 0 : warp, last_chunk = alone ? warps - 1 : warp;
   // Tiles [tile, end) of a chunk of a split; splits and chunks come in the same order when tiles are fetched and when they are used.
   struct Chunk {
     int split, chunk, tile, end;
   };
   const auto find_tiles = [&](Chunk& at) {
-    at.tile = at.split * per_split + at.chunk * per_chunk;
-    at.end = min(at.tile + per_chunk, min((at.split + 1) * per_split, tiles));
+    at.tile = first_tile + at.split * per_split + at.chunk * per_chunk;
+    at.end = min(at.tile + per_chunk, min(first_tile + (at.split + 1) * per_split, tiles));
   };
   const auto next_chunk = [&](Chunk& at) {
     if (at.chunk++ == last_chunk) {
@@ -103,11 +113,11 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   walk.seek(fetched.tile);
   const std::uint8_t* next = nullptr;  // the tile that was fetched last
   const auto fetch_tile = [&] {        // or its keys
-    while (fetched.tile >= fetched.end && fetched.split < splits) {
+    while (fetched.tile >= fetched.end && fetched.split < end_split) {
       next_chunk(fetched);
       if (fetched.chunk == first_chunk) walk.seek(fetched.tile);  // chunks of one split follow each other
     }
-    next = fetched.split < splits ? walk.next(1) : nullptr;
+    next = fetched.split < end_split ? walk.next(1) : nullptr;
     ++fetched.tile;
     ring.fetch(next, kind == CodeRing::tiles ? key_bytes + value_bytes : key_bytes);
   };
@@ -117,7 +127,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
   wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
-  const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, 0) + static_cast<std::size_t>(first_block);
+  const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, segment) + static_cast<std::size_t>(first_block);
   load_queries<column_blocks>(step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32, key_units, step.coded_units, used_blocks, shared_query);
   __syncthreads();
   const auto scale_of = [&](int block) { return step.coded_scales[(block_row + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)]; };
@@ -131,7 +141,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   }
   float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[groups][column_blocks];
   Chunk used{first_split, first_chunk, 0, 0};
-  for (find_tiles(used); used.split < splits; next_chunk(used)) {
+  for (find_tiles(used); used.split < end_split; next_chunk(used)) {
     float out[column_blocks][max_units][2][2] = {};
     float top[column_blocks], sum[column_blocks] = {}, weight[groups][column_blocks] = {};
     #pragma unroll
@@ -188,7 +198,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         if (stages == most_stages) fetch_values();  // of the tile whose keys were fetched last
         else fetch_tile();
       }
-      const int valid = rows - tile * kCodeRows;
+      const int valid = rows - tile * kCodeRows, passed = segmented ? range.begin - tile * kCodeRows : 0;  // rows of other segments
       std::uint32_t p[groups][column_blocks][4];
       float from_integer[groups][column_blocks];
       #pragma unroll
@@ -210,11 +220,11 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
             }
           }
         }
-        if (valid < kCodeRows) {
+        if (valid < kCodeRows || (segmented && passed > 0)) {
           #pragma unroll
           for (int m = 0; m < 4; ++m) {
             #pragma unroll
-            for (int r = 0; r < 2; ++r) s[block][m][r] = 16 * m + 8 * r + g < valid ? s[block][m][r] : -INFINITY;
+            for (int r = 0; r < 2; ++r) s[block][m][r] = 16 * m + 8 * r + g < valid && (!segmented || 16 * m + 8 * r + g >= passed) ? s[block][m][r] : -INFINITY;
           }
         }
         #pragma unroll
@@ -359,7 +369,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
       for_each_value(block, [&](int channel, int, float value) { state[(3 + channel) * kBlockColumns + t] = value; });
       __syncthreads();
       if (block < used_blocks) {
-        detail::fold_warps(states, channels + groups - 1, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block));  // lane t has column t
+        detail::fold_warps(states, channels + groups - 1, scale_of(block).shift, factors, step.state(row, step.first_entry(Source::compressed) + range.first_split + used.split, first_block + block));  // lane t has column t
       }
     }
   }

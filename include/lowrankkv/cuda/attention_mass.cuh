@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention_mass.cuh  How much attention every row at full rank gets from a block of queries: what H2O accumulates (cpu/attention_mass.hpp).
+/// @file cuda/attention_mass.cuh  How much attention every row at full rank gets from a block of queries: what H2O accumulates (cpu/attention_mass.hpp). Of compressed rows: cuda/compressed_mass.cuh.
 ///
 /// mass_t = sum over the queries that see row t, and over a group's heads h, of exp(scale q_h k_t - lse_h); per KV head. The log-sum-exp is that of the attention just
 /// computed, so one pass over the keys is enough and logits are never stored. A warp has sixteen rows and meets all columns (query token x head of the group), sixty-four
@@ -114,7 +114,7 @@ __device__ void load_mass_queries(const MassQueries& queries, int units, int blo
 }  // namespace detail
 
 /// @brief What the rows of the full lists, and those of the tails or of a prompt, receive. A step's: written to `target`, by position, which must be zeros where no row
-/// is. A prompt's: added to the masses of the list, and to prompt.masses. Grid: list_pieces of kMassRows rows, then those of the rings or of the prompt, x heads x sequences.
+/// is. A prompt's: added to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of kMassRows rows, then those of the rings or of the prompt, x heads x sequences.
 /// @tparam split  queries are not of full_type, or do not stand two channels to a word
 template <DType type, int max_units, bool split>
 __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
@@ -205,21 +205,21 @@ __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables ta
     } else if (prompt.packed != nullptr) {
       tables.row_masses(slot, head)[at] += own[half];
     } else if (listed || at < lengths.tail_length) {
-      const std::int64_t position = listed ? tables.row_positions(RowList::full, slot, head)[at] : lengths.tail_position + at;
+      const std::int64_t position = listed ? detail::position_of(tables, RowList::full, slot, head, tables.rows[tables.index(slot, head)], at) : lengths.tail_position + at;
       if (position < target.positions) target.row(sequence, tables.num_heads, head)[position] = own[half];
     }
   }
 }
 
-/// @brief Adds attention received [sequences, heads, positions] to what the rows of some sequences have received so far. A number that is not in [0, kMostMass] counts as
-/// nothing and is counted in tables.faults. Grid: pieces of full rows and of the tails' x heads x sequences.
+/// @brief Adds attention received [sequences, heads, positions] to what the tails' rows, and those that are weighed, have received so far. A number that is not in [0, kMostMass] counts as
+/// nothing and is counted in tables.faults. Grid: pieces of weighed rows and of the tails' x heads x sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(Tables tables, Batch batch, DeviceMasses source, int first_sequence) {
   const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z], row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const DeviceLengths lengths = tables.lengths[slot];
-  const int full = tables.num_rows(RowList::full, slot, head), of_tail = row - full;
+  const int of_tail = row - tables.num_rows(tables.weighed, slot, head);
   if (of_tail >= lengths.tail_length) return;
-  const std::int64_t position = of_tail < 0 ? tables.row_positions(RowList::full, slot, head)[row] : lengths.tail_position + of_tail;
+  const std::int64_t position = of_tail < 0 ? tables.row_positions(tables.weighed, slot, head)[row] : lengths.tail_position + of_tail;
   if (position >= source.positions) return;
   const float received = source.row(first_sequence + static_cast<int>(blockIdx.z), tables.num_heads, head)[position];
   if (!(received >= 0.0F && received <= kMostMass)) {
@@ -250,12 +250,13 @@ void clear_masses(const MassView& mass, cudaStream_t stream) {
   check(cudaMemsetAsync(mass.data, 0, size * sizeof(float), stream), "mass");
 }
 
-/// @brief Enqueues what rows receive from queries that were just attended to. One launch; allocates nothing, waits for nothing.
+/// @brief Enqueues what rows at full rank receive from queries that were just attended to. One launch; allocates nothing, waits for nothing.
 /// @param target  a step's masses  @param full_rows  most rows of a full list of the batch
 template <class = void>
 void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const int list_pieces = static_cast<int>((full_rows + kMassRows - 1) / kMassRows), units = tables.full.key_units;
+  const bool listed = prompt.packed == nullptr || tables.weighed == RowList::full;  // what rows that never go receive of a prompt, nobody asks for
+  const int list_pieces = listed ? static_cast<int>((full_rows + kMassRows - 1) / kMassRows) : 0, units = tables.full.key_units;
   const int own_pieces = ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kMassRows - 1) / kMassRows;
   const DeviceRows& rows = queries.rows;
   // Words of two channels: whole, and at even addresses.
@@ -274,7 +275,7 @@ void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueri
   });
 }
 
-/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a full list and a tail of the batch
+/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a list that is weighed and a tail of the batch
 template <class = void>
 void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceMasses& source, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));

@@ -16,12 +16,11 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/attention_mass.cuh"
-#include "lowrankkv/cuda/choose_tiles.cuh"
+#include "lowrankkv/cuda/cache_rules.cuh"
 #include "lowrankkv/cuda/evict.cuh"
-#include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/frequent_directions.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
-#include "lowrankkv/cuda/policies.cuh"
-#include "lowrankkv/cuda/token_rules.cuh"
+#include "lowrankkv/cuda/place_rows.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -29,93 +28,26 @@ namespace cuda {
 
 /// @brief The state of a cache and its checks; CompressedKVCache<Cuda, ...> is the public face.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CacheBase {
+class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
  public:  // CompressedKVCache inherits it privately
-  using Codec = Impl<Quantizer, Cuda>;
-  using Rows = TokenRules<TokenPolicy>;
-  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
-  using Rule = Impl<Updater, Cuda>;
-  static constexpr int scale_groups = scale_groups_of<Codec>();
-  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Impl<Basis, Cuda>::joint_heads(joint, 1); };
-  /// Scale groups of joint values' codes, 0: plain tiles, -1: values are not joint. What store_latents() and reconstruct_joint() are compiled for.
-  static constexpr int joint_groups = !joins ? -1 : Codec::form == CodedForm::codes ? scale_groups : 0;
-  static_assert(!Rule::adapts || Codec::form == CodedForm::plain, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer without codes (NoQuantizer)");
-  static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
-  static_assert(!Rows::keeps_masses || (Rows::fate == RowFate::full && !Rule::adapts),
-                "lowrankkv: on the Cuda backend HeavyHitters keeps rows at full rank: Compose it with KeepFull (and SinkRecent), with the Static updater");
-  static_assert(!joins || (Rows::choice == RowChoice::none && !Rows::drops), "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by their values and drops none (CompressAll, SinkRecent)");
-  static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
-                "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
-  static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
-
-  /// Form of the compressed rows, if there are any.
-  static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
-  /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rule::adapts && Rows::choice != RowChoice::scores && Rows::choice != RowChoice::masses && scale_groups == 1 && !joins;
+  using Known = CacheRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using typename Known::Codec;
+  using typename Known::PolicySet;
+  using typename Known::Rows;
+  using typename Known::Rule;
+  using Known::coded_groups;
+  using Known::joins;
+  using Known::rolls;
+  using Known::scale_groups;
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
-      : policies_(policies), config_(checked(config, basis, policies, pool.get())), layer_(config_, tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), most_full(config_, policies), limits(), listed(), std::move(pool), workspace),
+      : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
         sequences_(config.max_sequences) {}
 
-  /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
-  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors, Rows::keeps_masses}; }
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
     const bool any = Rows::choice == RowChoice::errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
     return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
-  }
-
-  static constexpr EpochLimits limits() { return {Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows}; }
-
-  /// Fills in defaults, or raises what is wrong.
-  static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies, const PagePool* pool) {
-    using ::lowrankkv::detail::fail;
-    ::lowrankkv::detail::validate(config);
-    validate_tokens(policies.token_policy);
-    Codec::validate(policies.quantizer);
-    if constexpr (Rule::adapts) {
-      Rule::validate(policies.updater);
-      Impl<Basis, Cuda>::validate_adaptive(policies.basis);
-    }
-    const int dim = config.shape.head_dim;
-    if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
-    if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
-    if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
-    if (config.rope.keys == Rope::pre) check_turns(config);
-    if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
-    if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
-    if (Rows::compresses) {
-      Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
-      ::lowrankkv::detail::check_storable(basis, config.epoch_type);
-    }
-    ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
-    ::lowrankkv::detail::adopt_page_bytes(config, pool);
-    return config;
-  }
-
-  /// What keys that are stored before their rotary embedding go with on this backend.
-  static void check_turns(const CacheConfig& config) {
-    using ::lowrankkv::detail::fail;
-    RotaryTables::check(config.rope, config.shape.head_dim);
-    if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
-    if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
-    if (Rows::choice == RowChoice::scores || Rows::choice == RowChoice::masses) {
-      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by attention, a token policy without SnapKV and HeavyHitters expected on this backend");
-    }
-  }
-
-  /// Rows that a sequence may have in the full list.
-  static std::int64_t most_full(const CacheConfig& config, const PolicySet& policies) { return most_full(policies.token_policy, config.max_tokens); }
-  /// The same of a sequence of which so many tokens have left the tail.
-  static std::int64_t most_full(const TokenPolicy& policy, std::int64_t tokens) { return (std::max)(row_counts(policy, 0, tokens, Phase::prefill).full, row_counts(policy, 0, tokens, Phase::decode).full); }
-
-  /// Heads of a group whose values are one latent; 0: none.
-  static int joint_heads([[maybe_unused]] const CacheConfig& config, [[maybe_unused]] const PolicySet& policies) {
-    if constexpr (joins) return Impl<Basis, Cuda>::joint_heads(policies.basis, config.shape.num_kv_heads);
-    else return 0;
-  }
-  static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_full(config, policies));
   }
 
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
@@ -146,6 +78,14 @@ class CacheBase {
     ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
     ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
   }
+  /// Raises unless masses are there for all sequences, in all positions; captured, in all that replays can reach.
+  void check_masses(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
+    check_mass(config_, mass, static_cast<std::int64_t>(seqs.size()), captured);
+    for (const SequenceId seq : seqs) {
+      const std::int64_t tokens = layer_.sequence(sequences_.find(seq)).num_tokens;
+      if (mass.num_positions < tokens) ::lowrankkv::detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
+    }
+  }
   /// Rows that leave full rank when a prompt of n tokens has come.
   std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - recent_rows(policies_.token_policy)); }
 
@@ -155,7 +95,7 @@ class CacheBase {
     return row_counts(policies_.token_policy, now.num_tokens - now.tail_length + before, count, phase);
   }
   /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
-  static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full < count; }
+  static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full + counts.compressed < count; }
   /// Adds the pages for so many rounds of `count` leaving rows each.
   void demand_rows(int slot, std::int64_t count, std::int64_t rounds, Phase phase, PageDemand& demand) const {
     RowCounts all;
@@ -243,7 +183,8 @@ class CacheBase {
         most_full = (std::max)(most_full, counts.full);
         most_compressed = (std::max)(most_compressed, counts.compressed);
         most_candidates = (std::max)(most_candidates, counts.full + counts.compressed - counts.pinned);
-        if (replaces_rows(count, counts)) layer_.own_pages(slot, RowList::full, 0, layer_.sequence(slot).rows.num_full, stream);
+        const RowList weighed = layer_.tables().weighed;
+        if (replaces_rows(count, counts)) layer_.own_pages(slot, weighed, 0, layer_.sequence(slot).num_rows(weighed), stream);
         layer_.add_pages(slot, counts.full, counts.compressed, stream);
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
@@ -255,14 +196,28 @@ class CacheBase {
         }
       }
       if constexpr (Rule::adapts && Rows::compresses) {
-        if (most_candidates > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
+        if (most_candidates > 0) {
+          if constexpr (rolls) {
+            for (int one = 0; one < leaving.count; one += kAdaptBatch) roll_over(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, scratch, stream);
+          } else {
+            adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
+          }
+        }
       }
       if constexpr (Rows::choice == RowChoice::errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
         if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
       }
-      if constexpr (Rows::keeps_masses) orders.first = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, stream);
-      launch_store(leaving, source, scratch, orders, most_full, most_compressed, stream);
+      [[maybe_unused]] std::int64_t replacing = 0;
+      if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
+      if (most_full > 0) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
+      if (most_compressed > 0) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
+      if constexpr (Rows::keeps_masses && Rows::compresses) {
+        if (replacing > 0) {
+          store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
+          place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
+        }
+      }
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
@@ -278,7 +233,7 @@ class CacheBase {
   /// Packs a prompt behind the rows that are still in its sequence's tail. Returns where.
   CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, Phase::prefill), rows, Rows::choice == RowChoice::scores);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::choice == RowChoice::scores);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
                          static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), limit());
@@ -290,19 +245,24 @@ class CacheBase {
     HostSequence& now = layer_.sequence(slot);
     const std::int64_t leaving = leaving_of(slot, n), rows = now.tail_length + n;
     const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
-    if (leaving > 0) compress(std::span(&slot, 1), leaving, source, scratch, Phase::prefill, queries, stream);
+    const std::int64_t tokens = now.num_tokens, step = rolls ? config_.flush_interval : leaving;
+    for (std::int64_t done = 0; done < leaving; done += step) {
+      const std::int64_t count = (std::min)(step, leaving - done);
+      compress(std::span(&slot, 1), count, {source.packed, source.tiles, static_cast<std::int32_t>(done)}, scratch, Phase::prefill, queries, stream);
+      now.num_tokens += count;  // those after them stand behind
+    }
     const int kept = static_cast<int>(rows - leaving);
     renew_tail_kernel<><<<dim3(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
     check(cudaGetLastError(), "renew_tail_kernel");
     if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
     now.tail_length = kept;
-    now.num_tokens += n;
+    now.num_tokens = tokens + n;
   }
 
   /// Queries at the end of a prompt by which somebody chooses among its rows.
   int scoring_window() const {
     int window = attention_scores(policies_.token_policy).window;
-    if constexpr (Rule::adapts && Rows::compresses) {
+    if constexpr (Rule::adapts && Rows::compresses && !rolls) {
       const PromptSelection selection = Rule::prompt_selection(policies_.updater);
       if (selection.share < 1.0F) window = (std::max)(window, selection.scores.window);
     }
@@ -344,20 +304,21 @@ class CacheBase {
       if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);
     }
   }
-  void launch_store(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const std::pair<RowOrder, RowOrder>& orders, std::int64_t most_full, std::int64_t most_compressed, cudaStream_t stream) const {
-    const auto grid = [&](std::int64_t rows) {  // a piece more, since lists go on inside a tile
-      return dim3(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
-    };
-    const auto launch = [&]<StoreForm form, RowPath path>(std::integral_constant<StoreForm, form>, std::integral_constant<RowPath, path>, std::int64_t rows, const RowOrder& order, DType type) {
-      const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, scale_groups);
-      detail::launch_early(store_rows_kernel<form, path, form == StoreForm::codes ? scale_groups : 1>, grid(rows), kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, type);
-    };
-    if (most_full > 0) launch(std::integral_constant<StoreForm, StoreForm::full>{}, std::integral_constant<RowPath, RowPath::words>{}, most_full, orders.first, config_.full_type);
-    if (most_compressed == 0) return;
-    if constexpr (joins) store_latents<joint_groups>(layer_, leaving, source, most_compressed, scratch.latents, stream);
-    detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : orders.second.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
+  /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that wait in loose tiles.
+  template <StoreForm form, RowPath path>
+  void launch_store(const Leaving& leaving, const RowSource& source, const RowOrder& order, const LooseTiles& loose, std::int64_t most, DType type, cudaStream_t stream) const {
+    constexpr int groups = form == StoreForm::codes ? scale_groups : 1;
+    const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, groups);
+    // A piece more, since lists go on inside a tile.
+    const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
+    detail::launch_early(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, loose, type);
+  }
+  /// The same of compressed rows.
+  void store_compressed(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const RowOrder& order, const LooseTiles& loose, std::int64_t most, cudaStream_t stream) const {
+    if constexpr (joins) store_latents<coded_groups>(layer_, leaving, source, most, order, loose, scratch.latents, stream);
+    detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : order.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
       constexpr StoreForm form = Codec::form == CodedForm::codes ? StoreForm::codes : StoreForm::coefficients;
-      launch(std::integral_constant<StoreForm, form>{}, path, most_compressed, orders.second, layer_.tiles().coded_type);
+      launch_store<form, path()>(leaving, source, order, loose, most, layer_.tiles().coded_type, stream);
     });
   }
 };

@@ -15,10 +15,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Pages that max_sequences of max_tokens can ever need, `max_full` rows of each at full rank.
-inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, std::int64_t max_full) {
-  std::int64_t pages = config.shape.num_kv_heads * tiles.full.pages_for(max_full);
-  for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(config.max_tokens);
+/// @brief Pages that max_sequences can ever need, whose lists have so many rows at most.
+inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, const MostRows& most) {
+  std::int64_t pages = config.shape.num_kv_heads * tiles.full.pages_for(most.full);
+  for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(most.compressed);
   return pages * config.max_sequences;
 }
 
@@ -35,7 +35,7 @@ inline void fit_pages(LayerTiles& tiles) {
 }
 
 /// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes.
-inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std::int64_t most_full) {
+inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, const MostRows& most) {
   const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
   std::size_t best = 0, least = 0;
   const auto consider = [&](int tile_bytes) {
@@ -43,7 +43,7 @@ inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std:
       tiles.page_bytes = count * static_cast<std::size_t>(tile_bytes);
       if (tiles.page_bytes < largest || tiles.page_bytes > 4 * largest) continue;
       fit_pages(tiles);
-      const std::size_t bytes = static_cast<std::size_t>(pages_needed(config, tiles, most_full)) * tiles.page_bytes;
+      const std::size_t bytes = static_cast<std::size_t>(pages_needed(config, tiles, most)) * tiles.page_bytes;
       if (best == 0 || bytes < least || (bytes == least && tiles.page_bytes > best)) {
         best = tiles.page_bytes;
         least = bytes;
@@ -59,10 +59,10 @@ inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, std:
 
 /// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that which wastes least.
 /// @param joint_heads  of a group whose values are one latent; 0: none
-/// @param compresses  whether there are lists of compressed rows  @param most_full  rows that a sequence may have in the full list
+/// @param compresses  whether there are lists of compressed rows  @param most  rows that a sequence may have
 /// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
 template <class Quantizer>
-LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, int joint_heads, std::int64_t most_full) {
+LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, int joint_heads, const MostRows& most) {
   using Codec = Impl<Quantizer, Cuda>;
   const bool turns = config.rope.keys == Rope::pre;
   LayerTiles tiles;
@@ -94,7 +94,7 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
       tiles.compressed.push_back(tiles.form == CodedForm::codes ? joint_code_tiles(tiles.parts[2 * head + 1], scale_groups_of<Codec>()) : joint_plain_tiles(basis.heads[head].value_rank));
     }
   }
-  if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, tiles, most_full);
+  if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, tiles, most);
   detail::fit_pages(tiles);
   return tiles;
 }

@@ -15,6 +15,7 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/compressed_mass.cuh"
 #include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
@@ -61,7 +62,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     const CacheConfig full = Base::checked(config, basis, policies, nullptr);
-    return cuda::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_full(full, policies));
+    return cuda::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_rows(full, policies));
   }
   /// @brief The page size that config.page_bytes = 0 stands for.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return Base::tiles_of(Base::checked(config, basis, policies, nullptr), basis, policies).page_bytes; }
@@ -70,8 +71,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     const CacheConfig full = Base::checked(config, basis, policies, nullptr);
     const cuda::LayerTiles tiles = Base::tiles_of(full, basis, policies);
-    const std::int64_t max_rows[2] = {Base::most_full(full, policies), tiles.compressed.empty() ? 0 : full.max_tokens};
-    return cuda::Workspace::decode_bytes(full, tiles, Base::limits().segments(), max_rows);
+    const cuda::MostRows most = Base::most_rows(full, policies);
+    const std::int64_t max_rows[2] = {most.full, most.compressed};
+    return cuda::Workspace::decode_bytes(full, tiles, Base::limits(policies).segments(), max_rows);
   }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
@@ -168,7 +170,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
       if (slots.empty()) return;
-      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval), Phase::decode, {}, stream);
+      std::int64_t weighed = 0;
+      for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
+      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
@@ -180,27 +184,22 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws ShapeError if m exceeds a tail or config.max_query_tokens
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
     this->check_queries(query, out, lse, query.num_tokens);
-    attend_to(seqs, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, cuda::QueryTokens::own, stream);
+    attend_to<false>(seqs, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, cuda::QueryTokens::own, stream);
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
 
-  /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: for accumulate(). Dropped positions get 0. Costs the
+  /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: what HeavyHitters is given with accumulate(). Dropped positions get 0. Costs the
   /// keys once more; capturable; changes nothing.
   /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
-  /// @throws as attend(), ShapeError
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Base::Rows::keeps_masses)
-  {
+  /// @throws as attend(), ShapeError, ValueError where keys are stored before their rotary embedding
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) {
     this->check_queries(query, out, lse, query.num_tokens);
+    if (layer_.tables().rotary.turns()) detail::fail<ValueError>("mass: keys are stored unrotated (Rope::pre), rotated ones expected on this backend");
     const bool own = mass.data != nullptr && lse.data == nullptr;
     const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.workspace().step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
-    attend_to(seqs, query, target, cuda::QueryTokens::own, stream, mass);
+    attend_to<true>(seqs, query, target, cuda::QueryTokens::own, stream, mass);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Base::Rows::keeps_masses)
-  {
-    attend(std::span(&seq, 1), query, out, lse, mass, stream);
-  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, mass, stream); }
 
   /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. Capturable.
   /// A number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
@@ -210,10 +209,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   {
     if (mass.data == nullptr) return;
     const bool replayed = Base::capturing(stream);
-    check_mass(seqs, mass, replayed);
+    this->check_masses(seqs, mass, replayed);
     Base::check_distinct("accumulate", seqs);
-    std::int64_t rows = replayed ? layer_.max_rows(RowList::full) + config_.tail_capacity : 0;
-    for (const SequenceId seq : seqs) rows = (std::max)(rows, std::int64_t{layer_.sequence(sequences_.find(seq)).rows.num_full} + tail_length(seq));
+    const RowList weighed = layer_.tables().weighed;
+    std::int64_t rows = replayed ? layer_.max_rows(weighed) + config_.tail_capacity : 0;
+    for (const SequenceId seq : seqs) rows = (std::max)(rows, layer_.sequence(sequences_.find(seq)).num_rows(weighed) + tail_length(seq));
     if (rows == 0) return;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { cuda::enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
   }
@@ -232,7 +232,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void attend_partial(std::span<const SequenceId> seqs, const QueryView& query, const cuda::StateView& states, cuda::QueryTokens tokens, cudaStream_t stream = nullptr) {
     this->check_queries(query, {states.values, states.num_tokens, states.num_heads, states.head_dim}, {states.maximum, states.num_tokens, states.num_heads}, query.num_tokens);
     if (states.maximum == nullptr || states.sum == nullptr) detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens, " x ", states.num_heads, " numbers expected");
-    attend_to(seqs, query, {states.values, std::int64_t{states.num_heads} * states.head_dim, states.head_dim, states.maximum, states.num_heads, states.sum}, tokens, stream);
+    attend_to<false>(seqs, query, {states.values, std::int64_t{states.num_heads} * states.head_dim, states.head_dim, states.maximum, states.num_heads, states.sum}, tokens, stream);
   }
 
  private:
@@ -253,20 +253,17 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     for (std::int64_t first = 0; first < n; first += at_once) {
       cuda::AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
+      if constexpr (Base::Rows::keeps_masses && Base::Rows::compresses) {
+        cuda::enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, cuda::mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
+      }
     }
     if constexpr (Base::Rows::keeps_masses) {
       const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
       cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, out.lse, out.lse_stride, static_cast<int>(n), 0), prompt, {}, 0, now.rows.num_full, stream);
     }
   }
-  /// Raises unless masses are there for all sequences, in all positions; captured, in all that replays can reach.
-  void check_mass(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
-    cuda::check_mass(config_, mass, static_cast<std::int64_t>(seqs.size()), captured);
-    for (const SequenceId seq : seqs) {
-      if (mass.num_positions < num_tokens(seq)) detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", num_tokens(seq), " tokens");
-    }
-  }
+  template <bool weighs>  // kernels that nobody asks for are not compiled
   void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream, const MassView& mass = {}) {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
@@ -282,17 +279,20 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
       compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
       full = (std::max)(full, std::int64_t{now.rows.num_full});
     }
-    if (mass.data != nullptr) {
-      check_mass(seqs, mass, replayed);
+    if (weighs && mass.data != nullptr) {
+      this->check_masses(seqs, mass, replayed);
       cuda::clear_masses(mass, stream);
     }
     cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
-      if constexpr (Base::Rows::keeps_masses) {
+      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
+      if constexpr (weighs) {
         if (mass.data == nullptr) return;
-        cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m), {}, {mass.data, mass.num_positions}, static_cast<int>(first), full, stream);
+        const cuda::MassQueries measured = cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m);
+        const cuda::DeviceMasses masses{mass.data, mass.num_positions};
+        cuda::enqueue_masses(layer_, batch, measured, {}, masses, static_cast<int>(first), full, stream);
+        if constexpr (Base::Rows::compresses) cuda::enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, measured, masses, static_cast<int>(first), compressed, stream);
       }
     });
   }
@@ -334,7 +334,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const cuda::TokenRange range{first, count, tokens - tail_length(seq)};
     const cuda::DeviceTarget values{value.data, value.dtype, value.token_stride, value.head_stride};
     cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, {key.data, key.dtype, key.token_stride, key.head_stride}, values, stream);
-    if constexpr (Base::joins) cuda::reconstruct_joint<Base::joint_groups>(layer_, slot, range, values, stream);
+    if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.
@@ -361,13 +361,17 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     Base::refuse_capture("load", stream);
     const cuda::SavedSequence sequence = cuda::read_sequence(layer_, saved);
     const cuda::SavedCounts& counts = sequence.counts;
-    const std::int64_t most = Base::most_full(policies_.token_policy, counts.num_tokens - counts.tail_length);
-    if (counts.rows.num_full > most) detail::fail<FormatError>("saved state: ", counts.rows.num_full, " full rows of ", counts.num_tokens - counts.tail_length, ", this cache's token policy keeps at most ", most);
+    const cuda::MostRows most = Base::most_rows(policies_.token_policy, counts.num_tokens - counts.tail_length);
+    const auto check_kept = [&](const char* which, std::int64_t saved_rows, std::int64_t most_rows) {
+      if (saved_rows > most_rows) detail::fail<FormatError>("saved state: ", saved_rows, " ", which, " rows of ", counts.num_tokens - counts.tail_length, ", this cache's token policy keeps at most ", most_rows);
+    };
+    check_kept("full", counts.rows.num_full, most.full);
+    check_kept("compressed", counts.rows.num_compressed, most.compressed);
     layer_.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
     cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
   }
 
-  /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
+  /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them. Waits for the device where epochs begin when values say so.
   MemoryUsage memory(SequenceId seq) const { return cuda::sequence_memory(layer_, sequences_.find(seq), Base::listed()); }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
@@ -379,8 +383,12 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.
   std::size_t workspace_bytes() const { return layer_.workspace().decode_bytes(); }
-  /// @brief What has happened since the cache was made; as far as counts tell: rejected updates are not noticed.
-  const CacheStatistics& statistics() const { return this->statistics_; }
+  /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for the device where epochs begin when values say so.
+  CacheStatistics statistics() const {
+    CacheStatistics all = this->statistics_;
+    if constexpr (Base::rolls) layer_.count_rolls(all);
+    return all;
+  }
   const CacheConfig& config() const { return config_; }
   const Pool& pool() const { return layer_.pool(); }
 };

@@ -17,10 +17,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
+/// @brief Sequences whose bases move in one launch: their moments, and transitions, are large.
+inline constexpr int kAdaptBatch = 16;
+
 /// @brief How many epochs of its own a sequence may have, as the cache's EpochPolicy says; 0: bases never move.
 struct EpochLimits {
   int own = 0;
   bool rotates_calibrated_rows = false;
+  bool rolls = false;          ///< epochs begin when values say so (cuda/rollover.cuh): the host does not know which there are
+  float sketch_share = 0.0F;   ///< then, rows of a sketch per rank
   /// @brief Segments that a sequence can have.
   constexpr int segments() const { return own == 0 ? 1 : own + 2; }
 };
@@ -30,9 +35,32 @@ struct HostEpochs {
   std::vector<Segment> segments;  ///< epochs are numbers in Tables::maps
   std::int32_t current = 0;       ///< the epoch that rows are written under
   std::int64_t rows_since_publication = 0;
-  std::int64_t decode_steps = 0;
+  std::int64_t decode_steps = 0;  ///< of an updater; where epochs begin when values say so, batches of rows so far: there are no more of its own
   bool moved = false;             ///< the working bases are no longer the calibrated ones
 };
+
+/// @brief Epochs whose maps were just written, by sequence of a launch; -1: none.
+struct EpochWrites {
+  std::int32_t epochs[kAdaptBatch];
+  const std::int32_t* decided = nullptr;  ///< where values say which, in device memory
+  __device__ std::int32_t of(int sequence) const { return decided == nullptr ? epochs[sequence] : decided[sequence]; }
+};
+
+/// @brief What reads codes under an epoch, made of its basis: a row of it for every channel of tiles (LayerMaps has the calibrated ones). Grid: 2 x heads x sequences.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) unfold_maps_kernel(Tables tables, EpochWrites writes) {
+  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
+  const int epoch = writes.of(static_cast<int>(blockIdx.z)), head = static_cast<int>(blockIdx.y), dim = tables.head_dim;
+  if (epoch < 0) return;
+  const PartMaps& maps = tables.maps[epoch * tables.num_heads + head].of(part);
+  float* reader = const_cast<float*>(static_cast<const float*>(maps.reader.data));
+  for (int item = static_cast<int>(threadIdx.x); item < maps.width * dim; item += kStoreThreads) {
+    const int channel = item / dim, row = item % dim, place = place_in_map(channel, row, dim);
+    const TileChannel own = maps.channels[channel];
+    const float weight = part == Part::key || own.source < 0 ? 1.0F : static_cast<float>(value_weight(own.width, channel));
+    reader[place] = own.source < 0 ? 0.0F : maps.encoder.element(own.source, row, dim) * static_cast<float>(1U << own.shift) / weight;
+  }
+}
 
 /// @brief The maps of all epochs of a layer, and the bases that updaters move.
 class EpochStore {
@@ -48,7 +76,8 @@ class EpochStore {
           most_ = (std::max)(most_, static_cast<int>(part->rank));
           bytes += own_bytes(*part);
           if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
-          stored_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+          basis_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+          reader_bytes_ += reader_bytes(*part);
         }
       }
       own_size_ = bytes;
@@ -60,7 +89,8 @@ class EpochStore {
           HeadMaps maps = table[static_cast<std::size_t>(head)];
           for (PartMaps* part : {&maps.key, &maps.value}) {
             part->encoder = part->reader = part->decoder = {next, type_};
-            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part));
+            if (part->channels != nullptr) part->reader = {next + map_bytes(*part), DType::f32};
+            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part) + reader_bytes(*part));
             next += own_bytes(*part);
           }
           table.push_back(maps);
@@ -79,11 +109,21 @@ class EpochStore {
   const WorkingBases& bases() const { return bases_; }
   int most() const { return most_; }
   /// @brief Bytes of an epoch's maps over all heads.
-  std::size_t epoch_bytes() const { return stored_bytes_ + mean_bytes_; }
+  std::size_t epoch_bytes() const { return basis_bytes_ + reader_bytes_ + mean_bytes_; }
   /// @brief Bytes of a sequence's own epochs, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return stored_bytes_ * static_cast<std::size_t>(count_own(epochs)); }
-  std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? stored_bytes_ : 0; }
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (basis_bytes_ + reader_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
+  std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
   std::size_t reserved_bytes() const { return own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
+
+  bool rolls() const { return limits_.rolls; }
+  int slots_per_sequence() const { return slots_per_sequence_; }
+  /// @brief The i-th epoch of a slot's own.
+  std::int32_t epoch_of(int slot, int i) const { return slot * slots_per_sequence_ + i + 1; }
+  /// @brief Device memory of a slot's own epochs: all_own_size() bytes.
+  std::uint8_t* all_own(int slot) const { return own_epoch(epoch_of(slot, 0)); }
+  std::size_t all_own_size() const { return own_size_ * static_cast<std::size_t>(slots_per_sequence_); }
+  /// @brief Enqueues the calibrated bases as those that a slot works with.
+  void begin_bases(int slot, cudaStream_t stream) const { check(cudaMemcpyAsync(bases_of(slot), start_.data(), bases_size(), cudaMemcpyDeviceToDevice, stream), "bases"); }
 
   /// @brief A free epoch of a slot.
   std::int32_t take(int slot) {
@@ -106,7 +146,7 @@ class EpochStore {
   }
   /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs` becomes those of `target`.
   void fork(HostEpochs& epochs, int source, int target, cudaStream_t stream) {
-    if (!adapts()) return;
+    if (!adapts() || rolls()) return;
     std::vector<std::pair<std::int32_t, std::int32_t>> copies{{0, 0}};
     const auto copy_of = [&](std::int32_t epoch) {
       for (const auto& [from, to] : copies) {
@@ -145,7 +185,9 @@ class EpochStore {
 
  private:
   std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size(part.rank, head_dim_)) * size_of(type_) + 15) / 16 * 16; }
-  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  /// Of what reads codes, apart from the basis itself.
+  std::size_t reader_bytes(const PartMaps& part) const { return part.channels == nullptr ? 0 : static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
+  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + reader_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);
@@ -178,7 +220,7 @@ class EpochStore {
   EpochLimits limits_;
   int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, stored_bytes_ = 0, mean_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, reader_bytes_ = 0, mean_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;

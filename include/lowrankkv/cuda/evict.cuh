@@ -2,7 +2,7 @@
 /// @file cuda/evict.cuh  Rows leave the tail where masses decide: of stored and leaving rows the largest stay (cpu/evict.hpp, cpu/token_policy/heavy_hitters.hpp).
 ///
 /// How many stay, the host knows from counts; which, is decided here. A leaving row that stays takes the place of a stored one that goes, or stands at the list's end; nothing else
-/// moves. So positions of the list do not ascend, and pages that are shared with forks must be the sequence's own before.
+/// moves. So positions of the list do not ascend, and pages that are shared with forks must be the sequence's own before. Heads with joint values have one fate, by the sum of their masses.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -22,14 +22,49 @@ inline constexpr int kReplaceRows = 8;      ///< of a block of replace_rows_kern
 struct Eviction {
   const float* masses = nullptr;   ///< of leaving rows, [heads, stride]; null: those of the tails
   std::int32_t* chosen = nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
-  std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending; then -1
+  std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending
   std::int32_t stride = 0;
   std::int32_t pinned = 0;         ///< positions below it stay in any case, and take nobody's place
+  std::int32_t* replaced = nullptr;  ///< [sequence of the batch, head]: how many places are freed
+  const float* group_masses = nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_masses_kernel; null: every head has a fate of its own
+  std::int64_t group_stride = 0;
 };
 
-/// @brief Decides which of the stored and the leaving rows stay: as many as are stored and leaving.full more, those with the largest masses, of equal ones those that came first.
-/// Writes chosen and freed, and gives rows that stay their masses and positions: the first leaving.full ones at the list's end, the others in freed places. Lengths are those before.
-/// Grid: heads x sequences. All keys differ: a radix selection, eight bits a pass until the smallest that stays is known, then one pass that writes.
+/// @brief The stored rows and the leaving ones among which masses decide.
+struct Weighed {
+  int slot, stored, rows, added;  ///< rows: leaving ones; added: by which the list grows
+  int first;                      ///< the first leaving row that is weighed: those before it go to another list
+  int position;                   ///< of that one
+  __device__ Weighed(const Tables& tables, const Leaving& leaving, int sequence, int head)
+      : slot(leaving.slots[sequence]), stored(tables.num_rows(tables.weighed, slot, head)), added(tables.weighed == RowList::full ? leaving.full[sequence] : leaving.compressed[sequence]),
+        first(tables.weighed == RowList::full ? 0 : leaving.full[sequence]), position(leaving.position[sequence] + first) {
+    rows = leaving.rows[sequence] - first;
+  }
+};
+
+/// @brief Masses of leaving rows of a head: of a packed prompt's [heads, stride], or the tail's.
+__device__ inline float leaving_mass(const Tables& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
+  if (packed != nullptr) return packed[head * stride + row];
+  const int place = tables.lengths[slot].tail_first + row, ring = tables.ring_rows();
+  return tables.tail_row_masses(slot, head)[place < ring ? place : place - ring];
+}
+
+/// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence, group, stride]. Grid: rows x groups x sequences.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(Tables tables, Leaving leaving, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
+  const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads, row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
+  const Weighed weighed(tables, leaving, static_cast<int>(blockIdx.z), leader);
+  if (row >= weighed.stored + weighed.rows) return;
+  float sum = 0.0F;
+  for (int head = leader; head < leader + tables.joint_heads; ++head) {
+    sum += row < weighed.stored ? tables.row_masses(weighed.slot, head)[row] : leaving_mass(tables, packed, packed_stride, weighed.slot, head, weighed.first + row - weighed.stored);
+  }
+  sums[(static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)] = sum;
+}
+
+/// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many more as the list grows by, those with the largest masses, of equal ones those that came
+/// first. Writes chosen, freed and replaced, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
+/// Grid: heads, or groups of them, x sequences. All keys differ: a radix selection, eight bits a pass until the smallest that stays is known, then one pass that writes.
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables, Leaving leaving, Eviction eviction) {
   using Scan = cub::BlockScan<int, kEvictThreads>;
@@ -38,25 +73,25 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
   __shared__ int histogram[kCopies][256];  // masses are alike in their first bits: lanes would wait for each other
   __shared__ std::uint64_t prefix;
   __shared__ int still_wanted, in_digit;
-  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), slot = leaving.slots[sequence], thread = static_cast<int>(threadIdx.x);
-  const int stored = tables.num_rows(RowList::full, slot, head), rows = leaving.rows[sequence], all = stored + rows, added = leaving.full[sequence], wanted = stored + added;
-  const int tail_first = tables.lengths[slot].tail_first, ring = tables.ring_rows();
-  float* masses = tables.row_masses(slot, head);
-  std::int32_t* positions = tables.row_positions(RowList::full, slot, head);
-  const float* tail = tables.tail_row_masses(slot, head);
-  const float* packed = eviction.masses == nullptr ? nullptr : eviction.masses + static_cast<std::size_t>(head) * static_cast<std::size_t>(eviction.stride);
-  const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(eviction.stride);
-  std::int32_t *chosen = eviction.chosen + list, *freed = eviction.freed + list;
-  const auto leaving_mass = [&](int row) {
-    const int place = tail_first + row;
-    return packed != nullptr ? packed[row] : tail[place < ring ? place : place - ring];
-  };
+  const int heads = eviction.group_masses == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+  const Weighed weighed(tables, leaving, sequence, leader);
+  const int slot = weighed.slot, stored = weighed.stored, rows = weighed.rows, all = stored + rows, added = weighed.added, wanted = stored + added;
+  const float* masses = tables.row_masses(slot, leader);
+  const std::int32_t* positions = tables.row_positions(tables.weighed, slot, leader);
+  const float* sums = eviction.group_masses == nullptr ? nullptr : eviction.group_masses + (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(eviction.group_stride);
+  const auto list_of = [&](std::int32_t* lists, int head) { return lists + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(eviction.stride); };
+  std::int32_t *chosen = list_of(eviction.chosen, leader), *freed = list_of(eviction.freed, leader);
+  const auto mass_of = [&](int head, int row) { return leaving_mass(tables, eviction.masses, eviction.stride, slot, head, weighed.first + row); };
   // Bits of numbers that are not negative are in their order; below them, positions: the earlier row wins.
   const auto key_of = [&](float mass, std::int32_t position) {
     const std::uint32_t high = position < eviction.pinned ? ~0U : mass >= 0.0F ? __float_as_uint(mass + 0.0F) + 1U : 0U;
     return static_cast<std::uint64_t>(high) << 32 | ~static_cast<std::uint32_t>(position);
   };
-  const auto key = [&](int row) { return row < stored ? key_of(masses[row], positions[row]) : key_of(leaving_mass(row - stored), leaving.position[sequence] + row - stored); };
+  const auto key = [&](int row) {
+    const bool leaves = row >= stored;
+    const float mass = sums != nullptr ? sums[row] : leaves ? mass_of(leader, row - stored) : masses[row];
+    return key_of(mass, leaves ? weighed.position + row - stored : positions[row]);
+  };
   std::uint64_t smallest = wanted == 0 ? ~std::uint64_t{0} : 0;  // that stays; no row has the largest of all keys
   if (wanted > 0 && wanted < all) {
     if (thread == 0) {
@@ -102,30 +137,36 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
     int place = 0, count = 0;
     Scan(storage).ExclusiveSum(stays ? 1 : 0, place, count);
     __syncthreads();
-    if (stays) chosen[stay + place] = base + thread;
+    if (stays) chosen[stay + place] = weighed.first + base + thread;
     stay += count;
   }
-  for (int i = places + thread; i < rows; i += kEvictThreads) freed[i] = -1;
   __syncthreads();  // the lists are written, and no key is read any more
-  for (int i = thread; i < stay; i += kEvictThreads) {
-    const int place = i < added ? stored + i : freed[i - added];
-    masses[place] = leaving_mass(chosen[i]);
-    positions[place] = leaving.position[sequence] + chosen[i];
+  for (int head = leader; head < leader + heads; ++head) {
+    float* own_masses = tables.row_masses(slot, head);
+    std::int32_t *own_positions = tables.row_positions(tables.weighed, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
+    for (int i = thread; i < stay; i += kEvictThreads) {
+      const int place = i < added ? stored + i : freed[i - added];
+      own_masses[place] = mass_of(head, chosen[i] - weighed.first);
+      own_positions[place] = leaving.position[sequence] + chosen[i];
+      if (head == leader) continue;
+      own_chosen[i] = chosen[i];
+      if (i >= added) own_freed[i - added] = place;
+    }
+    if (thread == 0) eviction.replaced[sequence * tables.num_heads + head] = places;
   }
 }
 
-/// @brief Writes the keys and values of leaving rows that stay to freed places. Grid: pieces of kReplaceRows places x heads x sequences.
+/// @brief Writes the keys and values of leaving rows that stay to freed places of the full list. Grid: pieces of kReplaceRows places x heads x sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tables, RowSource source, Leaving leaving, Eviction eviction) {
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = leaving.slots[sequence], dim = tables.head_dim;
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
   const std::int32_t *chosen = eviction.chosen + list + leaving.full[sequence], *freed = eviction.freed + list;
-  const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, leaving.rows[sequence]);
-  if (first >= end || freed[first] < 0) return;
+  const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.replaced[sequence * tables.num_heads + head]);
   const HeadTiles& layout = tables.full;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
   const SourceRows rows(tables, source, slot, head);
-  for (int i = first; i < end && freed[i] >= 0; ++i) {
+  for (int i = first; i < end; ++i) {
     const int place = freed[i], in_tile = place % layout.rows;
     std::uint8_t* tile = tables.tile(table, layout, place / layout.rows);
     for (int channel = static_cast<int>(threadIdx.x); channel < 2 * dim; channel += kStoreThreads) {
@@ -146,18 +187,33 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tabl
   }
 }
 
-/// @brief Of stored and leaving rows, those with the largest masses stay; those that take the places of others are stored here. Returns the order of the ones that go to the list's end.
-/// The pages of the full lists are the sequences' own. Two launches. @param pinned  positions below it stay
+/// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
+/// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to three launches. @param pinned  positions below it stay
 template <class = void>
-RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
-  const Eviction eviction{source.packed == nullptr ? nullptr : scratch.scores, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned)};
-  const unsigned heads = static_cast<unsigned>(layer.tables().num_heads), sequences = static_cast<unsigned>(leaving.count);
-  evict_rows_kernel<><<<dim3(heads, sequences), kEvictThreads, 0, stream>>>(layer.tables(), leaving, eviction);
+RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
+  Eviction eviction{source.packed == nullptr ? nullptr : scratch.scores, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced};
+  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
+  std::int64_t most_stored = 0, most_rows = 0;
+  replacing = 0;
+  for (int i = 0; i < leaving.count; ++i) {
+    const std::int64_t stored = layer.sequence(leaving.slots[i]).num_rows(tables.weighed);
+    most_stored = (std::max)(most_stored, stored);
+    most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
+    replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.rows[i]} - leaving.full[i] - leaving.compressed[i], stored));
+  }
+  if (joint) {
+    eviction.group_masses = scratch.group_masses;
+    eviction.group_stride = most_rows;
+    const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates, sequences);
+    group_masses_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, leaving, eviction.masses, eviction.stride, eviction.group_stride, scratch.group_masses);
+    check(cudaGetLastError(), "group_masses_kernel");
+  }
+  evict_rows_kernel<><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, leaving, eviction);
   check(cudaGetLastError(), "evict_rows_kernel");
-  std::int32_t most = 0;  // places that can be freed
-  for (int i = 0; i < leaving.count; ++i) most = (std::max)(most, (std::min)(leaving.rows[i] - leaving.full[i], layer.sequence(leaving.slots[i]).rows.num_full));
-  if (most > 0) {
-    replace_rows_kernel<><<<dim3(static_cast<unsigned>((most + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(layer.tables(), source, leaving, eviction);
+  if (full && replacing > 0) {
+    replace_rows_kernel<><<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(tables, source, leaving, eviction);
     check(cudaGetLastError(), "replace_rows_kernel");
   }
   return {scratch.chosen, scratch.rows};

@@ -31,12 +31,22 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
     copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
   }
-  copy(tables.masses, heads * static_cast<std::size_t>(tables.max_rows[0]));
+  copy(tables.masses, heads * static_cast<std::size_t>(tables.max_rows[static_cast<int>(tables.weighed)]));
   copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   copy(tables.lengths, 1);  // where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());
   layer.epochs().fork(to.epochs, source, target, stream);
-  layer.write_lengths(target, stream);
+  if (const RollStore& rolls = layer.rolls(); rolls.rolls()) {
+    const auto clone = [&](void* into, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork"); };
+    const EpochStore& epochs = layer.epochs();
+    clone(epochs.all_own(target), epochs.all_own(source), epochs.all_own_size());
+    clone(epochs.bases_of(target), epochs.bases_of(source), epochs.bases_size());
+    clone(rolls.rows_of(target), rolls.rows_of(source), rolls.sketch_bytes());
+    clone(rolls.states_of(target), rolls.states_of(source), rolls.state_bytes());
+    fork_rolls_kernel<><<<1, 1, 0, stream>>>(tables, source, target, rolls.limits(), rolls.states());
+    check(cudaGetLastError(), "fork_rolls_kernel");
+  }
+  layer.write_lengths(target, to.epochs.segments, layer.rolls().rolls(), stream);
 }
 
 }  // namespace cuda

@@ -15,9 +15,11 @@
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/choose_tiles.cuh"
 #include "lowrankkv/cuda/epochs.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
+#include "lowrankkv/cuda/rollover.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/workspace.cuh"
 
@@ -31,29 +33,31 @@ struct HostSequence {
   HeadRows rows;
   HostEpochs epochs;
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
+
+  std::int64_t num_rows(RowList list) const { return list == RowList::full ? rows.num_full : rows.num_compressed; }
 };
 
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
 class LayerState {
  public:
-  /// @param max_full  rows that a sequence of config.max_tokens may have in the full list  @param workspace  that the caller lends, or none
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, std::int64_t max_full, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
+  /// @param most  rows that a sequence of config.max_tokens may have  @param workspace  that the caller lends, or none
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, const MostRows& most, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
     const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
     tables_.num_lists = (std::max)(heads, num_lists(RowList::compressed));
     tables_.joint_heads = tiles_.joint_heads;
     const std::size_t tables = slots * static_cast<std::size_t>(tables_.num_lists);
-    max_rows_[0] = max_full;
-    max_rows_[1] = tiles_.compressed.empty() ? 0 : config.max_tokens;
-    if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, max_full));
+    max_rows_[0] = most.full;
+    max_rows_[1] = most.compressed;
+    if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, most));
     for (int list = 0; list < 2; ++list) {
-      std::int64_t most = 0;
-      for (int index = 0; index < num_lists(static_cast<RowList>(list)); ++index) most = (std::max)(most, pages_for(static_cast<RowList>(list), index, max_rows_[list]));
+      std::int64_t pages = 0;
+      for (int index = 0; index < num_lists(static_cast<RowList>(list)); ++index) pages = (std::max)(pages, pages_for(static_cast<RowList>(list), index, max_rows_[list]));
       constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
-      if (most > limit / static_cast<std::int64_t>(tables)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", tables, " lists of ", most, " pages, at most ", limit, " in all");
-      tables_.max_pages[list] = static_cast<std::int32_t>(most);
-      pages_[list] = DeviceArray<std::int32_t>(tables * static_cast<std::size_t>(most));
+      if (pages > limit / static_cast<std::int64_t>(tables)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", tables, " lists of ", pages, " pages, at most ", limit, " in all");
+      tables_.max_pages[list] = static_cast<std::int32_t>(pages);
+      pages_[list] = DeviceArray<std::int32_t>(tables * static_cast<std::size_t>(pages));
       tables_.pages[list] = pages_[list].data();
     }
     lengths_ = DeviceArray<DeviceLengths>(slots);
@@ -81,6 +85,16 @@ class LayerState {
     tables_.max_segments = epochs_.max_segments();
     if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
+    if (limits.rolls && epochs_.adapts()) {
+      int most_sketched = 0;
+      std::vector<float> thresholds;
+      for (const HeadBasis& head : basis.heads) {
+        for (const int rank : {head.key_rank, head.value_rank}) most_sketched = (std::max)(most_sketched, detail::sketch_rows(limits.sketch_share, rank));
+        thresholds.push_back(head.key_threshold);
+        thresholds.push_back(head.value_threshold);
+      }
+      rolls_ = RollStore(config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval, thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
+    }
     if (listed.errors) {
       metrics_ = LayerMetrics(basis, config.shape.head_dim);
       tables_.metrics = metrics_.heads();
@@ -92,7 +106,8 @@ class LayerState {
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
     }
     if (listed.masses) {
-      masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[0])));  // also of a list that stays empty
+      tables_.weighed = listed.weighed();
+      masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[static_cast<int>(tables_.weighed)])));  // also of a list that stays empty
       tail_masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
       tables_.masses = masses_.data();
       tables_.tail_masses = tail_masses_.data();
@@ -101,7 +116,7 @@ class LayerState {
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(tables_.num_lists));
     }
-    workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, listed.masses, workspace);
+    workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, workspace);
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -136,6 +151,9 @@ class LayerState {
   int lift_parts(int head) const { return maps_.heads()[static_cast<std::size_t>(head)].lift.parts; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
+  const RollStore& rolls() const { return rolls_; }
+  /// @brief Whether rows that enter sketches are buffered in scratch memory, since shared memory is too small.
+  bool sketches_apart() const { return rolls_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_); }
   PagePool& pool() const { return *pool_; }
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
@@ -172,15 +190,16 @@ class LayerState {
   std::size_t tail_bytes() const { return static_cast<std::size_t>(tables_.num_heads) * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes); }
 
   /// @brief Adds the pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
-  /// @param rewrites  any of its full rows may be replaced
-  void demand_rows(int slot, std::int64_t full, std::int64_t compressed, bool rewrites, PageDemand& demand) const {
+  /// @param replaces  any row of the list whose rows are weighed may be replaced
+  void demand_rows(int slot, std::int64_t full, std::int64_t compressed, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
     const auto add_shared = [&](RowList list, std::int64_t first_row, std::int64_t end_row) {
       for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index]); });
     };
-    if (full > 0 || rewrites) add_shared(RowList::full, rewrites ? 0 : now.rows.num_full, now.rows.num_full + 1);
-    // A merge rewrites rows.
-    if (compressed > 0) add_shared(RowList::compressed, epochs_.adapts() ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
+    const bool rewrites_full = replaces && tables_.weighed == RowList::full;
+    const bool rewrites_compressed = (replaces && tables_.weighed == RowList::compressed) || (compressed > 0 && epochs_.adapts());  // by a merge
+    if (full > 0 || rewrites_full) add_shared(RowList::full, rewrites_full ? 0 : now.rows.num_full, now.rows.num_full + 1);
+    if (compressed > 0 || rewrites_compressed) add_shared(RowList::compressed, rewrites_compressed ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
     std::int64_t pages = pages_of({static_cast<std::int32_t>(now.rows.num_full + full), static_cast<std::int32_t>(now.rows.num_compressed + compressed)});
     for (const auto& list : now.pages) {
       for (const auto& own : list) pages -= static_cast<std::int64_t>(own.size());
@@ -226,19 +245,25 @@ class LayerState {
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
-    std::erase_if(now.epochs.segments, [&](const Segment& segment) { return segment.first_row >= now.rows.num_compressed; });
-    epochs_.free_unused(slot, now.epochs);
-    write_lengths(slot, stream);
+    if (rolls_.rolls()) {
+      trim_rolls_kernel<><<<1, 1, 0, stream>>>(tables_, slot, now.rows.num_compressed, rolls_.limits(), rolls_.states());
+      check(cudaGetLastError(), "trim_rolls_kernel");
+    } else {
+      std::erase_if(now.epochs.segments, [&](const Segment& segment) { return segment.first_row >= now.rows.num_compressed; });
+      epochs_.free_unused(slot, now.epochs);
+    }
+    write_lengths(slot, now.epochs.segments, rolls_.rolls(), stream);
   }
 
-  /// @brief Tells the device a sequence's lengths and segments.
-  void write_lengths(int slot, cudaStream_t stream) const {
+  /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it knows stay
+  void write_lengths(int slot, const std::vector<Segment>& segments, bool keeps, cudaStream_t stream) const {
     const HostSequence& now = sequence(slot);
-    SegmentList segments;
+    SegmentList list;
     if (epochs_.adapts()) {
-      for (const Segment& segment : now.epochs.segments) segments.items[segments.count++] = {segment.epoch, segment.first_row};
+      for (const Segment& segment : segments) list.items[list.count++] = {segment.epoch, segment.first_row};
     }
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.num_tokens - now.tail_length), now.rows, segments);
+    if (keeps) list.count = -1;
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.num_tokens - now.tail_length), now.rows, list);
     check(cudaGetLastError(), "write_lengths_kernel");
   }
 
@@ -250,6 +275,41 @@ class LayerState {
     now.rows = {};
     now.epochs = {};
     settle(slot, stream);
+    if (!rolls_.rolls()) return;
+    begin_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.states(), rolls_.sketches());
+    check(cudaGetLastError(), "begin_rolls_kernel");
+    check(cudaMemsetAsync(rolls_.rows_of(slot), 0, rolls_.sketch_bytes(), stream), "sketches");
+    epochs_.begin_bases(slot, stream);
+  }
+  /// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
+  void count_rolls(CacheStatistics& statistics) const {
+    RollCounts counts;
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    check(cudaMemcpy(&counts, rolls_.counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    statistics.publications += static_cast<std::int64_t>(counts.publications);
+    statistics.merges += static_cast<std::int64_t>(counts.merges);
+    for (int head = 0; head < tables_.num_heads; ++head) {
+      const HeadTiles& tiles = layout(RowList::compressed, head);
+      statistics.rows_reprojected += static_cast<std::int64_t>(counts.rows_reprojected);
+      statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(counts.rows_reprojected) * tiles.bytes / tiles.rows;
+    }
+  }
+  /// @brief What is known of a sequence's epochs; where they begin when values say so, read from the device, which is waited for.
+  HostEpochs epochs_of(int slot, cudaStream_t stream) const {
+    HostEpochs known = sequence(slot).epochs;
+    if (!rolls_.rolls()) return known;
+    RollState state;
+    DeviceLengths lengths;
+    std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.max_segments));
+    const auto read = [&](void* target, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs"); };
+    read(&state, rolls_.states() + slot, sizeof state);
+    read(&lengths, tables_.lengths + slot, sizeof lengths);
+    read(segments.data(), tables_.segments + slot * tables_.max_segments, segments.size() * sizeof(DeviceSegment));
+    check(cudaStreamSynchronize(stream), "epochs");
+    known.current = state.current;
+    known.moved = true;
+    for (int i = 0; i < lengths.num_segments; ++i) known.segments.push_back({segments[static_cast<std::size_t>(i)].epoch, segments[static_cast<std::size_t>(i)].first_row, 0, state.levels[i]});
+    return known;
   }
 
   /// @brief Whether kernels of a step may begin while the one before them ends.
@@ -278,7 +338,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -322,6 +382,7 @@ class LayerState {
   LayerMetrics metrics_;
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
+  RollStore rolls_;
   DeviceArray<std::int32_t> positions_[2];
   DeviceArray<float> masses_, tail_masses_;
   std::vector<HostSequence> sequences_;

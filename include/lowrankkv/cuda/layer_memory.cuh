@@ -12,7 +12,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
-/// @param listed  of which lists positions are kept, and masses
+/// Waits for the device where epochs begin when values say so. @param listed  of which lists positions are kept, and masses
 inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed) {
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t heads = layer.tables().num_heads, row = 2 * std::int64_t{layer.tables().head_dim} * static_cast<std::int64_t>(size_of(layer.config().full_type));
@@ -27,9 +27,11 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
   const std::int64_t positions = (listed.full ? now.rows.num_full : 0) + (listed.compressed ? now.rows.num_compressed : 0);
   usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
-  usage.epoch_bytes = layer.epochs().epoch_bytes(now.epochs);
-  usage.updater_bytes = layer.epochs().updater_bytes(now.epochs);
-  if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((now.rows.num_full + now.tail_length) * heads) * sizeof(float);
+  const HostEpochs epochs = layer.epochs_of(slot, nullptr);
+  usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
+  usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
+  const std::int64_t weighed = listed.weighed() == RowList::full ? now.rows.num_full : now.rows.num_compressed;
+  if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((weighed + now.tail_length) * heads) * sizeof(float);
   return usage;
 }
 

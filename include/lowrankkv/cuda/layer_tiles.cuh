@@ -53,6 +53,13 @@ struct LayerTiles {
 /// @brief Of which lists the positions of rows are kept, since they do not follow from counts; whether errors of rows are wanted, or the attention that they have received.
 struct ListedRows {
   bool full = false, compressed = false, errors = false, masses = false;
+  /// @brief Where masses are kept: the list whose rows go when others have received more.
+  constexpr RowList weighed() const { return compressed ? RowList::compressed : RowList::full; }
+};
+
+/// @brief Rows that the lists of a sequence may have at most.
+struct MostRows {
+  std::int64_t full = 0, compressed = 0;
 };
 
 /// @brief Units that so many channels fill in a plain tile.

@@ -20,26 +20,40 @@ __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles&
 
 }  // namespace detail
 
+/// @brief An older segment of a sequence that is to be re-projected: rows [first, end) of its compressed lists, written under `from`, are to be under `into`. None, if there are no rows.
+struct MergePlan {
+  std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in Tables::maps
+  std::int32_t first = 0, end = 0;
+};
+/// @brief Where kernels find the plans of a launch: one that the host made, or, where values decide, those of its sequences in device memory.
+struct MergePlans {
+  MergePlan one;
+  const MergePlan* decided = nullptr;
+  __device__ MergePlan of(int sequence) const { return decided == nullptr ? one : decided[sequence]; }
+};
+
 inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block of transition_kernel
 
-/// @brief transitions [head, part, most, most]: decoder_old encoder_new. Grid: pieces of kTransitionColumns new coefficients x heads x 2.
+/// @brief transitions [sequence, head, part, most, most]: decoder_old encoder_new. Grid: pieces of kTransitionColumns new coefficients x heads x (sequences x 2).
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables, int from_epoch, int to_epoch, int most, float* transitions) {
+__global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables, MergePlans plans, int most, float* transitions) {
   __shared__ float encoder[kTransitionColumns][kMaxHeadDim];
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kTransitionColumns;
-  const Part part = blockIdx.z == 0 ? Part::key : Part::value;
-  const PartMaps& from = tables.maps[from_epoch * tables.num_heads + head].of(part);
-  const PartMaps& to = tables.maps[to_epoch * tables.num_heads + head].of(part);
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kTransitionColumns, sequence = static_cast<int>(blockIdx.z) / 2;
+  const MergePlan plan = plans.of(sequence);
+  if (plan.first >= plan.end) return;
+  const Part part = blockIdx.z % 2 == 0 ? Part::key : Part::value;
+  const PartMaps& from = tables.maps[plan.from * tables.num_heads + head].of(part);
+  const PartMaps& to = tables.maps[plan.into * tables.num_heads + head].of(part);
   for (int item = static_cast<int>(threadIdx.x); item < kTransitionColumns * dim; item += kStoreThreads) {
     const int channel = first + item / dim;
     encoder[item / dim][item % dim] = channel < to.rank ? to.encoder.element(channel, item % dim, dim) : 0.0F;
   }
   __syncthreads();
-  float* target = transitions + static_cast<std::size_t>(head * 2 + static_cast<int>(part)) * static_cast<std::size_t>(most * most);
+  float* target = transitions + static_cast<std::size_t>((sequence * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(most * most);
   for (int channel = static_cast<int>(threadIdx.x); channel < from.rank; channel += kStoreThreads) {
     float sums[kTransitionColumns] = {};
     for (int d = 0; d < dim; ++d) {
-      const float value = from.reader.element(channel, d, dim);
+      const float value = from.decoder.element(channel, d, dim);
       #pragma unroll
       for (int i = 0; i < kTransitionColumns; ++i) sums[i] = fmaf(value, encoder[i][d], sums[i]);
     }
@@ -47,45 +61,116 @@ __global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables
   }
 }
 
-/// @brief Shared memory of merge_kernel in bytes.
-inline std::size_t merge_bytes(int most) { return static_cast<std::size_t>(kStoreRows * (2 * plain_stride(most) + 4 * (most + 1))); }
+/// @brief Shared memory of merge_kernel in bytes. @param tile_bytes  of tiles of codes, the most
+inline std::size_t merge_bytes(bool codes, int most, int tile_bytes) {
+  const int old_rows = 4 * kStoreRows * (most + 1), new_rows = codes ? old_rows + 4 * kStoreRows + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(detail::CodePlan)) + tile_bytes : 2 * kStoreRows * plain_stride(most);
+  return static_cast<std::size_t>(old_rows + new_rows);
+}
 
-/// @brief Rewrites rows [first, end) of the compressed lists of a sequence. Grid: 64-row pieces from first's on x heads.
-template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, int slot, int first, int end, int most, const float* transitions, DType type) {
+namespace detail {
+
+/// Coefficients of rows [from, until) of a tile of codes: rows [64, stride], gains in them.
+template <Part part>
+__device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, const PartMaps& maps, int from, int until, float* rows, int stride) {
+  int* codes = reinterpret_cast<int*>(rows);
+  for (int item = static_cast<int>(threadIdx.x); item < (until - from) * maps.rank; item += kStoreThreads) codes[(from + item / maps.rank) * stride + item % maps.rank] = 0;
+  const std::uint8_t* at = tile + layout.offset(part);
+  for (int unit = 0; unit < layout.units(part); ++unit) {  // a coefficient has one channel of a unit at most
+    __syncthreads();
+    const int bits = layout.width(part, unit);
+    for (int item = static_cast<int>(threadIdx.x); item < (until - from) * kCodeUnit; item += kStoreThreads) {
+      const int row = from + item / kCodeUnit, channel = item % kCodeUnit;
+      const TileChannel place = maps.channels[unit * kCodeUnit + channel];
+      if (place.source < 0) continue;
+      const CodePlace own = part == Part::key ? key_place(bits, row, channel) : value_place(bits, row, channel);
+      const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(at + own.word);
+      codes[row * stride + place.source] += static_cast<int>((word >> own.shift & ((1U << bits) - 1U)) << place.shift);
+    }
+    at += code_unit_bytes(bits);
+  }
+  __syncthreads();
+  for (int item = static_cast<int>(threadIdx.x); item < (until - from) * maps.rank; item += kStoreThreads) {
+    const int row = from + item / maps.rank, channel = item % maps.rank, bits = maps.bits[channel];
+    const float level = bits == 0 ? 0.0F : static_cast<float>(codes[row * stride + channel]) - 0.5F * static_cast<float>((1 << bits) - 1);
+    rows[row * stride + channel] = level * stored_gain(tile, layout, part, row);
+  }
+}
+
+}  // namespace detail
+
+/// @brief Rewrites the rows of a plan. Grid: 64-row pieces x heads x sequences.
+/// @tparam codes  tiles are of codes, of one scale group and without steps; else plain, of `type`
+template <bool codes>
+__global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, MergePlans plans, int most, const float* transitions, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int stride = plain_stride(most);
-  std::uint16_t* new_rows = reinterpret_cast<std::uint16_t*>(shared_memory);
-  float* old_rows = reinterpret_cast<float*>(new_rows + kStoreRows * stride);
-  __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
-  const int head = static_cast<int>(blockIdx.y), tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
-  const int from = max(first - tile_row, 0), until = min(end - tile_row, kStoreRows);
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), stride = plain_stride(most);
+  const MergePlan plan = plans.of(sequence);
+  const int tile_row = (plan.first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows, from = max(plan.first - tile_row, 0), until = min(plan.end - tile_row, kStoreRows);
   if (from >= until) return;
+  float* old_rows = reinterpret_cast<float*>(shared_memory);  // [kStoreRows, most + 1]
+  [[maybe_unused]] std::uint16_t* new_rows = reinterpret_cast<std::uint16_t*>(old_rows + kStoreRows * (most + 1));
+  __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
   const HeadTiles& layout = tables.compressed[head];
-  const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
+  const HeadMaps& maps = tables.maps[plan.into * tables.num_heads + head];
+  const std::int32_t* table = tables.page_table(RowList::compressed, plan.slot, head);
   if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < until) {
     tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
   }
+  detail::CodeMemory memory{};
+  if constexpr (codes) {
+    memory.coefficients = reinterpret_cast<float*>(new_rows);
+    memory.inverse_gains = memory.coefficients + kStoreRows * (most + 1);
+    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + kStoreRows);
+    memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
+  }
   __syncthreads();
-  for (const Part part : {Part::key, Part::value}) {
-    const int rank = tables.maps[head].of(part).rank;
-    const float* transition = transitions + static_cast<std::size_t>(head * 2 + static_cast<int>(part)) * static_cast<std::size_t>(most * most);
-    for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
-      const int row = from + item / rank, channel = item % rank;
-      old_rows[row * (most + 1) + channel] = detail::plain_element(tiles[row / layout.rows], layout, part, type, row % layout.rows, channel);
-    }
+  if constexpr (codes) {
+    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = reinterpret_cast<const std::uint32_t*>(tiles[0])[word];
     __syncthreads();
-    const int channels = layout.channels(part);
-    for (int item = static_cast<int>(threadIdx.x); item < (until - from) * channels; item += kStoreThreads) {
-      const int row = from + item / channels, channel = item % channels;
+  }
+  for (const Part part : {Part::key, Part::value}) {
+    const PartMaps& own = maps.of(part);
+    const int rank = own.rank;
+    const float* transition = transitions + static_cast<std::size_t>((sequence * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(most * most);
+    const auto new_coefficient = [&](int row, int channel) {
       float sum = 0.0F;
       #pragma unroll 8
-      for (int k = 0; k < (channel < rank ? rank : 0); ++k) sum = fmaf(old_rows[row * (most + 1) + k], transition[k * most + channel], sum);
-      new_rows[row * stride + channel] = to_bits(type, sum);
+      for (int k = 0; k < rank; ++k) sum = fmaf(old_rows[row * (most + 1) + k], transition[k * most + channel], sum);
+      return sum;
+    };
+    if constexpr (codes) {
+      const std::uint8_t* tile = reinterpret_cast<const std::uint8_t*>(memory.tile);
+      if (part == Part::key) detail::decode_tile<Part::key>(tile, layout, own, from, until, old_rows, most + 1);
+      else detail::decode_tile<Part::value>(tile, layout, own, from, until, old_rows, most + 1);
+      detail::load_plan(own, memory.plan);
+      __syncthreads();
+      for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
+        const int row = from + item / rank, channel = item % rank;
+        memory.coefficients[row * (rank + 1) + channel] = new_coefficient(row, channel);
+      }
+      __syncthreads();
+      detail::store_gains<1>(layout, own, part, memory, from, until);
+      __syncthreads();
+      if (part == Part::key) detail::store_codes<Part::key, 1, true>(layout, memory, rank + 1, from, until);
+      else detail::store_codes<Part::value, 1, true>(layout, memory, rank + 1, from, until);
+    } else {
+      for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
+        const int row = from + item / rank, channel = item % rank;
+        old_rows[row * (most + 1) + channel] = detail::plain_element(tiles[row / layout.rows], layout, part, type, row % layout.rows, channel);
+      }
+      __syncthreads();
+      const int channels = layout.channels(part);
+      for (int item = static_cast<int>(threadIdx.x); item < (until - from) * channels; item += kStoreThreads) {
+        const int row = from + item / channels, channel = item % channels;
+        new_rows[row * stride + channel] = channel < rank ? to_bits(type, new_coefficient(row, channel)) : std::uint16_t{0};
+      }
+      __syncthreads();
+      detail::store_plain(layout, tiles, part, new_rows, stride, from, until, false);
     }
     __syncthreads();
-    detail::store_plain(layout, tiles, part, new_rows, stride, from, until, false);
-    __syncthreads();
+  }
+  if constexpr (codes) {
+    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) reinterpret_cast<std::uint32_t*>(tiles[0])[word] = memory.tile[word];
   }
 }
 

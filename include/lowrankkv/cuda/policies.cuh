@@ -5,8 +5,9 @@
 /// `static int joint_heads(const B&, num_kv_heads)` of a group.
 /// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`
 /// and `static float rate(const U&, Phase, decode_steps)` of its next step.
+/// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
-/// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
+/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
 /// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values, whose channels of a scale group have the same bits,
 /// `static PartTiles joint_tiles(const Q&, rank)`; without codes, `static DType type(const Q&)`.
@@ -31,6 +32,7 @@
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 #include "lowrankkv/quantizer/transform_layout.hpp"
 #include "lowrankkv/updater/epoch_policy.hpp"
+#include "lowrankkv/updater/frequent_directions.hpp"
 #include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
@@ -78,8 +80,16 @@ struct Impl<Oja, Cuda> {
 };
 
 template <>
+struct Impl<FrequentDirections, Cuda> {
+  static constexpr bool adapts = true;
+  static constexpr bool rolls = true;
+  static void validate(const FrequentDirections& policy) { check_frequent_directions(policy); }
+};
+
+template <>
 struct Impl<NoQuantizer, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::plain;
+  static constexpr bool moves = true;
   static DType type(const NoQuantizer& policy) { return policy.type; }
   static void validate(const NoQuantizer& policy) {
     if (policy.type == DType::f32) ::lowrankkv::detail::fail<ValueError>("NoQuantizer: type ", name_of(policy.type), ", f16 or bf16 expected on this backend");
@@ -185,6 +195,7 @@ struct Impl<TransformCode, Cuda> {
 template <>
 struct Impl<Int8, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+  static constexpr bool moves = true;
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
   static cuda::PartTiles joint_tiles(const Int8&, int rank) { return cuda::joint_code_planes(int8_layout(rank)); }

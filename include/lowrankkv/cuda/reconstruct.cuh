@@ -41,27 +41,6 @@ struct TokenRange {
 
 namespace detail {
 
-/// The first of `count` ascending numbers of which number(i) > wanted.
-template <class Number>
-__device__ int upper_bound(int count, int wanted, Number&& number) {
-  int low = 0, high = count;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (number(middle) <= wanted) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
-/// The position of a row of a list.
-__device__ inline int position_of(const Tables& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
-  const std::int32_t *own = tables.row_positions(list, slot, head), *full = tables.row_positions(RowList::full, slot, head);
-  if (own != nullptr) return own[row];
-  if (list == RowList::full) return row;
-  if (full == nullptr) return lists.num_full + row;
-  return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
-}
-
 /// Rows in shared memory as the target has them, before they go there 16 bytes at a time.
 struct RowStage {
   std::uint8_t* base;

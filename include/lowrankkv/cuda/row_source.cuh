@@ -23,13 +23,14 @@ inline constexpr int kStoreRows = 64;      ///< rows that such a block takes at 
 struct RowSource {
   const std::uint8_t* packed = nullptr;  ///< plain tiles [heads, tiles] of one sequence; null: the tails of the batch
   std::int32_t tiles = 0;                ///< of a head
+  std::int32_t first = 0;                ///< row of them that is the oldest left: those before it are stored
 };
 
 /// @brief The rows of one (sequence, KV head): row 0 is the oldest.
 class SourceRows {
  public:
   __device__ SourceRows(const Tables& tables, const RowSource& source, int slot, int head)
-      : layout_(tables.full), type_(tables.full_type), offset_(source.packed == nullptr ? tables.lengths[slot].tail_first : 0), ring_(source.packed == nullptr ? tables.ring_rows() : 1 << 30),
+      : layout_(tables.full), type_(tables.full_type), offset_(source.packed == nullptr ? tables.lengths[slot].tail_first : source.first), ring_(source.packed == nullptr ? tables.ring_rows() : 1 << 30),
         base_(source.packed == nullptr ? tables.tail(slot, head) : source.packed + static_cast<std::size_t>(head) * static_cast<std::size_t>(source.tiles) * static_cast<std::size_t>(tables.full.bytes)) {}
 
   /// @brief One element.

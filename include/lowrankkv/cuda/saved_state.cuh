@@ -2,10 +2,11 @@
 /// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, epochs, and one block of device memory.
 ///
 /// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, rows]; masses of the full rows [head, rows], then of the ring's [head, place]. It is gathered in the pool's scratch and crosses the bus once.
+/// positions of listed rows, list after list [head, rows]; masses of the rows of the list that has them [head, rows], then of the ring's [head, place]; sketches and their states. It is gathered in the pool's scratch and crosses the bus once.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -33,7 +34,7 @@ struct SavedCounts {
 
 /// @brief Where the parts of the block begin.
 struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, masses = 0, tail_masses = 0, size = 0;
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, masses = 0, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
 };
 
 /// @brief A saved sequence, opened and checked.
@@ -100,6 +101,9 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   return all;
 }
 
+/// Rows of the list whose rows have masses.
+inline std::size_t weighed_rows(const LayerState& layer, const SavedCounts& counts) { return static_cast<std::size_t>(layer.tables().weighed == RowList::full ? counts.rows.num_full : counts.rows.num_compressed); }
+
 inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
   SavedBlock block;
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads);
@@ -121,8 +125,10 @@ inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
     block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
   }
   const bool masses = layer.tables().masses != nullptr;
-  block.masses = part(masses ? heads * static_cast<std::size_t>(counts.rows.num_full) * sizeof(float) : 0);
+  block.masses = part(masses ? heads * weighed_rows(layer, counts) * sizeof(float) : 0);
   block.tail_masses = part(masses ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
+  block.sketches = part(layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
+  block.sketch_states = part(layer.rolls().rolls() ? layer.rolls().state_bytes() : 0);
   return block;
 }
 
@@ -150,7 +156,7 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
             "saved state");
     };
     copy_listed(tables.positions[index], block.positions[index]);
-    if (list == RowList::full) copy_listed(tables.masses, block.masses);
+    if (list == tables.weighed) copy_listed(tables.masses, block.masses);
   }
   if (tables.masses != nullptr) {
     const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
@@ -158,6 +164,9 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
   }
   copy(tables.tails + static_cast<std::size_t>(slot) * layer.tail_bytes(), block.tail, layer.tail_bytes());
   if (counts.moved != 0) copy(layer.epochs().bases_of(slot), block.bases, layer.epochs().bases_size());
+  if (!layer.rolls().rolls()) return;
+  copy(layer.rolls().rows_of(slot), block.sketches, layer.rolls().sketch_bytes());
+  copy(layer.rolls().states_of(slot), block.sketch_states, layer.rolls().state_bytes());
 }
 
 }  // namespace detail
@@ -166,16 +175,17 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
 template <class = void>
 std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
-  SavedCounts counts{now.num_tokens, now.epochs.rows_since_publication, now.epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, now.epochs.moved ? 1 : 0, 0};
+  const HostEpochs epochs = layer.epochs_of(slot, stream);
+  SavedCounts counts{now.num_tokens, epochs.rows_since_publication, epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, epochs.moved ? 1 : 0, 0};
   std::vector<std::int32_t> own;  // epochs, by first use
   const auto number_of = [&](std::int32_t epoch) {
     if (epoch == 0) return 0;
     if (std::find(own.begin(), own.end(), epoch) == own.end()) own.push_back(epoch);
     return static_cast<std::int32_t>(std::find(own.begin(), own.end(), epoch) - own.begin()) + 1;
   };
-  std::vector<Segment> segments = now.epochs.segments;
+  std::vector<Segment> segments = epochs.segments;
   for (Segment& segment : segments) segment.epoch = number_of(segment.epoch);
-  counts.current_epoch = number_of(now.epochs.current);
+  counts.current_epoch = number_of(epochs.current);
   counts.own_epochs = static_cast<std::int32_t>(own.size());
   const SavedBlock block = detail::block_of(layer, counts);
   return save_framed(kSavedMagic, detail::describe_layer(layer), buffer, count_only, [&](ByteWriter& out) {
@@ -222,6 +232,23 @@ inline void check_masses(const std::byte* data, std::size_t count) {
   if (count > 0) std::memcpy(masses.data(), data, count * sizeof(float));
   for (std::size_t i = 0; i < count; ++i) {
     if (!(masses[i] >= 0.0F && masses[i] <= max_finite(DType::f32))) ::lowrankkv::detail::fail<FormatError>("saved state: mass ", i, " is ", masses[i], ", finite and at least 0 expected");
+  }
+}
+
+/// Raises unless sketches are finite and hold as many rows as there is room for.
+inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block, const SavedCounts& counts) {
+  using ::lowrankkv::detail::fail;
+  const std::size_t states = layer.rolls().state_bytes() / sizeof(SketchState);
+  for (std::size_t i = 0; i < states; ++i) {
+    SketchState state;
+    std::memcpy(&state, data.data() + block.sketch_states + i * sizeof state, sizeof state);
+    const bool fits = state.held >= 0 && state.held <= layer.rolls().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= counts.num_tokens;
+    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.rolls().sketches().capacity, " of ", counts.num_tokens);
+  }
+  for (std::size_t offset = 0; offset < layer.rolls().sketch_bytes(); offset += sizeof(float)) {
+    float number;
+    std::memcpy(&number, data.data() + block.sketches + offset, sizeof number);
+    if (!(std::abs(number) <= max_finite(DType::f32))) fail<FormatError>("saved state: number ", offset / sizeof(float), " of the sketches is ", number, ", finite expected");
   }
 }
 
@@ -275,9 +302,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], heads, count, counts.num_tokens - counts.tail_length, tables.masses != nullptr);
   }
   if (tables.masses != nullptr) {
-    detail::check_masses(sequence.block.data() + block.masses, heads * static_cast<std::size_t>(counts.rows.num_full));
+    detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, counts));
     detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
+  if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block, counts);
   layer.pool().allocator().require(layer.pages_of(counts.rows));
   return sequence;
 }
@@ -293,7 +321,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   layer.add_pages(slot, counts.rows.num_full, counts.rows.num_compressed, stream);
   std::vector<std::int32_t> own{0};
   for (int i = 0; i < counts.own_epochs; ++i) {
-    own.push_back(layer.epochs().take(slot));
+    own.push_back(layer.rolls().rolls() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
     check(cudaMemcpyAsync(layer.epochs().own_epoch(own.back()), memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "load");
   }
   detail::move_block<false>(layer, slot, counts, block, memory, stream);
@@ -302,9 +330,19 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.rows = counts.rows;
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};
   for (Segment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
+  const std::vector<Segment> segments = now.epochs.segments;
+  if (layer.rolls().rolls()) {
+    RollState state;
+    state.current = now.epochs.current;
+    state.used = (1U << counts.own_epochs) - 1U;
+    for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
+    check(cudaMemcpyAsync(layer.rolls().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
+    check(cudaStreamSynchronize(stream), "load");
+    now.epochs = {{}, 0, 0, counts.decode_steps, false};
+  }
   const DeviceLengths lengths{counts.tail_first, counts.tail_length, 0};
   check(cudaMemcpyAsync(layer.tables().lengths + slot, &lengths, sizeof(lengths), cudaMemcpyHostToDevice, stream), "load");
-  layer.write_lengths(slot, stream);
+  layer.write_lengths(slot, segments, false, stream);
   check(cudaStreamSynchronize(stream), "load");  // the caller's bytes are free
 }
 

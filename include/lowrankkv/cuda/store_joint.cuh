@@ -27,26 +27,17 @@ struct LatentPortion {
   std::int32_t pieces = 0;          ///< of a sequence
   std::int32_t stride = 0;          ///< numbers set aside for a row: rows of a group of lower rank stand closer
   float* latents = nullptr;         ///< [sequence of the portion, group, 64 pieces, stride]
+  RowOrder order;                   ///< of the rows that are compressed
+  LooseTiles loose;                 ///< where they go, if not to the lists' ends
+
+  /// @brief The coefficients of a piece of a group of the sequence of the portion that a block is of.
+  __device__ float* of(int piece) const {
+    return latents + ((static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(pieces) + static_cast<std::size_t>(piece)) * kStoreRows * static_cast<std::size_t>(stride);
+  }
 };
 
 /// @brief Numbers of scratch memory that portions take. @param rank  the largest of a group
 inline std::size_t latent_floats(int groups, int rank) { return static_cast<std::size_t>(kLatentPieces * kStoreRows) * static_cast<std::size_t>(groups) * static_cast<std::size_t>(rank + 1); }
-
-namespace detail {
-
-/// The rows of a list that a block stores: 64 of them from tile_row on, of which [begin, end) are new; row r is row from + r of the source.
-struct LatentRows {
-  int tile_row, begin, end, from;
-  __device__ LatentRows(const Tables& tables, const Leaving& leaving, int index, int head, int piece) {
-    const int first = tables.num_rows(RowList::compressed, leaving.slots[index], head);
-    tile_row = (first / kStoreRows + piece) * kStoreRows;
-    begin = max(first - tile_row, 0);
-    end = min(first + leaving.compressed[index] - tile_row, kStoreRows);
-    from = leaving.full[index] + tile_row - first;
-  }
-};
-
-}  // namespace detail
 
 /// @brief Coefficients, in steps, of the values of a group's heads. Grid: (groups of kLatentChannels channels x pieces) x groups of heads x sequences.
 /// @tparam type  of full rows
@@ -56,8 +47,9 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
   const int piece = static_cast<int>(blockIdx.x) % portion.pieces, group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = leaving.slots[index];
   const int leader = group * tables.joint_heads, dim = tables.head_dim, units = dim / kPlainUnit, stride = plain_stride(dim);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const detail::LatentRows range(tables, leaving, index, leader, portion.first_piece + piece);
+  const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
+  const std::int32_t* chosen = portion.order.rows == nullptr ? nullptr : portion.order.rows + static_cast<std::size_t>(index * tables.num_heads + leader) * static_cast<std::size_t>(portion.order.stride);
   std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(shared_memory);
   const int block = static_cast<int>(blockIdx.x) / portion.pieces * (kLatentChannels / 16) + warp, rank = tables.maps[leader].value.rank;  // of sixteen channels
   const bool there = 16 * block < rank, exact = tables.maps[leader].value.encoder.type == type;
@@ -65,7 +57,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
   float sums[kStoreRows / 16][2][4] = {};
   for (int head = leader; head < leader + tables.joint_heads; ++head) {
     __syncthreads();
-    SourceRows(tables, source, slot, head).load(Part::value, nullptr, range.from, range.begin, range.end, dim, rows, stride);
+    SourceRows(tables, source, slot, head).load(Part::value, chosen, range.from, range.begin, range.end, dim, rows, stride);
     __syncthreads();
     if (!there) continue;
     const MapElements& encoder = tables.maps[head].value.encoder;
@@ -98,8 +90,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
   }
   if (!there) return;
   const int apart = rank + 1;
-  float* target = portion.latents + ((static_cast<std::size_t>(blockIdx.z) * gridDim.y + static_cast<std::size_t>(group)) * static_cast<std::size_t>(portion.pieces) + static_cast<std::size_t>(piece)) * kStoreRows *
-                                        static_cast<std::size_t>(portion.stride);
+  float* target = portion.of(piece);
   #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int channel = 16 * block + 8 * (i / 2) + 2 * t + i % 2;
@@ -122,25 +113,23 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
 template <int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tables, Leaving leaving, LatentPortion portion, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = leaving.slots[index];
+  const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z);
   const int leader = group * tables.joint_heads, list = tables.num_heads + group, thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  const detail::LatentRows range(tables, leaving, index, leader, portion.first_piece + piece);
+  const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
   const HeadTiles& layout = tables.compressed[list];
   const PartMaps& maps = tables.maps[leader].value;
-  const std::int32_t* table = tables.page_table(RowList::compressed, slot, list);
-  float* latents = portion.latents + ((static_cast<std::size_t>(blockIdx.z) * gridDim.y + static_cast<std::size_t>(group)) * static_cast<std::size_t>(portion.pieces) + static_cast<std::size_t>(piece)) * kStoreRows *
-                                         static_cast<std::size_t>(portion.stride);
+  float* latents = portion.of(piece);
   if constexpr (scale_groups == 0) {
     const int channels = layout.channels(Part::value), padded_end = (range.end + layout.rows - 1) / layout.rows * layout.rows;  // rows past a list's end become zeros, which weigh nothing
     for (int item = thread; item < (padded_end - range.begin) * channels; item += kStoreThreads) {
       const int row = range.begin + item / channels, channel = item % channels;
       const float value = row < range.end && channel < maps.rank ? latents[row * (maps.rank + 1) + channel] : 0.0F;
-      *reinterpret_cast<std::uint16_t*>(tables.tile(table, layout, (range.tile_row + row) / layout.rows) + layout.plain_byte(Part::value, row % layout.rows, channel)) = to_bits(type, value);
+      *reinterpret_cast<std::uint16_t*>(range.tile((range.tile_row + row) / layout.rows) + layout.plain_byte(Part::value, row % layout.rows, channel)) = to_bits(type, value);
     }
   } else {
     __shared__ float inverse_gains[scale_groups * kStoreRows];
-    std::uint8_t* tile = tables.tile(table, layout, range.tile_row / kCodeRows);
+    std::uint8_t* tile = range.tile(range.tile_row / kCodeRows);
     detail::CodePlan* plan = reinterpret_cast<detail::CodePlan*>(shared_memory);
     const int channels = layout.channels(Part::value);
     for (int channel = thread; channel < channels; channel += kStoreThreads) {
@@ -162,7 +151,7 @@ __global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tab
         for (int block = 0; block < codes.blocks; ++block, ++unit, at += code_unit_bytes(bits)) {
           if (unit % (kStoreThreads / 32) != warp) continue;
           const auto pack = [&](auto width) {
-            detail::pack_words<Part::value, decltype(width)::value>(memory, inverse_gains + own * kStoreRows, maps.rank + 1, plan + unit * kCodeUnit, reinterpret_cast<std::uint32_t*>(at), range.begin, range.end, thread % 32, 32);
+            detail::pack_words<Part::value, decltype(width)::value, false>(memory, inverse_gains + own * kStoreRows, maps.rank + 1, plan + unit * kCodeUnit, reinterpret_cast<std::uint32_t*>(at), range.begin, range.end, thread % 32, 32);
           };
           if (bits == 8) pack(std::integral_constant<int, 8>{});
           else if (bits == 4) pack(std::integral_constant<int, 4>{});
@@ -174,10 +163,10 @@ __global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tab
   }
 }
 
-/// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are compressed  @param scratch  latent_floats() numbers
+/// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are stored  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
 /// @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, float* scratch, cudaStream_t stream) {
+void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim, all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;  // one more, since lists go on inside a tile
   const int rank = layer.most_value_rank();
@@ -187,6 +176,8 @@ void store_latents(const LayerState& layer, const Leaving& leaving, const RowSou
   portion.pieces = (std::min)(all_pieces, kLatentPieces);
   portion.stride = rank + 1;
   portion.latents = scratch;
+  portion.order = order;
+  portion.loose = loose;
   const int at_once = kLatentPieces / portion.pieces;  // sequences
   for (portion.first_sequence = 0; portion.first_sequence < leaving.count; portion.first_sequence += at_once) {
     const unsigned sequences = static_cast<unsigned>((std::min)(at_once, leaving.count - portion.first_sequence));

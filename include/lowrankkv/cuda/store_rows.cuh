@@ -91,6 +91,14 @@ struct CodeMemory {
   CodePlan* plan;        // [channels of a part]
 };
 
+/// What the channels of a part hold, into shared memory. The caller synchronises.
+__device__ inline void load_plan(const PartMaps& maps, CodePlan* plan) {
+  for (int channel = static_cast<int>(threadIdx.x); channel < maps.width; channel += kStoreThreads) {
+    const TileChannel place = maps.channels[channel];
+    plan[channel] = {place.source, place.shift, static_cast<float>(1 << place.bits) * 0.5F};
+  }
+}
+
 /// Gains of the rows, into the tile and as inverses.
 template <int scale_groups>
 __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
@@ -109,8 +117,9 @@ __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part 
   }
 }
 
-/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on. Earlier rows keep theirs; bits of later ones are clear. plan: of the unit's channels.
-template <Part part, int bits>
+/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on. Earlier rows keep theirs; bits of later ones are clear, if they do not keep theirs too.
+/// plan: of the unit's channels.
+template <Part part, int bits, bool keeps_later>
 __device__ __forceinline__ void pack_words(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end, int first_word, int step) {
   constexpr std::uint32_t mask = (1U << bits) - 1U;
   for (int word = first_word; word < code_unit_bytes(bits) / 4; word += step) {
@@ -122,24 +131,24 @@ __device__ __forceinline__ void pack_words(const CodeMemory& memory, const float
         const CodeIndex index = part == Part::key ? key_code(bits, word, q, byte) : value_code(bits, word, q, byte);
         const CodePlan channel = plan[index.channel];
         const int shift = 8 * byte + bits * q;
-        if (index.row < begin) kept |= mask << shift;
+        if (index.row < begin || (keeps_later && index.row >= end)) kept |= mask << shift;
         if (index.row < begin || index.row >= end || channel.source < 0) continue;
         const std::uint32_t code = code_of(memory.coefficients[index.row * stride + channel.source] * inverse_gains[index.row], channel.half_range);
         fresh |= (code >> channel.shift & mask) << shift;
       }
     }
-    unit[word] = (begin > 0 ? unit[word] & kept : 0U) | fresh;
+    unit[word] = (keeps_later || begin > 0 ? unit[word] & kept : 0U) | fresh;
   }
 }
 
 /// The same of a unit in shared memory, by all threads.
-template <Part part, int bits>
+template <Part part, int bits, bool keeps_later>
 __device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
-  pack_words<part, bits>(memory, inverse_gains, stride, plan, unit, begin, end, static_cast<int>(threadIdx.x), kStoreThreads);
+  pack_words<part, bits, keeps_later>(memory, inverse_gains, stride, plan, unit, begin, end, static_cast<int>(threadIdx.x), kStoreThreads);
 }
 
 /// The same of all units of a part.
-template <Part part, int scale_groups>
+template <Part part, int scale_groups, bool keeps_later = false>
 __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride, int begin, int end) {
   const int units = part == Part::key ? layout.key_units : layout.value_units;
   std::uint32_t* words = memory.tile + layout.offset(part) / 4;
@@ -147,10 +156,10 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
     const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
     const CodePlan* plan = memory.plan + unit * kCodeUnit;
     const float* inverse_gains = memory.inverse_gains + (scale_groups == 2 && unit >= layout.first_units(part) ? kStoreRows : 0);
-    if (bits == 8) pack_unit<part, 8>(memory, inverse_gains, stride, plan, words, begin, end);
-    else if (bits == 4) pack_unit<part, 4>(memory, inverse_gains, stride, plan, words, begin, end);
-    else if (bits == 2) pack_unit<part, 2>(memory, inverse_gains, stride, plan, words, begin, end);
-    else pack_unit<part, 1>(memory, inverse_gains, stride, plan, words, begin, end);
+    if (bits == 8) pack_unit<part, 8, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 4) pack_unit<part, 4, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 2) pack_unit<part, 2, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else pack_unit<part, 1, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
     words += code_unit_bytes(bits) / 4;
   }
 }
@@ -164,26 +173,63 @@ struct RowOrder {
   std::int32_t stride = 0;
 };
 
-/// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one. Pages are in place; lengths are
+/// @brief Tiles outside of pages, of rows that will take the places of stored ones (cuda/place_rows.cuh). They follow those that go to a list's end in its order.
+struct LooseTiles {
+  std::uint8_t* data = nullptr;          ///< [sequence of the batch, compressed list, piece of 64 rows]; null: rows go to their lists' ends
+  const std::int32_t* counts = nullptr;  ///< [sequence of the batch, head]: rows
+  std::int32_t pieces = 0;               ///< of a list
+  std::int32_t piece_bytes = 0;          ///< set aside for each
+
+  /// @brief Where those of a list begin.
+  __device__ std::uint8_t* of(const Tables& tables, int sequence, int list) const { return data + static_cast<std::size_t>((sequence * tables.num_lists + list) * pieces) * static_cast<std::size_t>(piece_bytes); }
+};
+
+/// @brief What a block stores of a list: 64 rows from tile_row on, of which [begin, end) are new; row r is row from + r of the order, or of the source, where there is none.
+class ListPiece {
+ public:
+  /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are, the first of those that share them
+  __device__ ListPiece(const Tables& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
+      : layout_(list == RowList::full ? tables.full : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
+    const bool full = list == RowList::full, apart = loose.data != nullptr;
+    const int first = apart ? 0 : tables.num_rows(list, leaving.slots[sequence], head), added = full ? leaving.full[sequence] : leaving.compressed[sequence];
+    const int count = apart ? loose.counts[sequence * tables.num_heads + head] : added;
+    const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : 0;  // of the source, or of the order: they are stored elsewhere
+    tile_row = (first / kStoreRows + piece) * kStoreRows;
+    begin = max(first - tile_row, 0);
+    end = min(first + count - tile_row, kStoreRows);
+    from = skipped + tile_row - first;
+    if (apart) loose_ = loose.of(tables, sequence, index);
+  }
+  int tile_row, begin, end, from;
+  /// @brief A tile of the list.
+  __device__ std::uint8_t* tile(int tile) const {
+    if (loose_ != nullptr) return loose_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
+    return pool_ + static_cast<std::size_t>(table_[tile / layout_.tiles_per_page]) * page_bytes_ + static_cast<std::size_t>(tile % layout_.tiles_per_page) * static_cast<std::size_t>(layout_.bytes);
+  }
+
+ private:
+  const HeadTiles& layout_;
+  const std::int32_t* table_;
+  std::uint8_t* pool_;
+  std::uint64_t page_bytes_;
+  std::uint8_t* loose_ = nullptr;
+};
+
+/// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one, or in loose tiles. Pages are in place; lengths are
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
 /// @tparam scale_groups  of tiles of codes
 template <StoreForm form, RowPath path, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, DType type) {
+__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, LooseTiles loose, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
   const HeadTiles& layout = form == StoreForm::full ? tables.full : tables.compressed[head];
-  const std::int32_t* table = tables.page_table(list, slot, head);
-  const int first = tables.num_rows(list, slot, head);
-  const int count = form == StoreForm::full ? leaving.full[index] : leaving.compressed[index];
-  const int skipped = form == StoreForm::full ? 0 : leaving.full[index];  // of the source: they went to the full list
-  const int tile_row = (first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows;
-  const int begin = max(first - tile_row, 0), end = min(first + count - tile_row, kStoreRows);
+  const ListPiece piece(tables, leaving, order, loose, list, index, head, head, static_cast<int>(blockIdx.x));
+  const int tile_row = piece.tile_row, begin = piece.begin, end = piece.end, from = piece.from;
   if (begin >= end) return;
   const SourceRows rows(tables, source, slot, head);
   const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
-  const int from = (chosen == nullptr ? skipped : 0) + tile_row - first;  // the source's row for row 0 of this piece
-  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) {
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr && loose.data == nullptr) {
     for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
   }
   if constexpr (form == StoreForm::codes) {
@@ -193,17 +239,14 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, layout.values ? maps.value.rank : 0) + 1);
     memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
     memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
-    std::uint32_t* target = reinterpret_cast<std::uint32_t*>(tables.tile(table, layout, tile_row / kCodeRows));
+    std::uint32_t* target = reinterpret_cast<std::uint32_t*>(piece.tile(tile_row / kCodeRows));
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
     __syncthreads();
     for (const Part part : {Part::key, Part::value}) {
       if (part == Part::value && !layout.values) break;
       const PartMaps& own = maps.of(part);
       const int coefficients_stride = own.rank + 1;
-      for (int channel = static_cast<int>(threadIdx.x); channel < own.width; channel += kStoreThreads) {
-        const TileChannel place = own.channels[channel];
-        memory.plan[channel] = {place.source, place.shift, static_cast<float>(1 << place.bits) * 0.5F};
-      }
+      detail::load_plan(own, memory.plan);
       detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, static_cast<int>(part), 1, shared_memory, [&](Part, int row, int channel, float one, float two) {
         float* at = memory.coefficients + row * coefficients_stride + channel;
         if (channel < own.rank) at[0] = one;
@@ -220,7 +263,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
   } else {
     __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
     if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
-      tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
+      tiles[threadIdx.x] = piece.tile(tile_row / layout.rows + static_cast<int>(threadIdx.x));
     }
     __syncthreads();
     if (form == StoreForm::full && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {

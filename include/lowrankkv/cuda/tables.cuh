@@ -59,7 +59,8 @@ struct Tables {
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
   std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
-  float* masses = nullptr;                     ///< [slots, heads, max_rows of the full list]: attention received so far, where rows are dropped by it: others take their places
+  float* masses = nullptr;                     ///< [slots, heads, max_rows of the list `weighed`]: attention received so far, where rows are dropped by it: others take their places
+  RowList weighed = RowList::full;             ///< the list whose rows have masses
   float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
@@ -86,8 +87,8 @@ struct Tables {
     const int which = static_cast<int>(list);
     return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
-  /// @brief Masses of the full rows, which must be kept.
-  __device__ float* row_masses(int slot, int head) const { return masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[0]); }
+  /// @brief Masses of the rows of the list that is weighed; they must be kept.
+  __device__ float* row_masses(int slot, int head) const { return masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[static_cast<int>(weighed)]); }
   /// @brief Masses of the tail's rows, the same.
   __device__ float* tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
@@ -110,6 +111,31 @@ struct Tables {
     return pool + page * page_bytes + static_cast<std::size_t>(tile % layout.tiles_per_page) * static_cast<std::size_t>(layout.bytes);
   }
 };
+
+namespace detail {
+
+/// The first of `count` ascending numbers of which number(i) > wanted.
+template <class Number>
+__device__ int upper_bound(int count, int wanted, Number&& number) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (number(middle) <= wanted) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/// The position of a row of a list.
+__device__ inline int position_of(const Tables& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
+  const std::int32_t *own = tables.row_positions(list, slot, head), *full = tables.row_positions(RowList::full, slot, head);
+  if (own != nullptr) return own[row];
+  if (list == RowList::full) return row;
+  if (full == nullptr) return lists.num_full + row;
+  return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
+}
+
+}  // namespace detail
 
 /// @brief Every step-th tile of a list in turn, without a division for each.
 class PageWalk {
@@ -186,7 +212,7 @@ __global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
   for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
 }
 
-/// @brief Segments of a sequence, given to a kernel by value.
+/// @brief Segments of a sequence, given to a kernel by value; a count of -1: those that are there stay.
 struct SegmentList {
   std::int32_t count = 0;
   DeviceSegment items[kMaxSegments];
@@ -198,7 +224,7 @@ __global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = tail_length;
     tables.lengths[slot].tail_position = tail_position;
-    tables.lengths[slot].num_segments = segments.count;
+    if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
     for (int i = 0; i < segments.count; ++i) tables.segments[slot * tables.max_segments + i] = segments.items[i];
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;

@@ -165,7 +165,8 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   const std::int64_t pinned = pinned_rows(policy, first_position, count), chosen = chosen_of(first_position, count), rest = count - pinned;
   if (Rules::choice == RowChoice::masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
     const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(0, left)); };
-    return {pinned, kept_of(first_position + count) - kept_of(first_position), 0};
+    const std::int64_t more = kept_of(first_position + count) - kept_of(first_position);
+    return {pinned, Rules::compresses ? pinned : more, Rules::compresses ? more - pinned : 0};
   }
   if (Rules::choice == RowChoice::errors) {
     const std::int64_t full = pinned + (std::min)(rest, chosen);

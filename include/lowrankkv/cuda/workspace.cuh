@@ -27,9 +27,9 @@ struct LentMemory {
 class Workspace {
  public:
   Workspace() = default;
-  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param masses  whether attention is measured  @param lent  for decode steps; null: owned
+  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode steps; null: owned
   /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
-  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], bool masses, const LentMemory& lent)
+  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
       : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), step_(step_of(config, tiles, max_segments, max_rows)) {
     decode_bytes_ = carve(step_, config.max_sequences, nullptr);
     if (lent.data == nullptr) {
@@ -40,7 +40,7 @@ class Workspace {
       if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset, " bytes off a multiple of 128");
     }
     carve(step_, config.max_sequences, lent.data == nullptr ? decode_.data() : lent.data);
-    if (masses) step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences * config.max_query_tokens * qo_heads_));
+    step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences * config.max_query_tokens * qo_heads_));
   }
   /// @brief Bytes of decode steps' buffers.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
@@ -76,9 +76,9 @@ class Workspace {
     return step;
   }
 
-  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], where masses are kept.
+  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], for masses that are asked for without it.
   float* step_lse() const { return step_lse_.data(); }
-  /// @brief The same for so many queries of a prompt; grown if it is too small, which allocates and waits.
+  /// @brief The same for so many queries of a prompt, where masses are kept; grown if it is too small, which allocates and waits.
   float* prompt_lse(std::int64_t tokens) {
     const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(qo_heads_);
     if (prompt_lse_.size() < size) prompt_lse_ = DeviceArray<float>(size);

@@ -2,7 +2,7 @@
 /// @file updater/frequent_directions.hpp  FrequentDirections: bases of chunks from a running sketch of the stream (SubSpace-A).
 #pragma once
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/core/error.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -21,5 +21,13 @@ struct FrequentDirections {
   float threshold_scale = 1.0F;  ///< thresholds are multiplied with it; 0: every batch begins a chunk
   friend bool operator==(const FrequentDirections&, const FrequentDirections&) = default;
 };
+
+/// @brief Raises what is wrong with the parameters. @throws ValueError
+inline void check_frequent_directions(const FrequentDirections& policy) {
+  using detail::fail;
+  if (!(policy.sketch_share >= 2.0F && policy.sketch_share <= 64.0F)) fail<ValueError>("FrequentDirections: sketch_share is 2 to 64, given ", policy.sketch_share);
+  if (policy.chunk_length < 1) fail<ValueError>("FrequentDirections: chunk_length is at least 1, given ", policy.chunk_length);
+  if (!(policy.threshold_scale >= 0.0F)) fail<ValueError>("FrequentDirections: threshold_scale is at least 0, given ", policy.threshold_scale);
+}
 
 LOWRANKKV_NAMESPACE_END

@@ -31,12 +31,7 @@ struct Impl<FrequentDirections, Cpu> {
     bool exceeded = false;        ///< a row's residual was above the threshold
   };
 
-  static void validate(const FrequentDirections& policy) {
-    using ::lowrankkv::detail::fail;
-    if (!(policy.sketch_share >= 2.0F && policy.sketch_share <= 64.0F)) fail<ValueError>("FrequentDirections: sketch_share is 2 to 64, given ", policy.sketch_share);
-    if (policy.chunk_length < 1) fail<ValueError>("FrequentDirections: chunk_length is at least 1, given ", policy.chunk_length);
-    if (!(policy.threshold_scale >= 0.0F)) fail<ValueError>("FrequentDirections: threshold_scale is at least 0, given ", policy.threshold_scale);
-  }
+  static void validate(const FrequentDirections& policy) { check_frequent_directions(policy); }
   static PromptSelection prompt_selection(const FrequentDirections&) { return {}; }
 
   static State start(const FrequentDirections& policy, const UpdaterStart& of) {

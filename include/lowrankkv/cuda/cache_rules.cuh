@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/cache_rules.cuh  What a composition of policies is on the Cuda backend: what goes together, what is compiled, what is checked of parameters before a cache is made.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/cuda/choose_tiles.cuh"
+#include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/policies.cuh"
+#include "lowrankkv/cuda/token_rules.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief What CacheBase and CompressedKVCache<Cuda, ...> know of their policies.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+struct CacheRules {
+  using Codec = Impl<Quantizer, Cuda>;
+  using Rows = TokenRules<TokenPolicy>;
+  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
+  using Rule = Impl<Updater, Cuda>;
+  static constexpr int scale_groups = scale_groups_of<Codec>();
+  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Impl<Basis, Cuda>::joint_heads(joint, 1); };
+  /// Scale groups of codes; 0: coefficients are in plain tiles.
+  static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
+  static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer whose codes are not those of certain axes (NoQuantizer, Int8)");
+  static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
+  static_assert(!rolls || Rows::choice == RowChoice::none, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by their values (CompressAll, SinkRecent)");
+  static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
+  static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
+  static_assert(!joins || Rows::choice == RowChoice::none || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
+  static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
+                "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
+  static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
+
+  /// Form of the compressed rows, if there are any.
+  static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
+  /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
+  static constexpr bool kMayTurn = !Rule::adapts && Rows::choice != RowChoice::scores && Rows::choice != RowChoice::masses && scale_groups == 1 && !joins;
+
+  /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
+  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors, Rows::keeps_masses}; }
+  static EpochLimits limits([[maybe_unused]] const PolicySet& policies) {
+    EpochLimits limits{Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows, rolls};
+    if constexpr (rolls) limits.sketch_share = policies.updater.sketch_share;
+    return limits;
+  }
+
+  /// Fills in defaults, or raises what is wrong.
+  static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies, const PagePool* pool) {
+    using ::lowrankkv::detail::fail;
+    ::lowrankkv::detail::validate(config);
+    validate_tokens(policies.token_policy);
+    Codec::validate(policies.quantizer);
+    if constexpr (Rule::adapts) {
+      Rule::validate(policies.updater);
+      Impl<Basis, Cuda>::validate_adaptive(policies.basis);
+    }
+    const int dim = config.shape.head_dim;
+    if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
+    if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
+    if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
+    if (config.rope.keys == Rope::pre) check_turns(config);
+    if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
+    if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
+    if (Rows::compresses) {
+      Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
+      ::lowrankkv::detail::check_storable(basis, config.epoch_type);
+    }
+    ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
+    ::lowrankkv::detail::adopt_page_bytes(config, pool);
+    return config;
+  }
+
+  /// What keys that are stored before their rotary embedding go with on this backend.
+  static void check_turns(const CacheConfig& config) {
+    using ::lowrankkv::detail::fail;
+    RotaryTables::check(config.rope, config.shape.head_dim);
+    if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
+    if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
+    if (Rows::choice == RowChoice::scores || Rows::choice == RowChoice::masses) {
+      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by attention, a token policy without SnapKV and HeavyHitters expected on this backend");
+    }
+  }
+
+  /// Rows that the lists of a sequence may have.
+  static MostRows most_rows(const CacheConfig& config, const PolicySet& policies) { return most_rows(policies.token_policy, config.max_tokens); }
+  /// The same of a sequence of which so many tokens have left the tail.
+  static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
+    const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill), steps = row_counts(policy, 0, tokens, Phase::decode);
+    // What a prompt's scores keep, and what errors leave, depends on how tokens come; masses choose among all of them.
+    return {(std::max)(prompt.full, steps.full), !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens};
+  }
+
+  /// Heads of a group whose values are one latent; 0: none.
+  static int joint_heads([[maybe_unused]] const CacheConfig& config, [[maybe_unused]] const PolicySet& policies) {
+    if constexpr (joins) return Impl<Basis, Cuda>::joint_heads(policies.basis, config.shape.num_kv_heads);
+    else return 0;
+  }
+  static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_rows(config, policies));
+  }
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/rollover.cuh  Epochs that begin when values say so: what the device knows of a sequence's epochs and sketches, and how it decides.
+///
+/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs.cuh). Here a kernel sets a flag where a chunk of rows has ended; the next one takes a free epoch, opens a segment,
+/// chooses the segments that merge, and says so to those that write maps and rewrite rows. The host never learns of it, unless a sequence is saved or measured.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/descriptors.hpp"
+#include "lowrankkv/cuda/epochs.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kRotationLanes = 16;     ///< that rotate buffered rows together
+inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
+inline constexpr int kSketchShared = 6144;    ///< shared memory of sketch_kernel besides its buffer, at most
+
+namespace detail {
+
+/// Elements from a buffered row to the next, which begins at 16 bytes.
+__host__ __device__ constexpr int sketch_stride(int head_dim) { return head_dim + 4; }
+/// The most rows of a sketch of a basis of so many columns.
+__host__ __device__ inline int sketch_rows(float share, int rank) { return static_cast<int>(ceilf(share * static_cast<float>(rank))); }
+
+}  // namespace detail
+
+/// @brief Epochs of one sequence, as the device knows them; its segments are in Tables::segments.
+struct RollState {
+  std::int32_t current = 0;               ///< the epoch that rows are written under, in Tables::maps
+  std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
+  std::int32_t levels[kMaxSegments] = {}; ///< of segments
+};
+
+/// @brief A sketch between two batches: its rows, and those of the chunk that is being written.
+struct SketchState {
+  std::int64_t chunk_rows = 0;
+  std::int32_t held = 0, padding = 0;
+};
+
+/// @brief The sketches of a layer, of all sequences.
+struct Sketches {
+  float* rows = nullptr;               ///< [slots, heads, 2, capacity, head_dim]
+  SketchState* states = nullptr;       ///< [slots, heads, 2]
+  const float* thresholds = nullptr;   ///< [heads, 2]: residuals beyond them end a chunk
+  std::int32_t capacity = 0;           ///< rows of one, at most
+};
+
+/// @brief What a flush of some sequences decides, in device memory: by sequence of the batch.
+struct Rollover {
+  std::int32_t* rolled = nullptr;  ///< whether a chunk has ended
+  std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
+  MergePlan* plans = nullptr;
+};
+
+/// @brief What has happened in a layer since it was made.
+struct RollCounts {
+  unsigned long long publications = 0, merges = 0, rows_reprojected = 0;  ///< rows of one head
+};
+
+/// @brief How many epochs there are, for roll_over_kernel.
+struct RollLimits {
+  std::int32_t own = 0, slots_per_sequence = 0;
+  bool rotates_calibrated_rows = false;
+};
+
+/// @brief Which of a sequence's own epochs have rows, or will have: bits.
+__device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std::int32_t current, int slots_per_sequence) {
+  const auto bit = [&](std::int32_t epoch) { return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1); };
+  std::uint32_t used = bit(current);
+  for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments[slot * tables.max_segments + i].epoch);
+  return used;
+}
+
+/// @brief Takes epochs, opens segments and chooses merges where chunks have ended, or rows are the first. Lengths are those before. Grid: sequences; one thread.
+template <class = void>
+__global__ void roll_over_kernel(Tables tables, Leaving leaving, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts) {
+  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
+  rollover.epochs[index] = -1;
+  rollover.plans[index] = {};
+  if (leaving.compressed[sequence] == 0) return;
+  RollState& state = states[slot];
+  DeviceSegment* segments = tables.segments + slot * tables.max_segments;
+  std::int32_t& count = tables.lengths[slot].num_segments;
+  if (rollover.rolled[index] != 0) {
+    int own = 0;
+    while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
+    state.used |= 1U << own;
+    state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
+    atomicAdd(&counts->publications, 1ULL);
+  }
+  if (count > 0 && segments[count - 1].epoch == state.current) return;
+  // As EpochStore::merge_for_new_segment: neighbours of equal level first, the newest such pair, else the two newest.
+  int first_own = 0, merge = -1;
+  while (!limits.rotates_calibrated_rows && first_own < count && segments[first_own].epoch == 0) ++first_own;
+  if (count - first_own + 1 > limits.own) {
+    for (int i = count - 2; i >= first_own && merge < 0; --i) merge = state.levels[i] == state.levels[i + 1] ? i : -1;
+    if (merge < 0) merge = count - first_own >= 2 ? count - 2 : count - 1;
+  }
+  segments[count] = {state.current, tables.num_rows(RowList::compressed, slot, 0)};
+  state.levels[count++] = 0;
+  if (merge < 0) return;
+  rollover.plans[index] = {slot, segments[merge].epoch, segments[merge + 1].epoch, segments[merge].first_row, segments[merge + 1].first_row};
+  atomicAdd(&counts->merges, 1ULL);
+  atomicAdd(&counts->rows_reprojected, static_cast<unsigned long long>(segments[merge + 1].first_row - segments[merge].first_row));
+  segments[merge + 1].first_row = segments[merge].first_row;
+  state.levels[merge + 1] = max(state.levels[merge], state.levels[merge + 1]) + 1;
+  for (int i = merge; i + 1 < count; ++i) {
+    segments[i] = segments[i + 1];
+    state.levels[i] = state.levels[i + 1];
+  }
+  --count;
+  state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
+}
+
+/// @brief The basis that a sequence works with as the maps of an epoch. Grid: 2 x heads x sequences.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) publish_kernel(Tables tables, Leaving leaving, int first_sequence, WorkingBases bases, const std::int32_t* epochs) {
+  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
+  const int head = static_cast<int>(blockIdx.y), slot = leaving.slots[first_sequence + static_cast<int>(blockIdx.z)], epoch = epochs[blockIdx.z], dim = tables.head_dim;
+  if (epoch < 0) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
+  const std::size_t first = static_cast<std::size_t>((slot * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(bases.most * dim);
+  for (int column = warp; column < target.rank; column += kStoreThreads / 32) {
+    float shift = 0.0F;
+    for (int channel = lane; channel < dim; channel += 32) {
+      const std::size_t place = first + static_cast<std::size_t>(column * dim + channel), in_map = static_cast<std::size_t>(place_in_map(column, channel, dim));
+      float value;
+      if (bases.type == DType::f32) {
+        value = static_cast<const float*>(bases.moved)[place];
+        const_cast<float*>(static_cast<const float*>(target.encoder.data))[in_map] = value;
+      } else {
+        const std::uint16_t bits = static_cast<const std::uint16_t*>(bases.moved)[place];
+        value = from_bits(bases.type, bits);
+        const_cast<std::uint16_t*>(static_cast<const std::uint16_t*>(target.encoder.data))[in_map] = bits;
+      }
+      if (target.mean != nullptr) shift = fmaf(target.mean[channel], value, shift);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
+    if (lane == 0) const_cast<float*>(target.offset)[column] = shift;
+  }
+}
+
+/// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
+template <class = void>
+__global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, Sketches sketches) {
+  if (threadIdx.x == 0) {
+    states[slot] = {};
+    tables.lengths[slot].num_segments = 0;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads; i += static_cast<int>(blockDim.x)) sketches.states[slot * tables.num_heads * 2 + i] = {};
+}
+
+/// @brief Forgets the segments that begin at `rows` or later. One thread.
+template <class = void>
+__global__ void trim_rolls_kernel(Tables tables, int slot, int rows, RollLimits limits, RollState* states) {
+  std::int32_t& count = tables.lengths[slot].num_segments;
+  while (count > 0 && tables.segments[slot * tables.max_segments + count - 1].first_row >= rows) --count;
+  states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
+}
+
+/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in Tables::maps. One thread.
+template <class = void>
+__global__ void fork_rolls_kernel(Tables tables, int source, int target, RollLimits limits, RollState* states) {
+  const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
+  const int count = tables.lengths[target].num_segments = tables.lengths[source].num_segments;
+  for (int i = 0; i < count; ++i) {
+    const DeviceSegment segment = tables.segments[source * tables.max_segments + i];
+    tables.segments[target * tables.max_segments + i] = {moved(segment.epoch), segment.first_row};
+  }
+  states[target] = states[source];
+  states[target].current = moved(states[source].current);
+}
+
+/// @brief The device memory of a layer whose epochs begin when values say so; empty elsewhere.
+class RollStore {
+ public:
+  RollStore() = default;
+  /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param thresholds  [heads, 2]  @param batch  rows that enter it at a time
+  RollStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, RollLimits limits)
+      : RollStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
+    buffer_rows_ = (std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch});  // a full sketch, and a batch; or what makes it step in between
+    buffer_bytes_ = sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
+  }
+
+  bool rolls() const { return limits_.own > 0; }
+  /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
+  int buffer_rows() const { return buffer_rows_; }
+  std::size_t buffer_bytes() const { return buffer_bytes_; }
+  const RollLimits& limits() const { return limits_; }
+  const Sketches& sketches() const { return sketches_; }
+  RollState* states() const { return states_.data(); }
+  RollCounts* counts() const { return counts_.data(); }
+  std::size_t bytes() const { return states_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
+  /// @brief Bytes of a sequence's sketches, full ones.
+  std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
+  /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states: state_bytes().
+  float* rows_of(int slot) const { return sketch_rows_.data() + static_cast<std::size_t>(slot) * sketch_size_; }
+  SketchState* states_of(int slot) const { return sketch_states_.data() + static_cast<std::size_t>(slot) * parts_; }
+  std::size_t state_bytes() const { return parts_ * sizeof(SketchState); }
+
+ private:
+  RollStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, RollLimits limits)
+      : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1),
+        sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_), sketch_states_(static_cast<std::size_t>(max_sequences) * parts_), thresholds_(thresholds) {
+    sketches_ = {sketch_rows_.data(), sketch_states_.data(), thresholds_.data(), capacity};
+  }
+  RollLimits limits_;
+  int buffer_rows_ = 0;
+  std::size_t buffer_bytes_ = 0, sketch_size_ = 0, parts_ = 0;
+  DeviceArray<RollState> states_;
+  DeviceArray<RollCounts> counts_;
+  DeviceArray<float> sketch_rows_;
+  DeviceArray<SketchState> sketch_states_;
+  DeviceArray<float> thresholds_;
+  Sketches sketches_;
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
