@@ -26,6 +26,7 @@
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/token_policy/sliding_window.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
+#include "lowrankkv/updater/frequent_directions.hpp"
 #include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
@@ -49,11 +50,12 @@ class DeviceCaches {
 namespace device {
 using namespace lowrankkv;
 /// The compositions that the Cuda backend is built with here, in the order of lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKVSnapKV,
-/// SubSpaceG, StarKV, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
+/// SubSpaceG, SubSpaceA, StarKV, StarKVH2O, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
 using AnyPolicies =
     std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>, Policies<PerHead, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, SinkRecent, NoQuantizer>,
                  Policies<PerHead, Oja, SinkRecent, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
-                 Policies<PerHead, Static, CompressAll, Int8>, Policies<JointValues, Static, SinkRecent, BlockHadamard>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, CompressAll, Int8>, Policies<PerHead, FrequentDirections, SinkRecent, Int8>, Policies<JointValues, Static, SinkRecent, BlockHadamard>,
+                 Policies<JointValues, Static, Compose<SinkRecent, HeavyHitters>, BlockHadamard>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
                  Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>,
                  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
 }  // namespace device

@@ -44,7 +44,7 @@ struct Options {
     app->add_option("--outliers", method.outlier_share, "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")->check(CLI::Range(0.0, 1.0));
     app->add_flag("--unrotated", method.unrotated, "store keys before their rotary embedding (bases: calibrate --unrotated)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
-    app->add_option("--device", method.on_gpu, "where cache and attention are; the rest of the model is on the CPU")->transform(CLI::CheckedTransformer(devices))->option_text("cpu|cuda [cpu]");
+    app->add_option("--device", method.on_gpu, "where linear layers, cache and attention are; norms and activations are on the CPU")->transform(CLI::CheckedTransformer(devices))->option_text("cpu|cuda [cpu]");
     app->add_option("--channels-together", method.channels_together, "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")->check(CLI::Range(0, 256));
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
@@ -152,7 +152,10 @@ int main(int argc, char** argv) try {
     if (!options.json.empty() && !(std::ofstream(options.json) << list.dump(2) << '\n')) throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
-  const llama::Engine engine(options.model, options.threads);
+  llama::Engine engine(options.model, options.threads);
+#ifdef LOWRANKKV_LLAMA_CUDA
+  if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
+#endif
   if (calibrate->parsed()) {
     if (text.empty() && !from_weights) throw std::runtime_error("calibrate: --text or --from-weights is needed");
     const lowrankkv::Rope form = unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;

@@ -127,6 +127,14 @@ void Model::apply(const Linear& linear, const float* in, std::int64_t rows, floa
   const Eigen::Map<const RowMajor> w(weight.data(), out_features, in_features);
   const Eigen::Map<const RowMajor> x(in, rows, in_features);
   Eigen::Map<RowMajor> y(out, rows, out_features);
+  const auto add_bias = [&] {
+    if (!linear.bias.empty()) y.rowwise() += Eigen::Map<const Eigen::RowVectorXf>(linear.bias.data(), out_features);
+  };
+  if (products_ != nullptr) {
+    products_->multiply(weight.data(), out_features, in_features, in, rows, out);
+    add_bias();
+    return;
+  }
   // Many rows: blocks of rows. Few: blocks of outputs, so that every thread reads a part of the weights once.
   constexpr std::int64_t kRows = 128;
   constexpr std::int64_t kOutputs = 256;
@@ -147,7 +155,7 @@ void Model::apply(const Linear& linear, const float* in, std::int64_t rows, floa
       }
     }
   });
-  if (!linear.bias.empty()) y.rowwise() += Eigen::Map<const Eigen::RowVectorXf>(linear.bias.data(), out_features);
+  add_bias();
 }
 
 void Model::rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines, const std::vector<float>& sines) const {

@@ -6,8 +6,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "device_products.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cpu/thread_pool.hpp"
 
@@ -59,6 +61,8 @@ class Model {
   /// Loads config.json and every *.safetensors of the folder.
   Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads);
 
+  /// Linear layers are computed by `products` from now on.
+  void compute_with(std::shared_ptr<LinearProducts> products) { products_ = std::move(products); }
   const Config& config() const { return config_; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
   /// The projections of a layer's attention, and the gain of the norm before it [hidden_size].
@@ -87,6 +91,7 @@ class Model {
   Linear head_;                   // tied: no weights of its own
   bool tied_ = false;
   std::vector<Layer> layers_;
+  std::shared_ptr<LinearProducts> products_;  // none: on the CPU
 };
 
 }  // namespace llama

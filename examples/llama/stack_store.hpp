@@ -116,7 +116,7 @@ struct Recipe {
       on_device.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies), config.rope.keys == lowrankkv::Rope::pre);
     }
-    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, StarKV, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted, Budgeted+PreRoPE");
+    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKV+H2O, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted, Budgeted+PreRoPE");
 #else
     static_cast<void>(bases);
     static_cast<void>(policies);
