@@ -19,6 +19,7 @@ namespace cuda {
 
 inline constexpr int kSketchThreads = 512;  ///< of a block of sketch_kernel
 inline constexpr int kMaxSweeps = 16;        ///< of rotations; half are enough for most
+inline constexpr float kNothing = 1e-11F;    ///< of the longest row's squared length: rows of less are what rounding leaves of rows that depend on others, and have no direction
 inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves about 1e-6, a basis in f16 has 5e-4
 
 /// @brief The rows that enter sketches, and when a chunk ends.
@@ -240,8 +241,9 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
     detail::rank_rows(rows, held, dim, stride, lengths, order);
     const int most = min(limit, min(held, dim));
     const float delta = shrinks && held > limit && dim >= limit ? lengths[order[limit - 1]] : 0.0F;
+    const float least = held > 0 ? fmaxf(delta, kNothing * lengths[order[0]]) : 0.0F;
     int kept = 0;
-    while (kept < most && lengths[order[kept]] > delta) ++kept;
+    while (kept < most && lengths[order[kept]] > least) ++kept;
     for (int item = thread; item < kept * dim; item += kSketchThreads) {
       const int row = order[item / dim];
       stored[item] = sqrtf(1.0F - delta / lengths[row]) * rows[row * stride + item % dim];
