@@ -76,7 +76,9 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
   const bool masses = layer.tables().masses != nullptr, places = masses && layer.tables().weighed == RowList::compressed;
-  const std::size_t group_masses = reserve(places && joint > 0 ? lists * static_cast<std::size_t>(weighed + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
+  const std::size_t fates = joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
+  // As many as there can ever be: scratch that grows while a sequence does would make flushes wait.
+  const std::size_t group_masses = reserve(places ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
   LooseTiles loose;
   if (places) {
     loose.pieces = static_cast<std::int32_t>(((std::min)(weighed, list_rows) + kStoreRows - 1) / kStoreRows);

@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   const std::size_t basis_size = static_cast<std::size_t>(bases.most * dim), element = bases.type == DType::f32 ? 4 : 2;
   std::uint8_t* basis = static_cast<std::uint8_t*>(bases.moved) + own * basis_size * element;
   SketchState& state = sketches.states[own];
-  int held = state.held;
+  int held = min(state.held, min(limit, dim));  // as it is, unless a saved state says otherwise
   const std::int64_t chunk_rows = state.chunk_rows;
   const auto load_stored = [&] {
     for (int item = thread; item < held * dim; item += kSketchThreads) rows[item / dim * stride + item % dim] = stored[item];

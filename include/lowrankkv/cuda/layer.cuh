@@ -301,6 +301,7 @@ class LayerState {
     RollState state;
     DeviceLengths lengths;
     std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.max_segments));
+    if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const auto read = [&](void* target, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs"); };
     read(&state, rolls_.states() + slot, sizeof state);
     read(&lengths, tables_.lengths + slot, sizeof lengths);

@@ -197,7 +197,7 @@ class RollStore {
   const Sketches& sketches() const { return sketches_; }
   RollState* states() const { return states_.data(); }
   RollCounts* counts() const { return counts_.data(); }
-  std::size_t bytes() const { return states_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
+  std::size_t bytes() const { return states_.bytes() + counts_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
   /// @brief Bytes of a sequence's sketches, full ones.
   std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
   /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states: state_bytes().

@@ -236,14 +236,15 @@ inline void check_masses(const std::byte* data, std::size_t count) {
 }
 
 /// Raises unless sketches are finite and hold as many rows as there is room for.
-inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block, const SavedCounts& counts) {
+inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block) {
   using ::lowrankkv::detail::fail;
   const std::size_t states = layer.rolls().state_bytes() / sizeof(SketchState);
   for (std::size_t i = 0; i < states; ++i) {
     SketchState state;
     std::memcpy(&state, data.data() + block.sketch_states + i * sizeof state, sizeof state);
-    const bool fits = state.held >= 0 && state.held <= layer.rolls().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= counts.num_tokens;
-    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.rolls().sketches().capacity, " of ", counts.num_tokens);
+    constexpr std::int64_t most_rows = std::int64_t{1} << 48;  // a chunk outlives the tokens that are cut off
+    const bool fits = state.held >= 0 && state.held <= layer.rolls().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
+    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.rolls().sketches().capacity, " of ", most_rows);
   }
   for (std::size_t offset = 0; offset < layer.rolls().sketch_bytes(); offset += sizeof(float)) {
     float number;
@@ -282,6 +283,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const bool steps_fit = within(counts.rows_since_publication, most_steps) && within(counts.decode_steps, most_steps);
   if (!steps_fit) fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ", counts.decode_steps, " steps; 0 to ", most_steps);
   if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
+  if (layer.rolls().rolls()) {  // batches bound epochs from above, and bases are always a sequence's own
+    const std::int64_t segments = static_cast<std::int64_t>(sequence.segments.size());
+    if (counts.moved == 0 || counts.decode_steps < segments) fail<FormatError>("saved state: bases of its own: ", counts.moved, ", ", segments, " segments of ", counts.decode_steps, " batches");
+  }
   const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
   const std::size_t most_segments = most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
   if (sequence.segments.size() > most_segments) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_segments);
@@ -305,7 +310,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, counts));
     detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
-  if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block, counts);
+  if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block);
   layer.pool().allocator().require(layer.pages_of(counts.rows));
   return sequence;
 }
@@ -334,7 +339,9 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   if (layer.rolls().rolls()) {
     RollState state;
     state.current = now.epochs.current;
-    state.used = (1U << counts.own_epochs) - 1U;
+    const auto use = [&](std::int32_t epoch) { state.used |= epoch == 0 ? 0U : 1U << (epoch - 1); };
+    use(counts.current_epoch);
+    for (const Segment& segment : saved.segments) use(segment.epoch);
     for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
     check(cudaMemcpyAsync(layer.rolls().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
     check(cudaStreamSynchronize(stream), "load");

@@ -40,7 +40,7 @@ class Workspace {
       if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset, " bytes off a multiple of 128");
     }
     carve(step_, config.max_sequences, lent.data == nullptr ? decode_.data() : lent.data);
-    step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences * config.max_query_tokens * qo_heads_));
+    step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(config.max_query_tokens) * static_cast<std::size_t>(qo_heads_));
   }
   /// @brief Bytes of decode steps' buffers.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
