@@ -562,11 +562,7 @@ TEST_CASE("saved sequences whose epochs begin when values say so: hostile ones u
   device->create(1);
   device->ingest(1, layer.rows(random, 700, true), layer.rows(random, 700, false));
   const std::vector<std::byte> saved = device->save(1);
-  const auto load = [&](std::vector<std::byte> bytes) {
-    const std::uint64_t sum = checksum(std::span<const std::byte>(bytes).subspan(24));
-    std::memcpy(bytes.data() + 16, &sum, sizeof sum);
-    return support::message_of([&] { device->load(2, bytes); });
-  };
+  const auto load = [&](const std::vector<std::byte>& bytes) { return support::message_of([&] { device->load(2, support::with_checksum(bytes)); }); };
   // From the end: states of the sketches, their rows.
   const std::size_t states = saved.size() - 4 * 16, rows = states - 4 * 32 * 64 * 4;
   const auto with = [&](std::size_t place, auto value) {
@@ -642,10 +638,8 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
     std::vector<std::byte> hostile = saved;
     const std::size_t place = trial % 2 == 0 ? 24 + random() % 400 : saved.size() - 1 - random() % 2000;  // counts and segments; positions
     hostile[place] ^= static_cast<std::byte>(1U << random() % 8);
-    const std::uint64_t sum = checksum(std::span<const std::byte>(hostile).subspan(24));
-    std::memcpy(hostile.data() + 16, &sum, sizeof sum);
     try {
-      device->load(2, hostile);
+      device->load(2, support::with_checksum(hostile));
     } catch (const Error&) {
       continue;
     }

@@ -97,7 +97,14 @@ class CapturedStep {
     cudaGraphExecDestroy(replay_);
     cudaStreamDestroy(stream);
   }
-  void replay() const { gpu::check(cudaGraphLaunch(replay_, stream), "cudaGraphLaunch"); }
+  /// A token more for each sequence: the host's counts, the step, what maintenance is due.
+  template <class Cache>
+  void replay(Cache& cache, std::span<const SequenceId> seqs) const {
+    cache.advance(seqs, 1);
+    gpu::check(cudaGraphLaunch(replay_, stream), "cudaGraphLaunch");
+    cache.maintain(seqs, stream);
+    gpu::check(cudaStreamSynchronize(stream), "step");
+  }
 
   cudaStream_t stream = nullptr;
 

@@ -5,10 +5,15 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cuda/device.cuh"
 
@@ -41,6 +46,12 @@ std::string message_of(Call&& call) {
     return error.what();
   }
   return "nothing was raised";
+}
+/// A saved state that was changed, as one that was saved: what a load refuses is what it says, not that it was damaged.
+inline std::vector<std::byte> with_checksum(std::vector<std::byte> saved) {
+  const std::uint64_t sum = lowrankkv::checksum(std::span<const std::byte>(saved).subspan(24));
+  std::memcpy(saved.data() + 16, &sum, sizeof sum);
+  return saved;
 }
 /// || a - b || / || b ||
 template <class A, class B>

@@ -321,10 +321,7 @@ void check_replays(Random& random) {
     support::upload(k, key);
     support::upload(v, value);
     support::upload(q, query);
-    side.cache.advance(seqs, 1);
-    step.replay();
-    side.cache.maintain(seqs, step.stream);
-    gpu::check(cudaStreamSynchronize(step.stream), "step");
+    step.replay(side.cache, seqs);
     plain.append(seqs, k, v);
     const Weighed expected = plain.weigh(seqs, q);
     plain.accumulate(seqs, expected.mass, expected.positions);
@@ -339,6 +336,29 @@ void check_replays(Random& random) {
     }
     for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
   }
+}
+
+/// Saved states with a bit turned, in the counts or from `positions` on, under a right checksum: one that loads grows, is saved and loads again. Returns how many loaded.
+template <class Cache>
+int load_hostile(Random& random, Side<Cache>& side, const std::vector<std::byte>& saved, std::size_t positions, int trials) {
+  const auto load = [&](const std::vector<std::byte>& bytes) { return support::message_of([&] { side.cache.load(2, bytes); }); };
+  int loaded = 0;
+  for (int trial = 0; trial < trials; ++trial) {
+    std::vector<std::byte> hostile = saved;
+    const std::size_t place = trial % 2 == 0 ? 24 + random() % 400 : saved.size() - 1 - random() % (saved.size() - positions);
+    hostile[place] ^= static_cast<std::byte>(1U << random() % 8);
+    if (load(support::with_checksum(hostile)) != "nothing was raised") continue;
+    ++loaded;
+    try {
+      Growth(random, side.shape, 12).grow(side, 2);
+    } catch (const CapacityError&) {  // its tail may be full
+    }
+    const std::vector<std::byte> again = side.save(2);
+    side.cache.erase(2);
+    CHECK(load(again) == "nothing was raised");
+    side.cache.erase(2);
+  }
+  return loaded;
 }
 
 }  // namespace heavy

@@ -134,12 +134,7 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
   side.prefill(1, random_rows(random, 300, 4, 64, DType::f32), random_rows(random, 300, 2, 64, DType::f16), random_rows(random, 300, 2, 64, DType::f16));
   Growth(random, config.shape, 20).grow(side, 1);
   const std::vector<std::byte> saved = side.save(1);
-  const auto with_checksum = [](std::vector<std::byte> bytes) {
-    const std::uint64_t sum = checksum(std::span<const std::byte>(bytes).subspan(24));
-    std::memcpy(bytes.data() + 16, &sum, sizeof sum);
-    return bytes;
-  };
-  const auto message = [&](const std::vector<std::byte>& bytes) { return message_of([&] { side.cache.load(2, bytes); }); };
+  const auto load = [&](const std::vector<std::byte>& bytes) { return message_of([&] { side.cache.load(2, support::with_checksum(bytes)); }); };
   // From the end: masses of the ring [head, place], of the full rows [head, row], positions [head, row].
   const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), rows = side.cache.memory(1).full_row_bytes / 512, padded = (2 * rows * 4 + 15) / 16 * 16;
   const std::size_t tail_masses = saved.size() - 2 * ring * 4, masses = tail_masses - padded, positions = masses - padded;
@@ -147,7 +142,7 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
     for (const float value : {std::nanf(""), -1.0F, HUGE_VALF}) {
       auto hostile = saved;
       std::memcpy(hostile.data() + place, &value, sizeof value);
-      CHECK(message(with_checksum(hostile)).find("finite and at least 0 expected") != std::string::npos);
+      CHECK(load(hostile).find("finite and at least 0 expected") != std::string::npos);
     }
   }
   std::vector<std::int32_t> listed(2 * rows);
@@ -160,7 +155,7 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
   for (const std::int32_t position : {listed[0], -1, 340}) {  // there already, none, in the tail
     auto hostile = saved;
     std::memcpy(hostile.data() + positions + 4, &position, sizeof position);
-    CHECK(message(with_checksum(hostile)).find("the tail begins at") != std::string::npos);
+    CHECK(load(hostile).find("the tail begins at") != std::string::npos);
   }
   CHECK(message_of([&] {
           SnapKVOnly<Cuda>::PolicySet other;
@@ -168,26 +163,7 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
           other.token_policy.get<SnapKV>().window = 20;
           SnapKVOnly<Cuda>(config, {}, other).load(1, saved);
         }) == "masses of rows: cache 0, saved 1");
-  int loaded = 0;
-  for (int trial = 0; trial < (effort() == 0 ? 60 : 600); ++trial) {
-    std::vector<std::byte> hostile = saved;
-    const std::size_t place = trial % 2 == 0 ? 24 + random() % 400 : saved.size() - 1 - random() % (saved.size() - positions);
-    hostile[place] ^= static_cast<std::byte>(1U << random() % 8);
-    try {
-      side.cache.load(2, with_checksum(hostile));
-    } catch (const Error&) {
-      continue;
-    }
-    ++loaded;
-    try {
-      Growth(random, config.shape, 12).grow(side, 2);
-    } catch (const CapacityError&) {  // its tail may be full
-    }
-    const std::vector<std::byte> again = side.save(2);
-    side.cache.erase(2);
-    CHECK(message(again) == "nothing was raised");
-    side.cache.erase(2);
-  }
+  const int loaded = load_hostile(random, side, saved, positions, effort() == 0 ? 60 : 600);
   CHECK(loaded > 0);
   CHECK(loaded < 600);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);

@@ -658,10 +658,7 @@ TEST_CASE("joint values: a captured step replayed between calls that compress is
     support::upload(k, key);
     support::upload(v, value);
     support::upload(q, query);
-    side.cache.advance(seqs, 1);
-    captured.replay();
-    side.cache.maintain(seqs, captured.stream);
-    gpu::check(cudaStreamSynchronize(captured.stream), "step");
+    captured.replay(side.cache, seqs);
     plain.support::DeviceCache<StarKV<Cuda>>::append(seqs, k, v);
     CHECK(host(out) == plain.attend(seqs, q).out);
     plain.cache.maintain(seqs);

@@ -195,11 +195,10 @@ RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_
   const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
   Eviction eviction{source.packed == nullptr ? nullptr : scratch.scores, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced};
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
-  std::int64_t most_stored = 0, most_rows = 0;
+  std::int64_t most_rows = 0;
   replacing = 0;
   for (int i = 0; i < leaving.count; ++i) {
     const std::int64_t stored = layer.sequence(leaving.slots[i]).num_rows(tables.weighed);
-    most_stored = (std::max)(most_stored, stored);
     most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
     replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.rows[i]} - leaving.full[i] - leaving.compressed[i], stored));
   }

@@ -268,12 +268,10 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
     load_stored();
   }
   const bool ends = __syncthreads_or(exceeded) != 0 || chunk_rows + count >= steps.chunk_length;
-  bool sorted = held > min(limit, dim);
-  if (sorted) {
+  if (held > min(limit, dim)) {
     compress(true);
   } else if (ends) {
     compress(false);
-    sorted = true;
   } else {
     for (int item = thread; item < held * dim; item += kSketchThreads) stored[item] = rows[item / dim * stride + item % dim];
   }

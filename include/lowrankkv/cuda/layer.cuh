@@ -34,7 +34,7 @@ struct HostSequence {
   HostEpochs epochs;
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
 
-  std::int64_t num_rows(RowList list) const { return list == RowList::full ? rows.num_full : rows.num_compressed; }
+  std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
 };
 
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
@@ -211,7 +211,7 @@ class LayerState {
   std::int64_t pages_of(const HeadRows& rows) const {
     std::int64_t pages = 0;
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, list == RowList::full ? rows.num_full : rows.num_compressed);
+      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, rows_in(rows, list));
     }
     return pages;
   }
@@ -238,7 +238,7 @@ class LayerState {
   void settle(int slot, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
-      const std::int64_t rows = list == 0 ? now.rows.num_full : now.rows.num_compressed;
+      const std::int64_t rows = now.num_rows(static_cast<RowList>(list));
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         const std::size_t needed = pages.empty() ? 0 : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));

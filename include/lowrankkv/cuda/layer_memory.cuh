@@ -30,8 +30,7 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
   usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
-  const std::int64_t weighed = listed.weighed() == RowList::full ? now.rows.num_full : now.rows.num_compressed;
-  if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((weighed + now.tail_length) * heads) * sizeof(float);
+  if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((now.num_rows(listed.weighed()) + now.tail_length) * heads) * sizeof(float);
   return usage;
 }
 

@@ -102,14 +102,14 @@ inline LayerDescription describe_layer(const LayerState& layer) {
 }
 
 /// Rows of the list whose rows have masses.
-inline std::size_t weighed_rows(const LayerState& layer, const SavedCounts& counts) { return static_cast<std::size_t>(layer.tables().weighed == RowList::full ? counts.rows.num_full : counts.rows.num_compressed); }
+inline std::size_t weighed_rows(const LayerState& layer, const SavedCounts& counts) { return static_cast<std::size_t>(rows_in(counts.rows, layer.tables().weighed)); }
 
 inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
   SavedBlock block;
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads);
   const auto part = [&](std::size_t bytes) { return std::exchange(block.size, block.size + (bytes + 15) / 16 * 16); };
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    const std::int64_t rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
+    const std::int64_t rows = rows_in(counts.rows, list);
     std::size_t bytes = 0;
     for (int head = 0; rows > 0 && head < layer.num_lists(list); ++head) {
       const HeadTiles& tiles = layer.layout(list, head);
@@ -121,7 +121,7 @@ inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
   block.bases = part(counts.moved != 0 ? layer.epochs().bases_size() : 0);
   block.tail = part(layer.tail_bytes());
   for (int list = 0; list < 2; ++list) {
-    const std::size_t rows = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
+    const std::size_t rows = static_cast<std::size_t>(rows_in(counts.rows, static_cast<RowList>(list)));
     block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
   }
   const bool masses = layer.tables().masses != nullptr;
@@ -141,7 +141,7 @@ void move_block(const LayerState& layer, int slot, const SavedCounts& counts, co
     check(cudaMemcpyAsync(to_block ? memory + offset : own, to_block ? own : memory + offset, bytes, cudaMemcpyDeviceToDevice, stream), "saved state");
   };
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    const int index = static_cast<int>(list), rows = list == RowList::full ? counts.rows.num_full : counts.rows.num_compressed;
+    const int index = static_cast<int>(list), rows = rows_in(counts.rows, list);
     if (rows == 0) continue;
     int most = 0;
     for (int head = 0; head < layer.num_lists(list); ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
@@ -303,7 +303,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    const std::size_t count = static_cast<std::size_t>(list == 0 ? counts.rows.num_full : counts.rows.num_compressed);
+    const std::size_t count = static_cast<std::size_t>(rows_in(counts.rows, static_cast<RowList>(list)));
     if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], heads, count, counts.num_tokens - counts.tail_length, tables.masses != nullptr);
   }
   if (tables.masses != nullptr) {

@@ -27,6 +27,9 @@ struct DeviceLengths {
   std::int32_t tail_position = 0;  ///< of the oldest row of the tail
 };
 
+/// @brief Rows of a list, of a head.
+__host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList list) { return list == RowList::full ? rows.num_full : rows.num_compressed; }
+
 /// @brief Rows of the compressed lists of a sequence, the same in all heads, from first_row to the next segment or the end: one epoch wrote them.
 struct DeviceSegment {
   std::int32_t epoch = 0;  ///< in Tables::maps
@@ -78,10 +81,7 @@ struct Tables {
     const int which = static_cast<int>(list);
     return pages[which] + static_cast<std::size_t>(slot * num_lists + index) * static_cast<std::size_t>(max_pages[which]);
   }
-  __device__ int num_rows(RowList list, int slot, int head) const {
-    const HeadRows& counts = rows[index(slot, head)];
-    return list == RowList::full ? counts.num_full : counts.num_compressed;
-  }
+  __device__ int num_rows(RowList list, int slot, int head) const { return rows_in(rows[index(slot, head)], list); }
   /// @brief Positions of the rows of a list, or null.
   __device__ std::int32_t* row_positions(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
