@@ -227,7 +227,7 @@ void compare(const Settings& settings, const CacheConfig& config, DeviceSide& de
 }
 
 Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int trials) {
-  Random random(seed);
+  Random random(seed), forms(seed + 1000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
     const int dims[] = {64, 80, 96, 128, 192, 256}, groups[] = {1, 2, 3, 4, 5, 8, 16};
@@ -251,6 +251,7 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
     settings.snapkv = {0.25F * static_cast<float>(random() % 5), random() % 3 == 0 ? 100 : 0, 8 + static_cast<int>(random() % 25), 1 + 2 * static_cast<int>(random() % 4), random() % 2 == 0 ? Pooling::average : Pooling::maximum};
     const bool rolls = support::rolls(settings.method);
     settings.share = support::adapts(settings.method) && !rolls && random() % 2 == 0 ? 0.3F : 1.0F;
+    settings.form = static_cast<OjaForm>(forms() % 3);
     settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector) settings.recent = 0;
     int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
@@ -271,6 +272,7 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
     CAPTURE(config.shape.head_dim);
     CAPTURE(config.shape.group_size());
     CAPTURE(rank);
+    CAPTURE(static_cast<int>(settings.form));
     for (const SequenceId seq : seqs) {
       device->create(seq);
       cpu.push_back(support::make_cpu_side(settings, config, layer.basis));

@@ -12,10 +12,10 @@ template <class Cache>
 class Side : public CpuSide {
  public:
   Side(const CacheConfig& config, const LayerBasis& basis, const typename Cache::PolicySet& policies) : cache_(config, basis, policies) { cache_.create(1); }
-  void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window) override {
+  void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window, Prompt prompt) override {
     const CacheShape& shape = cache_.config().shape;
     const std::int64_t w = static_cast<std::int64_t>(window.size()) / (shape.num_qo_heads * shape.head_dim);
-    cache_.ingest(1, keys(key), values(value), w == 0 ? QueryView{} : QueryView{window.data(), w, shape.num_qo_heads, shape.head_dim});
+    cache_.ingest(1, keys(key), values(value), w == 0 ? QueryView{} : QueryView{window.data(), w, shape.num_qo_heads, shape.head_dim}, prompt);
   }
   std::int64_t publications() const override { return cache_.statistics().publications; }
   std::int64_t merges() const override { return cache_.statistics().merges; }

@@ -10,6 +10,7 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/heavy_hitters.hpp"
@@ -17,6 +18,7 @@
 #include "lowrankkv/token_policy/sink_recent.hpp"
 #include "lowrankkv/token_policy/snapkv.hpp"
 #include "lowrankkv/updater/frequent_directions.hpp"
+#include "lowrankkv/updater/oja.hpp"
 
 namespace support {
 
@@ -44,6 +46,7 @@ struct Settings {
   lowrankkv::SnapKV snapkv;
   float share = 1.0F;  ///< of a prompt, what an updater observes
   lowrankkv::FrequentDirections directions;
+  lowrankkv::OjaForm form = lowrankkv::OjaForm::power;
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
   bool unrotated = false;  ///< keys come before their rotary embedding
 };
@@ -63,7 +66,11 @@ PolicySet configured(PolicySet policies, const Settings& settings) {
   if constexpr (has_member<Tokens, lowrankkv::ResidualOutliers>) policies.token_policy.template get<lowrankkv::ResidualOutliers>() = settings.outliers;
   if constexpr (has_member<Tokens, lowrankkv::SnapKV>) policies.token_policy.template get<lowrankkv::SnapKV>() = settings.snapkv;
   if constexpr (requires { policies.updater.chunk_length; }) policies.updater = settings.directions;
-  if constexpr (requires { policies.updater.prefill_share; }) policies.updater.prefill_share = settings.share;
+  if constexpr (requires { policies.updater.prefill_share; }) {
+    policies.updater.prefill_share = settings.share;
+    policies.updater.form = settings.form;
+    if (settings.form == lowrankkv::OjaForm::printed_raw) policies.updater.prefill_rate = policies.updater.decode_rate = 1e-5F;  // of sums of squares
+  }
   if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
   return policies;
 }
@@ -73,7 +80,7 @@ class CpuSide {
  public:
   virtual ~CpuSide() = default;
   /// @param window  queries of the last tokens; may be empty
-  virtual void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window) = 0;
+  virtual void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window, lowrankkv::Prompt prompt = lowrankkv::Prompt::complete) = 0;
   virtual void append_maintained(const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void truncate(std::int64_t length) = 0;
   virtual int tail_length() const = 0;

@@ -30,17 +30,17 @@ class DeviceCache {
   DeviceCache(const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis, const typename Cache::PolicySet& policies, std::shared_ptr<gpu::PagePool> pool = nullptr)
       : cache(config, basis, policies, std::move(pool)), shape(config.shape) {}
 
-  Answer prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) {
+  Answer prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value, lowrankkv::Prompt prompt = lowrankkv::Prompt::complete) {
     const gpu::DeviceArray<float> q(query), k(key), v(value);
     const std::int64_t n = tokens_of(key);
     const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(n * shape.num_qo_heads));
-    cache.prefill(seq, queries(q, n), keys(k, n), values(v, n), {out.data(), n, shape.num_qo_heads, shape.head_dim}, {lse.data(), n, shape.num_qo_heads});
+    cache.prefill(seq, queries(q, n), keys(k, n), values(v, n), {out.data(), n, shape.num_qo_heads, shape.head_dim}, {lse.data(), n, shape.num_qo_heads}, prompt);
     return {host(out), host(lse)};
   }
   /// @param window  queries of the last tokens; may be empty
-  void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window = {}) {
+  void ingest(SequenceId seq, const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window = {}, lowrankkv::Prompt prompt = lowrankkv::Prompt::complete) {
     const gpu::DeviceArray<float> q(window), k(key), v(value);
-    cache.ingest(seq, keys(k, tokens_of(key)), values(v, tokens_of(key)), window.empty() ? lowrankkv::QueryView{} : queries(q, query_tokens(window)));
+    cache.ingest(seq, keys(k, tokens_of(key)), values(v, tokens_of(key)), window.empty() ? lowrankkv::QueryView{} : queries(q, query_tokens(window)), prompt);
     gpu::check(cudaDeviceSynchronize(), "ingest");
   }
   void append(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) {

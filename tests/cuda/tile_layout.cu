@@ -88,7 +88,6 @@ TEST_CASE("what this backend cannot do is refused with both values, before any d
   CHECK(message({.shape = {4, 2, 272}}, full) == "head_dim: 272, a multiple of 16 up to 256 expected on this backend");
   CHECK(message({.full_type = DType::f32}, full) == "full_type: f32, f16 or bf16 expected on this backend");
   CHECK(message({.full_row_bits = 8}, full) == "full_row_bits: 8, 0 expected on this backend");
-  CHECK(message({.prefill_chunk = 64}, full) == "prefill_chunk: 64, 0 expected on this backend");
   CHECK(message({.keep_residuals = true}, full) == "keep_residuals: 1, 0 expected on this backend");
   CHECK(message({.rope = {.keys = Rope::pre, .rotary_dim = 24}}, full) == "rope: rotary_dim 24, a multiple of 16 expected on this backend");
   CHECK(message({.max_query_tokens = 0}, full) == "max_query_tokens: at least 1, given 0");

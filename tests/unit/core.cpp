@@ -184,6 +184,43 @@ TEST_CASE("the page allocator counts references and names both numbers when it r
   CHECK_THROWS_WITH_AS(pages.require(4), "page pool: 4 pages needed, 3 free", CapacityError);
 }
 
+namespace {
+
+/// An engine's block manager: pages in an order of its own, some of which others have.
+struct Blocks : PageSource {
+  std::vector<std::int32_t> left{7, 2, 5};
+  std::int64_t num_free() const override { return static_cast<std::int64_t>(left.size()); }
+  std::int32_t take() override {
+    const std::int32_t page = left.back();
+    left.pop_back();
+    return page;
+  }
+  void release(std::int32_t page) noexcept override { left.push_back(page); }
+};
+
+}  // namespace
+
+TEST_CASE("pages may come from an engine's own block manager, which is not believed") {
+  const auto blocks = std::make_shared<Blocks>();
+  PageAllocator pages(8, blocks);
+  CHECK(pages.num_pages() == 8);
+  CHECK(pages.num_free() == 3);
+  CHECK_THROWS_WITH_AS(pages.require(4), "page pool: 4 pages needed, 3 free", CapacityError);
+  CHECK(pages.take() == 5);
+  pages.share(5);
+  pages.release(5);
+  CHECK(blocks->left.size() == 2);
+  pages.release(5);
+  CHECK(blocks->left == std::vector<std::int32_t>{7, 2, 5});
+  CHECK(pages.take() == 5);
+  blocks->left.push_back(5);
+  CHECK_THROWS_WITH_AS(pages.take(), "page source: gave page 5, which is taken; of pages 0 to 7", StateError);
+  blocks->left.push_back(8);
+  CHECK_THROWS_WITH_AS(pages.take(), "page source: gave page 8, pages 0 to 7", StateError);
+  blocks->left.clear();
+  CHECK_THROWS_WITH_AS(pages.take(), "page pool: 1 pages needed, 0 free", CapacityError);
+}
+
 TEST_CASE("the thread pool runs every task once, whatever the number of threads") {
   for (const int threads : {1, 2, 5}) {
     cpu::ThreadPool pool(threads);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "lowrankkv/core/page_allocator.hpp"
 
@@ -16,12 +17,12 @@ namespace cpu {
 class PagePool {
  public:
   /// @brief Owns its memory. The operating system commits a page of it at the first write.
-  PagePool(std::size_t page_bytes, std::int64_t num_pages)
-      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes),
+  PagePool(std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes),
         owned_(new std::byte[page_bytes * static_cast<std::size_t>(num_pages)]), memory_(owned_.get()) {}
-  /// @brief Uses the caller's memory of page_bytes x num_pages bytes, which must outlive the pool.
-  PagePool(std::byte* memory, std::size_t page_bytes, std::int64_t num_pages)
-      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), memory_(memory) {
+  /// @brief Uses the caller's memory of page_bytes x num_pages bytes, which must outlive the pool. With a source, an engine's own block manager hands out its pages.
+  PagePool(std::byte* memory, std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), memory_(memory) {
     if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
   }
 

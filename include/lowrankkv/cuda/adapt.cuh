@@ -238,6 +238,7 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
   ObservedRows observed{};
   OjaSteps steps{};
+  steps.form = Rule::form(updater);
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i, slot = leaving.slots[from];
     HostEpochs& own = layer.sequence(slot).epochs;
@@ -290,8 +291,13 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
     detail::launch_early(kernel, matrices, kOjaThreads, oja_bytes(dim), false, "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(scratch.moments), splits);
   };
-  if (dim <= kOjaKept) move(oja_kernel<8, 4>);
-  else move(oja_kernel<16, 8>);
+  if (steps.form == OjaForm::power) {
+    if (dim <= kOjaKept) move(oja_kernel<8, 4, false>);
+    else move(oja_kernel<16, 8, false>);
+  } else {
+    if (dim <= kOjaKept) move(oja_kernel<8, 4, true>);
+    else move(oja_kernel<16, 8, true>);
+  }
   EpochWrites writes{};
   std::copy_n(steps.epoch, count, writes.epochs);
   enqueue_unfolding(layer, writes, count, stream);

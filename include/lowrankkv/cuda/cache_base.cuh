@@ -19,7 +19,7 @@
 #include "lowrankkv/cuda/cache_rules.cuh"
 #include "lowrankkv/cuda/evict.cuh"
 #include "lowrankkv/cuda/frequent_directions.cuh"
-#include "lowrankkv/cuda/pack_rows.cuh"
+#include "lowrankkv/cuda/open_prompt.cuh"
 #include "lowrankkv/cuda/place_rows.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
@@ -42,13 +42,24 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
       : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
-        sequences_(config.max_sequences) {}
+        sequences_(config.max_sequences), prompts_(config.max_sequences) {}
 
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
     const bool any = Rows::choice == RowChoice::errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
     return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
   }
+
+  /// The slot of a sequence whose prompt is complete. @throws StateError if it is not
+  int idle_slot(SequenceId seq) const {
+    const int slot = sequences_.find(seq);
+    if (prompts_.of(slot).open) {
+      ::lowrankkv::detail::fail<StateError>("sequence ", seq, ": its prompt of ", tokens_of(slot), " tokens so far continues, a complete one is expected; call finish_prompt");
+    }
+    return slot;
+  }
+  /// Tokens of a sequence, those of an unfinished chunk included.
+  std::int64_t tokens_of(int slot) const { return layer_.sequence(slot).num_tokens + prompts_.of(slot).rows(); }
 
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
   float limit() const { return config_.check_finite ? max_finite(config_.full_type) : max_finite(DType::f32); }
@@ -58,19 +69,6 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     ::lowrankkv::detail::check_rows("value", value, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
   }
 
-  /// Raises unless a prompt fits its sequence and the pool has the pages. Returns the slot.
-  int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
-    const int slot = sequences_.find(seq);
-    check_views(key, value, key.num_tokens);
-    const HostSequence& now = layer_.sequence(slot);
-    if (key.num_tokens > config_.max_tokens - now.num_tokens) {
-      ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", now.num_tokens, ", given ", key.num_tokens);
-    }
-    PageDemand demand;
-    demand_rows(slot, leaving_of(slot, key.num_tokens), 1, Phase::prefill, demand);
-    layer_.pool().allocator().require(demand.total());
-    return slot;
-  }
   void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
     ::lowrankkv::detail::check_rows("query", query, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
     ::lowrankkv::detail::check_rows("out", out, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
@@ -82,12 +80,26 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   void check_masses(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
     check_mass(config_, mass, static_cast<std::int64_t>(seqs.size()), captured);
     for (const SequenceId seq : seqs) {
-      const std::int64_t tokens = layer_.sequence(sequences_.find(seq)).num_tokens;
+      const std::int64_t tokens = layer_.sequence(idle_slot(seq)).num_tokens;
       if (mass.num_positions < tokens) ::lowrankkv::detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
     }
   }
-  /// Rows that leave full rank when a prompt of n tokens has come.
-  std::int64_t leaving_of(int slot, std::int64_t n) const { return (std::max)(std::int64_t{0}, layer_.sequence(slot).tail_length + n - recent_rows(policies_.token_policy)); }
+
+  /// Adds attention received to what rows have received before.
+  void accumulate_masses(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream) const {
+    if (mass.data == nullptr) return;
+    const bool replayed = capturing(stream);
+    check_masses(seqs, mass, replayed);
+    check_distinct("accumulate", seqs);
+    const RowList weighed = layer_.tables().weighed;
+    std::int64_t rows = replayed ? layer_.max_rows(weighed) + config_.tail_capacity : 0;
+    for (const SequenceId seq : seqs) {
+      const HostSequence& now = layer_.sequence(sequences_.find(seq));
+      rows = (std::max)(rows, now.num_rows(weighed) + now.tail_length);
+    }
+    if (rows == 0) return;
+    for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
+  }
 
   /// What becomes of a sequence's next `count` leaving rows, so many having left before them.
   RowCounts counts_of(int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
@@ -96,26 +108,52 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   }
   /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
   static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full + counts.compressed < count; }
-  /// Adds the pages for so many rounds of `count` leaving rows each.
-  void demand_rows(int slot, std::int64_t count, std::int64_t rounds, Phase phase, PageDemand& demand) const {
+  /// Adds the pages for rows that leave in turns. @param turn  gives how many leave next; 0: no more do
+  template <class Turn>
+  void demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
     RowCounts all;
     bool replaces = false;
-    for (std::int64_t round = 0; round < rounds; ++round) {
-      const RowCounts counts = counts_of(slot, count, phase, round * count);
+    std::int64_t before = 0;
+    for (std::int64_t count = turn(); count > 0; before += count, count = turn()) {
+      const RowCounts counts = counts_of(slot, count, phase, before);
       all.full += counts.full;
       all.compressed += counts.compressed;
       replaces = replaces || replaces_rows(count, counts);
     }
     layer_.demand_rows(slot, all.full, all.compressed, replaces, demand);
   }
+  /// Rows of a tail beyond which it is flushed.
+  int kept_rows() const { return recent_rows(policies_.token_policy) + config_.flush_interval; }
+  /// Upper bound of the pages for the flushes that are due when each sequence has `added` more tokens; one that is named twice counts once.
+  std::int64_t pages_to_flush(std::span<const SequenceId> seqs, std::int64_t added) const {
+    PageDemand demand;
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      if (std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i)) continue;
+      const int slot = idle_slot(seqs[i]);
+      std::int64_t tail = layer_.sequence(slot).tail_length + added;
+      demand_rows(slot, Phase::decode, demand, [&]() -> std::int64_t {
+        if (tail <= kept_rows()) return 0;
+        tail -= config_.flush_interval;
+        return config_.flush_interval;
+      });
+    }
+    return demand.total();
+  }
 
-  /// Raises unless m more tokens fit each sequence.
-  void check_advance(std::span<const SequenceId> seqs, int m) const {
+  /// Rows for the tails of some sequences: how many each has.
+  int check_tokens(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) const {
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || key.num_tokens % count != 0) ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
+    check_views(key, value, key.num_tokens);
+    return static_cast<int>(key.num_tokens / count);
+  }
+  /// Raises unless m more tokens fit each sequence, and its tail.
+  void check_advance(std::span<const SequenceId> seqs, int m, std::int64_t tail_capacity) const {
     check_distinct("append", seqs);
     for (const SequenceId seq : seqs) {
-      const HostSequence& now = layer_.sequence(sequences_.find(seq));
-      if (m > config_.tail_capacity - now.tail_length) {
-        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", config_.tail_capacity, ", sequence ", seq, " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
+      const HostSequence& now = layer_.sequence(idle_slot(seq));
+      if (m > tail_capacity - now.tail_length) {
+        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seq, " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
       }
       if (m > config_.max_tokens - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence ", seq, " has ", now.num_tokens, ", given ", m);
     }
@@ -230,35 +268,6 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
   }
 
-  /// Packs a prompt behind the rows that are still in its sequence's tail. Returns where.
-  CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
-    const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns, lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::choice == RowChoice::scores);
-    const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
-    detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
-                         static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), limit());
-    return scratch;
-  }
-
-  /// The rows of a packed prompt leave full rank, but for the last `recent`, which become the tail.
-  void store_prompt(int slot, std::int64_t n, const CompressScratch& scratch, const ScoreQueries& queries, cudaStream_t stream) {
-    HostSequence& now = layer_.sequence(slot);
-    const std::int64_t leaving = leaving_of(slot, n), rows = now.tail_length + n;
-    const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
-    const std::int64_t tokens = now.num_tokens, step = rolls ? config_.flush_interval : leaving;
-    for (std::int64_t done = 0; done < leaving; done += step) {
-      const std::int64_t count = (std::min)(step, leaving - done);
-      compress(std::span(&slot, 1), count, {source.packed, source.tiles, static_cast<std::int32_t>(done)}, scratch, Phase::prefill, queries, stream);
-      now.num_tokens += count;  // those after them stand behind
-    }
-    const int kept = static_cast<int>(rows - leaving);
-    renew_tail_kernel<><<<dim3(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
-    check(cudaGetLastError(), "renew_tail_kernel");
-    if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
-    now.tail_length = kept;
-    now.num_tokens = tokens + n;
-  }
-
   /// Queries at the end of a prompt by which somebody chooses among its rows.
   int scoring_window() const {
     int window = attention_scores(policies_.token_policy).window;
@@ -268,25 +277,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
     return window;
   }
-  /// Raises unless the last queries of a prompt of so many tokens are enough to choose by.
-  void check_query_window(const QueryView& window, std::int64_t tokens) const {
-    using ::lowrankkv::detail::fail;
-    if (window.num_tokens > 0) ::lowrankkv::detail::check_rows("query", window, window.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
-    const std::int64_t needed = Rows::keeps_masses ? tokens : (std::min)(tokens, std::int64_t{scoring_window()});
-    if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
-  }
-  /// What scores a prompt that is packed in `rows` rows.
-  ScoreQueries score_queries(const QueryView& window, std::int64_t rows) const {
-    const std::int64_t count = (std::min)(window.num_tokens, std::int64_t{scoring_window()});
-    if (count == 0) return {};
-    return {device_rows(window.tokens(window.num_tokens - count, count)), static_cast<std::int32_t>(count), config_.shape.group_size(), static_cast<std::int32_t>(rows), config_.scale() * 1.44269504F};
-  }
-
   PolicySet policies_;
   CacheConfig config_;
   LayerState layer_;
   ::lowrankkv::detail::SequenceTable sequences_;
+  OpenPrompts prompts_;
   CacheStatistics statistics_;
 
  private:

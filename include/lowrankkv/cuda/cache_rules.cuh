@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -64,7 +65,6 @@ struct CacheRules {
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.full_row_bits != 0) fail<ValueError>("full_row_bits: ", config.full_row_bits, ", 0 expected on this backend");
     if (config.rope.keys == Rope::pre) check_turns(config);
-    if (config.prefill_chunk != 0) fail<ValueError>("prefill_chunk: ", config.prefill_chunk, ", 0 expected on this backend");
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
     if (Rows::compresses) {
       Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
@@ -99,6 +99,12 @@ struct CacheRules {
   static int joint_heads([[maybe_unused]] const CacheConfig& config, [[maybe_unused]] const PolicySet& policies) {
     if constexpr (joins) return Impl<Basis, Cuda>::joint_heads(policies.basis, config.shape.num_kv_heads);
     else return 0;
+  }
+  /// Bytes of the workspace of a cache of such a configuration, which is checked.
+  static std::size_t decode_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+    const MostRows most = most_rows(config, policies);
+    const std::int64_t max_rows[2] = {most.full, most.compressed};
+    return Workspace::decode_bytes(config, tiles_of(config, basis, policies), limits(policies).segments(), max_rows);
   }
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_rows(config, policies));

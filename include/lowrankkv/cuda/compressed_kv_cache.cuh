@@ -13,14 +13,13 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cuda/attend.cuh"
-#include "lowrankkv/cuda/cache_base.cuh"
-#include "lowrankkv/cuda/compressed_mass.cuh"
 #include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
+#include "lowrankkv/cuda/prompt_calls.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/reconstruct_joint.cuh"
+#include "lowrankkv/cuda/row_states.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
 #include "lowrankkv/fwd.hpp"
 
@@ -40,11 +39,12 @@ struct Cuda {
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
 /// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::PromptCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = cuda::PromptCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Base::config_;
   using Base::layer_;
   using Base::policies_;
+  using Base::prompts_;
   using Base::sequences_;
 
  public:
@@ -69,11 +69,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
 
   /// @brief Bytes of the workspace that attend() needs, for a caller who lends it.
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    const CacheConfig full = Base::checked(config, basis, policies, nullptr);
-    const cuda::LayerTiles tiles = Base::tiles_of(full, basis, policies);
-    const cuda::MostRows most = Base::most_rows(full, policies);
-    const std::int64_t max_rows[2] = {most.full, most.compressed};
-    return cuda::Workspace::decode_bytes(full, tiles, Base::limits(policies).segments(), max_rows);
+    return Base::decode_bytes(Base::checked(config, basis, policies, nullptr), basis, policies);
   }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
@@ -85,69 +81,75 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws SequenceError if target exists, CapacityError beyond max_sequences
   void fork(SequenceId source, SequenceId target, cudaStream_t stream = nullptr) {
     Base::refuse_capture("fork", stream);
-    const int from = sequences_.find(source);
+    const int from = this->idle_slot(source);
     cuda::fork_sequence(layer_, from, sequences_.add(target), stream);
   }
   bool contains(SequenceId seq) const { return sequences_.contains(seq); }
-  std::int64_t num_tokens(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).num_tokens; }
+  /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
+  std::int64_t num_tokens(SequenceId seq) const { return this->tokens_of(sequences_.find(seq)); }
   /// @brief Tokens that are at full rank at the end of the sequence.
   int tail_length(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).tail_length; }
-  /// @brief Ends a sequence and frees its pages: work enqueued later may use them.
+  /// @brief Ends a sequence, also one whose prompt is unfinished, and frees its pages: work enqueued later may use them.
   void erase(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("erase", stream);
-    layer_.clear(sequences_.find(seq), stream);
+    const int slot = sequences_.find(seq);
+    prompts_.end(slot);
+    layer_.clear(slot, stream);
     sequences_.remove(seq);
   }
 
-  /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored and the prompt's own rows,
-  /// rounded to full_type. The whole prompt of a call is one chunk. Not capturable: buffers grow to the longest prompt so far. HeavyHitters: what rows receive from these queries counts.
+  /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored, the earlier rows of its chunk and itself,
+  /// rounded to full_type. HeavyHitters: what rows receive from these queries counts.
+  ///
+  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
+  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, only calls about the prompt, erase() and memory() are allowed
   /// @throws as ingest()
-  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
     Base::refuse_capture("prefill", stream);
     const int slot = this->check_prompt(seq, key, value);
-    const std::int64_t n = key.num_tokens;
-    this->check_queries(query, out, lse, n);
-    if (n == 0) return;
-    const cuda::ScoreQueries queries = this->score_queries(query, layer_.sequence(slot).tail_length + n);
-    const cuda::CompressScratch scratch = this->pack(slot, key, value, queries.columns(), stream);
-    attend_prompt(slot, query, scratch, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, stream);
-    this->store_prompt(slot, n, scratch, queries, stream);
+    this->check_queries(query, out, lse, key.num_tokens);
+    this->take_prompt(slot, {key, value, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, true}, prompt, stream);
+  }
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    prefill(seq, query, key, value, out, lse, Prompt::complete, stream);
   }
 
-  /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says.
+  /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says. In chunks as prefill().
   /// @param key, value [n, num_kv_heads, head_dim]
   /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that choose prompt rows by score, and by token policies that do (SnapKV: its window;
-  /// HeavyHitters: all n tokens, which are then attended to)
+  /// all n tokens if chunks end inside the call; HeavyHitters: all n tokens, which are then attended to)
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) {
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window, Prompt prompt, cudaStream_t stream = nullptr) {
     Base::refuse_capture("ingest", stream);
     const int slot = this->check_prompt(seq, key, value);
-    this->check_query_window(q_window, key.num_tokens);
-    if (key.num_tokens == 0) return;
-    const cuda::ScoreQueries queries = this->score_queries(q_window, layer_.sequence(slot).tail_length + key.num_tokens);
-    const cuda::CompressScratch scratch = this->pack(slot, key, value, queries.columns(), stream);
-    if constexpr (Base::Rows::keeps_masses) attend_prompt(slot, q_window, scratch, {}, stream);  // masses need normalised attention
-    this->store_prompt(slot, key.num_tokens, scratch, queries, stream);
+    this->check_query_window(slot, q_window, key.num_tokens);
+    this->take_prompt(slot, {key, value, q_window, {}, Base::Rows::keeps_masses}, prompt, stream);  // masses need normalised attention
   }
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }
+  /// @brief Stores what is left of a prompt whose last part came with Prompt::continues. @throws CapacityError if others have taken the pages since
+  void finish_prompt(SequenceId seq, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("finish_prompt", stream);
+    const int slot = sequences_.find(seq);
+    this->check_pages(slot, prompts_.of(slot).rows());
+    this->finish(slot, stream);
+  }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
-    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-    if (count == 0 || key.num_tokens % count != 0) detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
-    this->check_views(key, value, key.num_tokens);
-    const int m = static_cast<int>(key.num_tokens / count);
+    const int m = this->check_tokens(seqs, key, value);
     const bool replayed = Base::capturing(stream);
-    if (!replayed) this->check_advance(seqs, m);
+    if (!replayed) this->check_advance(seqs, m, config_.tail_capacity);
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { this->enqueue_append(batch, key, value, first * m, m, stream); });
     if (!replayed) this->advance_host(seqs, m);
   }
   void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }
   /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) {
-    this->check_advance(seqs, m);
+    this->check_advance(seqs, m, config_.tail_capacity);
     this->advance_host(seqs, m);
   }
 
@@ -157,25 +159,47 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     Base::refuse_capture("maintain", stream);
     std::vector<int> slots;
     for (const SequenceId seq : seqs) {
-      const int slot = sequences_.find(seq);
+      const int slot = this->idle_slot(seq);
       if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
     }
-    PageDemand demand;
-    const int interval = config_.flush_interval, kept = cuda::recent_rows(policies_.token_policy) + interval;
-    for (const int slot : slots) {
-      const std::int64_t rounds = (std::max)(0, layer_.sequence(slot).tail_length - kept + interval - 1) / interval;
-      this->demand_rows(slot, interval, rounds, Phase::decode, demand);
-    }
-    layer_.pool().allocator().require(demand.total());
+    layer_.pool().allocator().require(pages_to_maintain(seqs));
     for (;;) {
-      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept; });
+      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= this->kept_rows(); });
       if (slots.empty()) return;
       std::int64_t weighed = 0;
       for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
+      const int interval = config_.flush_interval;
       this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
     }
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
+  /// @brief Upper bound of the pages that maintain(seqs) takes.
+  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return this->pages_to_flush(seqs, 0); }
+
+  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end. Not capturable.
+  /// @throws as append(), CapacityError if the pool lacks the pages for all of it
+  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("append_maintained", stream);
+    const int m = this->check_tokens(seqs, key, value);
+    this->check_advance(seqs, m, std::int64_t{1} << 40);
+    layer_.pool().allocator().require(this->pages_to_flush(seqs, m));
+    maintain(seqs, stream);
+    if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config_.tail_capacity - tail_length(seq); })) {
+      append(seqs, key, value, stream);
+    } else {
+      for (std::size_t i = 0; i < seqs.size(); ++i) {
+        for (int done = 0; done < m;) {
+          const int count = (std::min)(config_.tail_capacity - tail_length(seqs[i]), m - done);
+          const std::int64_t first = static_cast<std::int64_t>(i) * m + done;
+          append(seqs[i], key.tokens(first, count), value.tokens(first, count), stream);
+          maintain(seqs[i], stream);
+          done += count;
+        }
+      }
+    }
+    maintain(seqs, stream);
+  }
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append_maintained(std::span(&seq, 1), key, value, stream); }
 
   /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Capturable; changes nothing.
   ///
@@ -207,15 +231,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void accumulate(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream = nullptr)
     requires(Base::Rows::keeps_masses)
   {
-    if (mass.data == nullptr) return;
-    const bool replayed = Base::capturing(stream);
-    this->check_masses(seqs, mass, replayed);
-    Base::check_distinct("accumulate", seqs);
-    const RowList weighed = layer_.tables().weighed;
-    std::int64_t rows = replayed ? layer_.max_rows(weighed) + config_.tail_capacity : 0;
-    for (const SequenceId seq : seqs) rows = (std::max)(rows, layer_.sequence(sequences_.find(seq)).num_rows(weighed) + tail_length(seq));
-    if (rows == 0) return;
-    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { cuda::enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
+    this->accumulate_masses(seqs, mass, stream);
   }
   void accumulate(SequenceId seq, const MassView& mass, cudaStream_t stream = nullptr)
     requires(Base::Rows::keeps_masses)
@@ -236,33 +252,6 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
  private:
-  /// Attention of a packed prompt's queries; where rows are kept by it, also what they receive. @param out  without data: not wanted
-  void attend_prompt(int slot, const QueryView& query, const cuda::CompressScratch& scratch, cuda::DeviceOutput out, cudaStream_t stream) {
-    const cuda::HostSequence& now = layer_.sequence(slot);
-    const std::int64_t n = query.num_tokens, tail = now.tail_length;
-    if (Base::Rows::keeps_masses && out.lse == nullptr) {
-      out.lse = layer_.workspace().prompt_lse(n);
-      out.lse_stride = config_.shape.num_qo_heads;
-    }
-    const std::int32_t tiles = layer_.packed_tiles(tail + n);
-    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
-    cuda::Batch batch;
-    batch.count = 1;
-    batch.slots[0] = slot;
-    layer_.workspace().prompt_step(now.rows, at_once, tiles, scratch.packed);  // the largest, once
-    for (std::int64_t first = 0; first < n; first += at_once) {
-      cuda::AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
-      step.prompt_first = static_cast<std::int32_t>(tail + first);
-      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), cuda::splits_of(now.rows.num_full), stream);
-      if constexpr (Base::Rows::keeps_masses && Base::Rows::compresses) {
-        cuda::enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, cuda::mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
-      }
-    }
-    if constexpr (Base::Rows::keeps_masses) {
-      const cuda::MassPrompt prompt{scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores};
-      cuda::enqueue_masses(layer_, batch, cuda::mass_queries(layer_, query, out.lse, out.lse_stride, static_cast<int>(n), 0), prompt, {}, 0, now.rows.num_full, stream);
-    }
-  }
   template <bool weighs>  // kernels that nobody asks for are not compiled
   void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream, const MassView& mass = {}) {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
@@ -274,7 +263,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const bool replayed = Base::capturing(stream);
     std::int64_t compressed = replayed ? layer_.max_rows(RowList::compressed) : 0, full = replayed ? layer_.max_rows(RowList::full) : 0;
     for (const SequenceId seq : seqs) {
-      const cuda::HostSequence& now = layer_.sequence(sequences_.find(seq));
+      const cuda::HostSequence& now = layer_.sequence(this->idle_slot(seq));
       if (!replayed && own && m > now.tail_length) detail::fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", now.tail_length, " tokens in its tail");
       compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
       full = (std::max)(full, std::int64_t{now.rows.num_full});
@@ -299,12 +288,15 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
 
  public:
   /// @brief The shortest length that truncate() reaches exactly.
-  std::int64_t rollback_limit(SequenceId seq) const { return num_tokens(seq) - tail_length(seq); }
+  std::int64_t rollback_limit(SequenceId seq) const {
+    const cuda::HostSequence& now = layer_.sequence(this->idle_slot(seq));
+    return now.num_tokens - now.tail_length;
+  }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
   /// @throws StateError deeper than the tail, but for 0, where values decided which rows stayed full (the host does not know how many go)
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
-    const int slot = sequences_.find(seq);
+    const int slot = this->idle_slot(seq);
     cuda::HostSequence& now = layer_.sequence(slot);
     if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = rollback_limit(seq);
@@ -325,7 +317,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
     Base::refuse_capture("reconstruct", stream);
-    const int slot = sequences_.find(seq);
+    const int slot = this->idle_slot(seq);
     detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
@@ -337,6 +329,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
   }
 
+  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail are full. Waits for the stream.
+  /// @throws ShapeError beyond the heads or the sequence
+  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream = nullptr) const {
+    Base::refuse_capture("row_states", stream);
+    cuda::read_row_states(layer_, this->idle_slot(seq), kv_head, first, states, stream);
+  }
+
   /// @brief How many rows were refused since the cache was made. Waits for the device.
   std::uint32_t faults() const {
     std::uint32_t count = 0;
@@ -346,13 +345,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Bytes that save() writes for a sequence.
-  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_, sequences_.find(seq), {}, true, nullptr); }
+  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_, this->idle_slot(seq), {}, true, nullptr); }
   /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of page size; own epochs included, the calibrated maps
   /// as a fingerprint. Loaded, it goes on bit for bit as the original. Waits for the stream; scratch memory may be allocated. The bytes are this backend's own.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
   std::size_t save(SequenceId seq, std::span<std::byte> buffer, cudaStream_t stream = nullptr) const {
     Base::refuse_capture("save", stream);
-    return cuda::save_sequence(layer_, sequences_.find(seq), buffer, false, stream);
+    return cuda::save_sequence(layer_, this->idle_slot(seq), buffer, false, stream);
   }
   /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps, policies and tail capacity; max_tokens, pages and other
   /// sequences may differ. Waits for the stream.
@@ -378,7 +377,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.shared_map_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.
@@ -389,6 +388,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if constexpr (Base::rolls) layer_.count_rolls(all);
     return all;
   }
+  /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys), unless the token policy keeps all at full rank.
+  int tokens_per_page(int kv_head) const { return cuda::tokens_per_page(layer_, kv_head); }
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless the token policy keeps all at full rank).
+  std::size_t bytes_for(std::int64_t tokens) const { return cuda::bytes_for(layer_, tokens); }
+  int num_free_sequences() const { return sequences_.num_free(); }
   const CacheConfig& config() const { return config_; }
   const Pool& pool() const { return layer_.pool(); }
 };

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -29,6 +30,26 @@ inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) ::lowrankkv::detail::fail<DeviceError>(what, ": ", cudaGetErrorName(status), ", ", cudaGetErrorString(status));
 }
 
+/// @brief Where device memory comes from: an engine's own allocator. Asked when caches are made and when buffers of prompts grow, never on the decode path.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  /// @brief Memory of the current device, aligned to 256 bytes; null if there is none.
+  virtual void* allocate(std::size_t bytes) = 0;
+  /// @brief Takes it back. Work enqueued before may still use it: as cudaFree(), wait for it.
+  virtual void release(void* memory, std::size_t bytes) noexcept = 0;
+};
+
+namespace detail {
+inline std::atomic<DeviceMemory*>& device_memory() {
+  static std::atomic<DeviceMemory*> current{nullptr};
+  return current;
+}
+}  // namespace detail
+
+/// @brief From now on device memory comes from `memory`, which must outlive what is made with it; null: from cudaMalloc(), as at first. Returns what it came from before.
+inline DeviceMemory* exchange_device_memory(DeviceMemory* memory) { return detail::device_memory().exchange(memory); }
+
 /// @brief An array in device memory, zero at first; freed with its owner. Making and freeing it synchronises: never on the decode path.
 template <class T>
 class DeviceArray {
@@ -36,11 +57,17 @@ class DeviceArray {
   DeviceArray() = default;
   explicit DeviceArray(std::size_t size) : size_(size) {
     if (size == 0) return;
-    check(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), "cudaMalloc");
+    from_ = detail::device_memory().load();
+    if (from_ == nullptr) {
+      check(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), "cudaMalloc");
+    } else {
+      data_ = static_cast<T*>(from_->allocate(bytes()));
+      if (data_ == nullptr) ::lowrankkv::detail::fail<CapacityError>("device memory: ", bytes(), " bytes asked for, null given");
+    }
     // Clearing is asynchronous, and streams that do not wait for the default one may be next to use the array.
     cudaError_t status = cudaMemset(data_, 0, size * sizeof(T));
     if (status == cudaSuccess) status = cudaStreamSynchronize(cudaStreamLegacy);
-    if (status != cudaSuccess) cudaFree(std::exchange(data_, nullptr));  // the destructor will not run
+    if (status != cudaSuccess) free();  // the destructor will not run
     check(status, "cudaMemset");
   }
   explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
@@ -48,22 +75,28 @@ class DeviceArray {
     check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaStreamSynchronize(cudaStreamLegacy), "cudaMemcpy");
   }
-  DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), from_(other.from_) {}
   DeviceArray& operator=(DeviceArray&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
+    std::swap(from_, other.from_);
     return *this;
   }
-  ~DeviceArray() {
-    if (data_ != nullptr) cudaFree(data_);
-  }
+  ~DeviceArray() { free(); }
   T* data() const { return data_; }
   std::size_t size() const { return size_; }
   std::size_t bytes() const { return size_ * sizeof(T); }
 
  private:
+  void free() noexcept {
+    if (data_ == nullptr) return;
+    if (from_ == nullptr) cudaFree(data_);
+    else from_->release(data_, bytes());
+    data_ = nullptr;
+  }
   T* data_ = nullptr;
   std::size_t size_ = 0;
+  DeviceMemory* from_ = nullptr;  ///< null: cudaMalloc()
 };
 
 /// @brief Rows [token, head, channel] in device memory as kernels see them.

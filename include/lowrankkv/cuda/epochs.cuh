@@ -62,6 +62,20 @@ __global__ void __launch_bounds__(kStoreThreads) unfold_maps_kernel(Tables table
   }
 }
 
+/// @brief Which of `count` segments a new one would push over the edge of `own` epochs: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of equal level first (the newest
+/// such pair), else the two newest. Rows under the calibrated epoch stay there, unless they are rotated. @param segment_at  gives a Segment by its number
+#pragma nv_exec_check_disable
+template <class SegmentAt>
+__host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_calibrated_rows, SegmentAt&& segment_at) {
+  int first_own = 0;
+  while (!rotates_calibrated_rows && first_own < count && segment_at(first_own).epoch == 0) ++first_own;
+  if (count - first_own + 1 <= own) return -1;
+  for (int index = count - 2; index >= first_own; --index) {
+    if (segment_at(index).level == segment_at(index + 1).level) return index;
+  }
+  return count - first_own >= 2 ? count - 2 : count - 1;
+}
+
 /// @brief The maps of all epochs of a layer, and the bases that updaters move.
 class EpochStore {
  public:
@@ -167,20 +181,9 @@ class EpochStore {
   /// @brief Device memory of the bases that updaters have moved of a slot: bases_size() bytes.
   std::uint8_t* bases_of(int slot) const { return moved_.data() + static_cast<std::size_t>(slot) * bases_size(); }
   std::size_t bases_size() const { return start_.bytes(); }
-  /// @brief Which segment a new one would push over the edge: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of
-  /// equal level first (the newest such pair), else the two newest.
+  /// @brief Which segment a new one would push over the edge: cuda::merge_for_new_segment(); -1: none.
   int merge_for_new_segment(const HostEpochs& epochs) const {
-    const std::vector<Segment>& segments = epochs.segments;
-    int first_own = 0;
-    if (!limits_.rotates_calibrated_rows) {
-      while (first_own < static_cast<int>(segments.size()) && segments[static_cast<std::size_t>(first_own)].epoch == 0) ++first_own;
-    }
-    const int count = static_cast<int>(segments.size());
-    if (count - first_own + 1 <= limits_.own) return -1;
-    for (int index = count - 2; index >= first_own; --index) {
-      if (segments[static_cast<std::size_t>(index)].level == segments[static_cast<std::size_t>(index + 1)].level) return index;
-    }
-    return count - first_own >= 2 ? count - 2 : count - 1;
+    return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own, limits_.rotates_calibrated_rows, [&](int index) { return epochs.segments[static_cast<std::size_t>(index)]; });
   }
 
  private:

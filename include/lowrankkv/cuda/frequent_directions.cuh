@@ -17,7 +17,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kSketchThreads = 512;  ///< of a block of sketch_kernel
+inline constexpr int kSketchThreads = 256;  ///< of a block of sketch_kernel
 inline constexpr int kMaxSweeps = 16;        ///< of rotations; half are enough for most
 inline constexpr float kNothing = 1e-11F;    ///< of the longest row's squared length: rows of less are what rounding leaves of rows that depend on others, and have no direction
 inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves about 1e-6, a basis in f16 has 5e-4
@@ -83,14 +83,14 @@ __device__ inline void measure_rows(const float* rows, int count, int dim, int s
   }
 }
 
-/// Rotates rows a and b, c and d, of squared lengths `length`, so that each pair becomes orthogonal. Returns whether any was not; rows of zeros are. Without branches: the lanes of a warp have
-/// different rows.
+/// Rotates rows a and b, c and d, of squared lengths aa to dd, so that each pair becomes orthogonal. Returns whether any was not; rows of no more than `nothing` count as if they were, since what
+/// rounding leaves of rows that depend on others never is. Without branches: the lanes of a warp have different rows.
 template <int vectors>
-__device__ __forceinline__ bool rotate_pairs(RowShare<vectors>& a, RowShare<vectors>& b, RowShare<vectors>& c, RowShare<vectors>& d, float& aa, float& bb, float& cc, float& dd) {
+__device__ __forceinline__ bool rotate_pairs(RowShare<vectors>& a, RowShare<vectors>& b, RowShare<vectors>& c, RowShare<vectors>& d, float& aa, float& bb, float& cc, float& dd, float nothing) {
   const float products[2] = {rotation_sum(a.dot(b)), rotation_sum(c.dot(d))};
   bool any = false;
   const auto rotate = [&](RowShare<vectors>& x, RowShare<vectors>& y, float& xx, float& yy, float xy) {
-    const bool turns = fabsf(xy) * rsqrtf(xx) * rsqrtf(yy) > kOrthogonal;  // false of zeros
+    const bool turns = fminf(xx, yy) > nothing && fabsf(xy) * rsqrtf(xx) * rsqrtf(yy) > kOrthogonal;
     const float ratio = fminf(fmaxf(__fdividef(yy - xx, 2.0F * xy), -1e9F), 1e9F), square = fmaf(ratio, ratio, 1.0F);
     const float tangent = turns ? copysignf(__fdividef(1.0F, fabsf(ratio) + square * rsqrtf(square)), ratio) : 0.0F;
     const float secant = fmaf(tangent, tangent, 1.0F), near = rsqrtf(secant), cosine = near * fmaf(-0.5F * secant * near, near, 1.5F), sine = cosine * tangent;  // a step of Newton's: lengths stay
@@ -128,6 +128,9 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
     bool turned = false;
     measure_rows(rows, count, dim, stride, lengths);  // rotations keep them up to date, but for rounding
     __syncthreads();
+    float nothing = 0.0F;
+    for (int row = 0; row < count; ++row) nothing = fmaxf(nothing, kNothing * lengths[row]);
+    __syncthreads();
     for (int round = 0; round + 1 < even; ++round) {
       // Everybody meets everybody once: the first stays, the others go round.
       const auto player = [&](int place) { return place == 0 ? 0 : 1 + (place - 1 + round) % (even - 1); };
@@ -143,9 +146,9 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
           for (int i = 0; i < vectors; ++i) own[row].x[i] = numbers[row] < count && 4 * (lane + kRotationLanes * i) < dim ? *share(row, i) : float4{};
         }
         bool changed = false;
-        if (round == 0) changed = rotate_pairs(own[0], own[1], own[2], own[3], squares[0], squares[1], squares[2], squares[3]);
-        changed = rotate_pairs(own[0], own[2], own[1], own[3], squares[0], squares[2], squares[1], squares[3]) || changed;
-        changed = rotate_pairs(own[0], own[3], own[1], own[2], squares[0], squares[3], squares[1], squares[2]) || changed;
+        if (round == 0) changed = rotate_pairs(own[0], own[1], own[2], own[3], squares[0], squares[1], squares[2], squares[3], nothing);
+        changed = rotate_pairs(own[0], own[2], own[1], own[3], squares[0], squares[2], squares[1], squares[3], nothing) || changed;
+        changed = rotate_pairs(own[0], own[3], own[1], own[2], squares[0], squares[3], squares[1], squares[2], nothing) || changed;
         turned = turned || changed;
         #pragma unroll
         for (int row = 0; row < 4; ++row) {
@@ -285,11 +288,10 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   };
   load_stored();
   const int warp = thread / 32, lane = thread % 32, known = min(rank, held);
+  detail::measure_rows(rows, known, dim, stride, lengths);
+  __syncthreads();
   for (int column = warp; column < known; column += kSketchThreads / 32) {
-    float sum = 0.0F;
-    for (int channel = lane; channel < dim; channel += 32) sum = fmaf(rows[column * stride + channel], rows[column * stride + channel], sum);
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
-    const float inverse = 1.0F / sqrtf(sum);  // rows that are kept have a length
+    const float inverse = 1.0F / sqrtf(lengths[column]);  // rows that are kept have a length
     for (int channel = lane; channel < dim; channel += 32) {
       rows[column * stride + channel] *= inverse;
       put(column, channel, rows[column * stride + channel]);
@@ -368,8 +370,8 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
     detail::launch_early(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, false, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), buffers,
                          rolls.buffer_rows(), scratch.rollover.rolled);
   };
-  if (tables.head_dim <= 8 * kRotationLanes) sketch(sketch_kernel<2>);
-  else sketch(sketch_kernel<4>);
+  if (tables.head_dim <= 16 * kRotationLanes) sketch(sketch_kernel<4>);
+  else sketch(sketch_kernel<8>);
   roll_over_kernel<><<<sequences, 1, 0, stream>>>(tables, leaving, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts());
   check(cudaGetLastError(), "roll_over_kernel");
   publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, leaving, first_sequence, layer.epochs().bases(), scratch.rollover.epochs);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/oja.cuh  The Oja step on the device: K^T K of the observed rows, U <- orth(U + eta s K^T K U), and U as an epoch's maps.
+/// @file cuda/oja.cuh  The Oja step on the device: K^T K of the observed rows, U <- orth(U + eta s K^T K U) or a printed form, and U as an epoch's maps.
 ///
 /// Symbols as in updater/oja.hpp; s = d / ||K||_F^2. One block a basis, of all heads, keys and values, and sequences of a batch at once.
 #pragma once
@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
+#include "lowrankkv/updater/oja.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -126,6 +127,7 @@ struct OjaSteps {
   float rate[kMaxBatch];            ///< negative: no step
   std::int32_t epoch[kMaxBatch];    ///< in Tables::maps, to be written; -1: none
   bool moved[kMaxBatch];            ///< the bases have moved before
+  OjaForm form = OjaForm::power;
 };
 
 /// @brief The splits of moments [matrices, splits, size] summed, in their order, into the first. Grid: 1024 numbers x matrices.
@@ -150,12 +152,145 @@ inline constexpr int kOjaKept = 128;
 /// @brief Shared memory of oja_kernel in bytes.
 inline std::size_t oja_bytes(int head_dim) { return head_dim <= kOjaKept ? sizeof(float) * static_cast<std::size_t>(head_dim * head_dim) : 0; }
 
+namespace detail {
+
+/// The columns of a basis in the registers of a block: column warp + kOjaThreads / 32 i, channel lane + 32 q. All threads call what is here.
+/// @tparam columns  that a warp has, at most  @tparam parts  channels that a lane has of each, at most
+template <int columns, int parts>
+struct BasisColumns {
+  static constexpr int kWarps = kOjaThreads / 32;
+  float x[columns][parts];
+
+  /// Sum of products of two bases' numbers, over this warp.
+  __device__ float warp_dot(const BasisColumns& other) const {
+    float sum = 0.0F;
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) sum = fmaf(x[i][q], other.x[i][q], sum);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
+    return sum;
+  }
+  /// a x + b other.
+  __device__ __forceinline__ void mix(float a, float b, const BasisColumns& other) {
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) x[i][q] = fmaf(a, x[i][q], b * other.x[i][q]);
+    }
+  }
+  /// This becomes moment u; moment [dim, dim] is symmetric.
+  __device__ __forceinline__ void multiply(const float* moment, const BasisColumns& u, int rank, int dim) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) x[i][q] = 0.0F;
+    }
+    #pragma unroll
+    for (int from = 0; from < parts; ++from) {
+      #pragma unroll 4
+      for (int k = 0; k < min(32, dim - 32 * from); ++k) {
+        float m[parts];
+        #pragma unroll
+        for (int q = 0; q < parts; ++q) m[q] = lane + 32 * q < dim ? moment[(32 * from + k) * dim + lane + 32 * q] : 0.0F;
+        #pragma unroll
+        for (int i = 0; i < columns; ++i) {
+          if (kWarps * i >= rank) break;
+          const float other = __shfl_sync(~0U, u.x[i][from], k);
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) x[i][q] = fmaf(m[q], other, x[i][q]);
+        }
+      }
+    }
+  }
+  /// Takes a column's part out of the columns j of this warp for which wanted(j).
+  template <class Wanted>
+  __device__ __forceinline__ void remove(const float* column, int dim, Wanted&& wanted) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float done[parts];
+    #pragma unroll
+    for (int q = 0; q < parts; ++q) done[q] = lane + 32 * q < dim ? column[lane + 32 * q] : 0.0F;
+    #pragma unroll
+    for (int j = 0; j < columns; ++j) {
+      if (!wanted(j)) continue;
+      float dot = 0.0F;
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) dot = fmaf(done[q], x[j][q], dot);
+      for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0U, dot, distance);
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) x[j][q] = fmaf(-dot, done[q], x[j][q]);
+    }
+  }
+  /// Gram-Schmidt, one column after the other, what is left of the others in registers. Returns, to this warp, whether its columns had a finite length.
+  /// @param buffers  two columns in shared memory
+  __device__ __forceinline__ bool orthonormalise(int rank, int dim, float (&buffers)[2][kMaxHeadDim]) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    bool usable = true;
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      for (int owner = 0; owner < kWarps; ++owner) {
+        const int c = owner + kWarps * i;
+        if (c >= rank) break;
+        float* shared = buffers[c % 2];
+        if (warp == owner) {
+          float norm = 0.0F;
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) norm = fmaf(x[i][q], x[i][q], norm);
+          for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
+          const float inverse = rsqrtf(norm);
+          usable = usable && norm > 1e-12F && norm < 3e38F;
+          #pragma unroll
+          for (int q = 0; q < parts; ++q) {
+            x[i][q] *= inverse;
+            if (lane + 32 * q < dim) shared[lane + 32 * q] = x[i][q];
+          }
+        }
+        __syncthreads();
+        remove(shared, dim, [&](int j) { return j >= i && warp + kWarps * j > c && warp + kWarps * j < rank; });
+      }
+    }
+    return usable;
+  }
+  /// Takes the space of an orthonormal basis out: (I - U U^T) x.
+  __device__ void leave_space(const BasisColumns& u, int rank, int dim, float (&buffers)[2][kMaxHeadDim]) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      for (int owner = 0; owner < kWarps; ++owner) {
+        const int c = owner + kWarps * i;
+        if (c >= rank) break;
+        float* shared = buffers[c % 2];
+        #pragma unroll
+        for (int q = 0; q < parts; ++q) {
+          if (warp == owner && lane + 32 * q < dim) shared[lane + 32 * q] = u.x[i][q];
+        }
+        __syncthreads();
+        remove(shared, dim, [&](int j) { return warp + kWarps * j < rank; });
+      }
+    }
+    __syncthreads();
+  }
+};
+
+/// The sum of a number that every warp has; partial [warps] in shared memory.
+__device__ inline float block_sum(float of_warp, float* partial) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x % 32 == 0) partial[warp] = of_warp;
+  __syncthreads();
+  float total = 0.0F;
+  for (int i = 0; i < kOjaThreads / 32; ++i) total += partial[i];
+  __syncthreads();
+  return total;
+}
+
+}  // namespace detail
+
 /// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows have no energy, or
 /// that would not come out finite and orthonormal, stays. Grid: 2 x heads x sequences.
-/// @tparam columns  columns of U that a warp has, at most  @tparam parts  channels that a lane has of each, at most
-///
-/// Gram-Schmidt, one column after the other, what is left of the others in registers.
-template <int columns, int parts>
+/// @tparam columns, parts  as of BasisColumns  @tparam printed  steps as the paper prints them (steps.form), not the power form
+template <int columns, int parts, bool printed>
 __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, const float* moments, int splits) {
   constexpr int kWarps = kOjaThreads / 32;
   constexpr bool keeps_moment = 32 * parts <= kOjaKept;
@@ -163,7 +298,6 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
   float* kept = reinterpret_cast<float*>(shared_memory);
   __shared__ float column[2][kMaxHeadDim];
   __shared__ float partial[kWarps];
-  __shared__ float energy;
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = steps.slots[sequence], dim = tables.head_dim;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -174,105 +308,49 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
   const std::size_t own_basis = (static_cast<std::size_t>(slot * tables.num_heads * 2) + which) * basis_size;
   const void* from = steps.moved[sequence] ? bases.moved : bases.start;
   const std::size_t offset = steps.moved[sequence] ? own_basis : which * basis_size;
-  float u[columns][parts] = {};  // column warp + kWarps i, channel lane + 32 q
+  detail::BasisColumns<columns, parts> u{};
   #pragma unroll
   for (int i = 0; i < columns; ++i) {
     #pragma unroll
     for (int q = 0; q < parts; ++q) {
       const int c = warp + kWarps * i, d = lane + 32 * q;
-      if (c < rank && d < dim) u[i][q] = at(from, offset + static_cast<std::size_t>(c * dim + d));
+      if (c < rank && d < dim) u.x[i][q] = at(from, offset + static_cast<std::size_t>(c * dim + d));
     }
   }
-  bool step = steps.rate[sequence] >= 0.0F;
-  if (step) {
+  if (steps.rate[sequence] >= 0.0F) {
     const float* moment = moments + (static_cast<std::size_t>(sequence * tables.num_heads * 2) + which) * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
-    float trace = 0.0F;
-    if (thread < dim) trace = moment[thread * (dim + 1)];
+    float trace = thread < dim ? moment[thread * (dim + 1)] : 0.0F;
     if constexpr (keeps_moment) {
       for (int place = thread; place < dim * dim / 4; place += kOjaThreads) reinterpret_cast<float4*>(kept)[place] = reinterpret_cast<const float4*>(moment)[place];
       moment = kept;
     }
     for (int distance = 16; distance > 0; distance /= 2) trace += __shfl_xor_sync(~0U, trace, distance);
-    if (lane == 0) partial[warp] = trace;
-    __syncthreads();
-    if (thread == 0) {
-      float total = 0.0F;
-      for (int i = 0; i < kWarps; ++i) total += partial[i];
-      energy = total;
-    }
-    __syncthreads();
-    step = energy > 0.0F && energy < 3e38F;
-    if (step) {
-      const float rate = steps.rate[sequence], keep = 1.0F / (1.0F + rate), scale = (1.0F - keep) * static_cast<float>(dim) / energy;
-      float pull[columns][parts] = {};  // K^T K U
-      for (int first = 0; first < dim; first += 32) {
-        float own[columns];
-        #pragma unroll
-        for (int i = 0; i < columns; ++i) {
-          const int c = warp + kWarps * i;
-          own[i] = c < rank && first + lane < dim ? at(from, offset + static_cast<std::size_t>(c * dim + first + lane)) : 0.0F;
-        }
-        #pragma unroll 4
-        for (int k = 0; k < min(32, dim - first); ++k) {
-          float m[parts];
-          #pragma unroll
-          for (int q = 0; q < parts; ++q) m[q] = lane + 32 * q < dim ? moment[(first + k) * dim + lane + 32 * q] : 0.0F;
-          #pragma unroll
-          for (int i = 0; i < columns; ++i) {
-            if (kWarps * i >= rank) break;
-            const float other = __shfl_sync(~0U, own[i], k);
-            #pragma unroll
-            for (int q = 0; q < parts; ++q) pull[i][q] = fmaf(m[q], other, pull[i][q]);
+    const float energy = detail::block_sum(trace, partial);
+    if (energy > 0.0F && energy < 3e38F) {
+      const float rate = steps.rate[sequence], per_energy = static_cast<float>(dim) / energy;
+      detail::BasisColumns<columns, parts> pull;  // K^T K U
+      pull.multiply(moment, u, rank, dim);
+      if constexpr (!printed) {
+        const float keep = 1.0F / (1.0F + rate);
+        pull.mix((1.0F - keep) * per_energy, keep, u);
+        if (__syncthreads_and(pull.orthonormalise(rank, dim, column)) != 0) u = pull;
+      } else {
+        // f32 sums know what is captured to about 1e-6.
+        const bool raw = steps.form == OjaForm::printed_raw;
+        const float before = 0.999998F * detail::block_sum(u.warp_dot(pull), partial);
+        pull.leave_space(u, rank, dim, column);
+        float step = rate * (raw ? 1.0F : per_energy);
+        for (int attempt = 0; attempt < (raw ? 1 : 20); ++attempt, step *= 0.5F) {
+          detail::BasisColumns<columns, parts> moved = u, again;
+          const float keep = 1.0F / (1.0F + step * energy);  // the same span, of numbers that do not overflow
+          moved.mix(keep, keep * step, pull);
+          if (__syncthreads_and(moved.orthonormalise(rank, dim, column)) == 0) continue;
+          if (!raw) {
+            again.multiply(moment, moved, rank, dim);
+            if (!(detail::block_sum(moved.warp_dot(again), partial) >= before)) continue;
           }
-        }
-      }
-      #pragma unroll
-      for (int i = 0; i < columns; ++i) {
-        #pragma unroll
-        for (int q = 0; q < parts; ++q) pull[i][q] = fmaf(scale, pull[i][q], keep * u[i][q]);
-      }
-      bool usable = true;
-      #pragma unroll
-      for (int i = 0; i < columns; ++i) {
-        for (int owner = 0; owner < kWarps; ++owner) {
-          const int c = owner + kWarps * i;
-          if (c >= rank) break;
-          float* shared = column[c % 2];
-          if (warp == owner) {
-            float norm = 0.0F;
-            #pragma unroll
-            for (int q = 0; q < parts; ++q) norm = fmaf(pull[i][q], pull[i][q], norm);
-            for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
-            const float inverse = rsqrtf(norm);
-            usable = usable && norm > 1e-12F && norm < 3e38F;
-            #pragma unroll
-            for (int q = 0; q < parts; ++q) {
-              pull[i][q] *= inverse;
-              if (lane + 32 * q < dim) shared[lane + 32 * q] = pull[i][q];
-            }
-          }
-          __syncthreads();
-          float done[parts];
-          #pragma unroll
-          for (int q = 0; q < parts; ++q) done[q] = lane + 32 * q < dim ? shared[lane + 32 * q] : 0.0F;
-          #pragma unroll
-          for (int j = i; j < columns; ++j) {
-            if (warp + kWarps * j <= c || warp + kWarps * j >= rank) continue;
-            float dot = 0.0F;
-            #pragma unroll
-            for (int q = 0; q < parts; ++q) dot = fmaf(done[q], pull[j][q], dot);
-            for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0U, dot, distance);
-            #pragma unroll
-            for (int q = 0; q < parts; ++q) pull[j][q] = fmaf(-dot, done[q], pull[j][q]);
-          }
-        }
-      }
-      step = __syncthreads_and(usable) != 0;
-      if (step) {
-        #pragma unroll
-        for (int i = 0; i < columns; ++i) {
-          #pragma unroll
-          for (int q = 0; q < parts; ++q) u[i][q] = pull[i][q];
+          u = moved;
+          break;
         }
       }
     }
@@ -291,10 +369,10 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
     for (int q = 0; q < parts; ++q) {
       const int d = lane + 32 * q;
       if (d >= dim) continue;
-      put(bases.moved, own_basis + static_cast<std::size_t>(c * dim + d), u[i][q]);
+      put(bases.moved, own_basis + static_cast<std::size_t>(c * dim + d), u.x[i][q]);
       if (target == nullptr) continue;
-      put(const_cast<void*>(target->encoder.data), static_cast<std::size_t>(place_in_map(c, d, dim)), u[i][q]);
-      if (target->mean != nullptr) shift = fmaf(target->mean[d], bases.type == DType::f32 ? u[i][q] : from_bits(bases.type, to_bits(bases.type, u[i][q])), shift);
+      put(const_cast<void*>(target->encoder.data), static_cast<std::size_t>(place_in_map(c, d, dim)), u.x[i][q]);
+      if (target->mean != nullptr) shift = fmaf(target->mean[d], bases.type == DType::f32 ? u.x[i][q] : from_bits(bases.type, to_bits(bases.type, u.x[i][q])), shift);
     }
     for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
     if (target != nullptr && lane == 0) const_cast<float*>(target->offset)[c] = shift;

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/cuda/device.cuh"
@@ -16,10 +18,11 @@ namespace cuda {
 class PagePool {
  public:
   /// @brief Owns its memory. Allocates. @param page_bytes a multiple of 128
-  PagePool(std::size_t page_bytes, std::int64_t num_pages)
-      : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), owned_(page_bytes * static_cast<std::size_t>(num_pages)), memory_(owned_.data()) {}
-  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, 128-byte aligned, which must outlive the pool.
-  PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages) : allocator_(checked(page_bytes, num_pages)), page_bytes_(page_bytes), memory_(memory) {
+  PagePool(std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), owned_(page_bytes * static_cast<std::size_t>(num_pages)), memory_(owned_.data()) {}
+  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, 128-byte aligned, which must outlive the pool. With a source, an engine's own block manager hands out its pages.
+  PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), memory_(memory) {
     if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
     const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory) % 128;
     if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset, " bytes off a multiple of 128");

@@ -3,8 +3,8 @@
 ///
 /// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`; with one latent for the values of several heads,
 /// `static int joint_heads(const B&, num_kv_heads)` of a group.
-/// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`
-/// and `static float rate(const U&, Phase, decode_steps)` of its next step.
+/// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`,
+/// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
@@ -63,15 +63,12 @@ struct Impl<Static, Cuda> {
   static constexpr bool adapts = false;
 };
 
-/// The power form. Rates are at most 1e6, which is as good as infinity: the old basis counts for nothing.
+/// Rates are at most 1e6, which is as good as infinity: the old basis counts for nothing.
 template <>
 struct Impl<Oja, Cuda> {
   static constexpr bool adapts = true;
-  static void validate(const Oja& policy) {
-    using ::lowrankkv::detail::fail;
-    check_oja(policy);
-    if (policy.form != OjaForm::power) fail<ValueError>("Oja: form ", static_cast<int>(policy.form), ", ", static_cast<int>(OjaForm::power), " (power) expected on this backend");
-  }
+  static void validate(const Oja& policy) { check_oja(policy); }
+  static OjaForm form(const Oja& policy) { return policy.form; }
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
   static float rate(const Oja& policy, Phase phase, std::int64_t decode_steps) {
     const double rate = phase == Phase::prefill ? static_cast<double>(policy.prefill_rate) : static_cast<double>(policy.decode_rate) / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(decode_steps));

@@ -17,7 +17,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kRotationLanes = 16;     ///< that rotate buffered rows together
+inline constexpr int kRotationLanes = 8;     ///< that rotate buffered rows together
 inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
 inline constexpr int kSketchShared = 6144;    ///< shared memory of sketch_kernel besides its buffer, at most
 
@@ -95,13 +95,7 @@ __global__ void roll_over_kernel(Tables tables, Leaving leaving, int first_seque
     atomicAdd(&counts->publications, 1ULL);
   }
   if (count > 0 && segments[count - 1].epoch == state.current) return;
-  // As EpochStore::merge_for_new_segment: neighbours of equal level first, the newest such pair, else the two newest.
-  int first_own = 0, merge = -1;
-  while (!limits.rotates_calibrated_rows && first_own < count && segments[first_own].epoch == 0) ++first_own;
-  if (count - first_own + 1 > limits.own) {
-    for (int i = count - 2; i >= first_own && merge < 0; --i) merge = state.levels[i] == state.levels[i + 1] ? i : -1;
-    if (merge < 0) merge = count - first_own >= 2 ? count - 2 : count - 1;
-  }
+  const int merge = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
   segments[count] = {state.current, tables.num_rows(RowList::compressed, slot, 0)};
   state.levels[count++] = 0;
   if (merge < 0) return;

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/prompt_calls.cuh  What prefill(), ingest() and finish_prompt() do: a prompt is cut into chunks, which are packed, attended to and stored one after the other.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "lowrankkv/cuda/attend.cuh"
+#include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/compressed_mass.cuh"
+#include "lowrankkv/cuda/pack_rows.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Some tokens of a prompt. Outputs without data are not wanted; queries may be of its last tokens alone.
+struct PromptTokens {
+  KeyView key;
+  ValueView value;
+  QueryView query;
+  DeviceOutput out;  ///< with the rows of `key`
+  bool attends = false;
+
+  std::int64_t count() const { return key.num_tokens; }
+  /// @brief Tokens [first, first + count).
+  PromptTokens part(std::int64_t first, std::int64_t count) const {
+    const std::int64_t offset = key.num_tokens - query.num_tokens, begin = (std::max)(first, offset), end = (std::max)(begin, first + count);
+    PromptTokens some{key.tokens(first, count), value.tokens(first, count), {}, out, attends};
+    if (end > begin) some.query = query.tokens(begin - offset, end - begin);
+    if (out.data != nullptr) some.out.data += first * out.token_stride;
+    if (out.lse != nullptr) some.out.lse += first * out.lse_stride;
+    return some;
+  }
+};
+
+/// @brief The calls of a cache that are about prompts.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+ public:  // CompressedKVCache inherits it privately
+  using Base = CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Base::Base;
+  using Base::config_;
+  using Base::layer_;
+  using Base::policies_;
+  using Base::prompts_;
+  using Base::sequences_;
+  using typename Base::Rows;
+  using typename Base::Rule;
+
+  /// Raises unless a prompt's tokens fit their sequence and the pool has the pages for all that has come of it. Returns the slot.
+  int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
+    const int slot = sequences_.find(seq);
+    this->check_views(key, value, key.num_tokens);
+    const std::int64_t tokens = this->tokens_of(slot);
+    if (key.num_tokens > config_.max_tokens - tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", tokens, ", given ", key.num_tokens);
+    check_pages(slot, prompts_.of(slot).rows() + key.num_tokens);
+    return slot;
+  }
+  /// Raises unless there are queries of a prompt's last tokens to choose by: of all of them where chunks end inside the call.
+  void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const {
+    using ::lowrankkv::detail::fail;
+    if (window.num_tokens > 0) ::lowrankkv::detail::check_rows("query", window, window.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
+    const std::int64_t wanted = this->scoring_window();
+    const bool all = Rows::keeps_masses || (wanted > 0 && prompts_.of(slot).rows() + tokens > chunk_limit());
+    const std::int64_t needed = all ? tokens : (std::min)(tokens, wanted);
+    if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
+  }
+
+  /// Takes what has come of a prompt. Chunks that are complete are stored; what is left waits, if the prompt goes on.
+  void take_prompt(int slot, const PromptTokens& tokens, Prompt prompt, cudaStream_t stream) {
+    for (std::int64_t done = 0; done < tokens.count();) {
+      OpenPrompt& waiting = prompts_.of(slot);
+      const std::int64_t count = (std::min)(tokens.count() - done, chunk_limit() - waiting.rows()), rows = waiting.rows() + count;
+      const bool ends = rows == chunk_limit() || (prompt == Prompt::complete && done + count == tokens.count());
+      const PromptTokens part = tokens.part(done, count);
+      if (ends && waiting.rows() == 0) {
+        take_chunk(slot, part, stream);
+      } else {
+        take_part(slot, part, ends, stream);
+      }
+      done += count;
+    }
+    if (prompt == Prompt::continues) {
+      prompts_.begin(slot).open = true;
+    } else {
+      finish(slot, stream);
+    }
+  }
+  /// What is left of a prompt is its last chunk.
+  void finish(int slot, cudaStream_t stream) {
+    const OpenPrompt& waiting = prompts_.of(slot);
+    if (waiting.rows() > 0) store_part(slot, pack_part(slot, stream), stream);
+    prompts_.end(slot);
+  }
+  /// Raises unless the pool has the pages for so many more rows of a prompt, those that wait included.
+  void check_pages(int slot, std::int64_t rows) const {
+    PageDemand demand;
+    std::int64_t tail = layer_.sequence(slot).tail_length, left = rows;
+    this->demand_rows(slot, Phase::prefill, demand, [&] {
+      std::int64_t leaving = 0;
+      while (left > 0 && leaving == 0) {
+        const std::int64_t count = (std::min)(left, chunk_limit());
+        leaving = (std::max)(std::int64_t{0}, tail + count - recent_rows(policies_.token_policy));
+        tail += count - leaving;
+        left -= count;
+      }
+      return leaving;
+    });
+    layer_.pool().allocator().require(demand.total());
+  }
+
+ private:
+  std::int64_t chunk_limit() const { return config_.prefill_chunk > 0 ? config_.prefill_chunk : std::int64_t{1} << 40; }
+
+  /// A chunk that has come at once.
+  void take_chunk(int slot, const PromptTokens& tokens, cudaStream_t stream) {
+    const ScoreQueries queries = score_queries(tokens.query, layer_.sequence(slot).tail_length + tokens.count());
+    const CompressScratch scratch = pack(slot, tokens.key, tokens.value, queries.columns(), stream);
+    if (tokens.attends) {
+      DeviceOutput out = tokens.out;
+      if (Rows::keeps_masses && out.lse == nullptr) {
+        out.lse = layer_.workspace().prompt_lse(tokens.count());
+        out.lse_stride = config_.shape.num_qo_heads;
+      }
+      attend_rows(slot, tokens.query, 0, scratch, out, stream);
+      if constexpr (Rows::keeps_masses) weigh_rows(slot, mass_queries(layer_, tokens.query, out.lse, out.lse_stride, static_cast<int>(tokens.count()), 0), scratch, stream);
+    }
+    store_prompt(slot, tokens.count(), scratch, queries, stream);
+  }
+  /// A part of a chunk that comes in several calls.
+  void take_part(int slot, const PromptTokens& tokens, bool ends, cudaStream_t stream) {
+    OpenPrompt& waiting = prompts_.begin(slot);
+    const std::int64_t most = (std::min)(chunk_limit(), config_.max_tokens), before = waiting.rows();
+    const std::int64_t kept = Rows::keeps_masses ? most : this->scoring_window();
+    waiting.add_rows(layer_.tables(), tokens.key, tokens.value, most, this->limit(), stream);
+    if (kept > 0 && tokens.query.num_tokens > 0) waiting.add_queries(tokens.query, kept, stream);
+    if (!tokens.attends && !ends) return;
+    const CompressScratch scratch = pack_part(slot, stream);
+    if (tokens.attends) {
+      DeviceOutput out = tokens.out;
+      if constexpr (Rows::keeps_masses) {
+        out.lse = waiting.add_lse(tokens.count(), config_.shape.num_qo_heads, most, stream);
+        out.lse_stride = config_.shape.num_qo_heads;
+      }
+      attend_rows(slot, tokens.query, before, scratch, out, stream);
+      if (out.lse != tokens.out.lse && tokens.out.lse != nullptr) {
+        const std::size_t width = sizeof(float) * static_cast<std::size_t>(config_.shape.num_qo_heads);
+        check(cudaMemcpy2DAsync(tokens.out.lse, static_cast<std::size_t>(tokens.out.lse_stride) * sizeof(float), out.lse, width, width, static_cast<std::size_t>(tokens.count()), cudaMemcpyDeviceToDevice, stream), "lse");
+      }
+    }
+    if (ends) store_part(slot, scratch, stream);
+  }
+  /// Packs the rows that wait.
+  CompressScratch pack_part(int slot, cudaStream_t stream) const {
+    const OpenPrompt& waiting = prompts_.of(slot);
+    const int columns = score_queries(waiting.queries(config_.shape), layer_.sequence(slot).tail_length + waiting.rows()).columns();
+    return pack(slot, waiting.keys(config_.shape, config_.full_type), waiting.values(config_.shape, config_.full_type), columns, stream);
+  }
+  /// Stores them; the next chunk begins.
+  void store_part(int slot, const CompressScratch& scratch, cudaStream_t stream) {
+    OpenPrompt& waiting = prompts_.of(slot);
+    const QueryView query = waiting.queries(config_.shape);
+    if constexpr (Rows::keeps_masses) weigh_rows(slot, mass_queries(layer_, query, waiting.lse(), config_.shape.num_qo_heads, static_cast<int>(waiting.rows()), 0), scratch, stream);
+    store_prompt(slot, waiting.rows(), scratch, score_queries(query, layer_.sequence(slot).tail_length + waiting.rows()), stream);
+    waiting.clear();
+  }
+
+  /// Packs rows of a prompt behind those that are still in its sequence's tail. Returns where.
+  CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
+    const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::choice == RowChoice::scores);
+    const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
+    detail::launch_early(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
+                         static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), this->limit());
+    return scratch;
+  }
+  /// Attention of queries of a packed chunk, of its tokens from `first` on; where compressed rows are kept by it, what they receive.
+  void attend_rows(int slot, const QueryView& query, std::int64_t first_token, const CompressScratch& scratch, const DeviceOutput& out, cudaStream_t stream) {
+    const HostSequence& now = layer_.sequence(slot);
+    const std::int64_t n = query.num_tokens;
+    const std::int32_t tiles = layer_.packed_tiles(scratch.rows);
+    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
+    Batch batch;
+    batch.count = 1;
+    batch.slots[0] = slot;
+    layer_.workspace().prompt_step(now.rows, at_once, tiles, scratch.packed);  // the largest, once
+    for (std::int64_t first = 0; first < n; first += at_once) {
+      AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
+      step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
+      attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Rule::adapts>(layer_, step, batch, device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), splits_of(now.rows.num_full), stream);
+      if constexpr (Rows::keeps_masses && Rows::compresses) {
+        enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
+      }
+    }
+  }
+  /// What full rows, those of the tail and of a packed chunk receive from the queries of its tokens.
+  void weigh_rows(int slot, const MassQueries& queries, const CompressScratch& scratch, cudaStream_t stream) const {
+    const HostSequence& now = layer_.sequence(slot);
+    Batch batch;
+    batch.count = 1;
+    batch.slots[0] = slot;
+    enqueue_masses(layer_, batch, queries, {scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores}, {}, 0, now.rows.num_full, stream);
+  }
+  /// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
+  void store_prompt(int slot, std::int64_t n, const CompressScratch& scratch, const ScoreQueries& queries, cudaStream_t stream) {
+    HostSequence& now = layer_.sequence(slot);
+    const std::int64_t rows = now.tail_length + n, leaving = (std::max)(std::int64_t{0}, rows - recent_rows(policies_.token_policy));
+    const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
+    const std::int64_t tokens = now.num_tokens, step = Base::rolls ? config_.flush_interval : leaving;
+    for (std::int64_t done = 0; done < leaving; done += step) {
+      const std::int64_t count = (std::min)(step, leaving - done);
+      this->compress(std::span(&slot, 1), count, {source.packed, source.tiles, static_cast<std::int32_t>(done)}, scratch, Phase::prefill, queries, stream);
+      now.num_tokens += count;  // those after them stand behind
+    }
+    const int kept = static_cast<int>(rows - leaving);
+    renew_tail_kernel<><<<dim3(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)), static_cast<unsigned>(config_.shape.num_kv_heads)), 256, 0, stream>>>(layer_.tables(), slot, source, static_cast<int>(leaving), kept);
+    check(cudaGetLastError(), "renew_tail_kernel");
+    if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
+    now.tail_length = kept;
+    now.num_tokens = tokens + n;
+  }
+  /// What scores a chunk that is packed in `rows` rows.
+  ScoreQueries score_queries(const QueryView& window, std::int64_t rows) const {
+    const std::int64_t count = (std::min)(window.num_tokens, std::int64_t{this->scoring_window()});
+    if (count == 0) return {};
+    return {device_rows(window.tokens(window.num_tokens - count, count)), static_cast<std::int32_t>(count), config_.shape.group_size(), static_cast<std::int32_t>(rows), config_.scale() * 1.44269504F};
+  }
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
