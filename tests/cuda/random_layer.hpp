@@ -205,13 +205,18 @@ inline lowrankkv::RopeConfig random_rope(Random& random, int head_dim) {
   rope.theta = random() % 2 == 0 ? 10000.0 : 500.0;
   return rope;
 }
-/// Keys [tokens, heads, dim] of positions from 0 on, turned if they are stored unrotated; rows of zeros stay so.
-inline std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys) {
+/// Keys [tokens, heads, dim] turned if they are stored unrotated; rows of zeros stay so. @param position_of  gives a token's position
+template <class Position>
+std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys, Position&& position_of) {
   if (config.rope.keys == lowrankkv::Rope::post) return keys;
   const std::vector<double> frequencies = lowrankkv::rope_frequencies(config.rope, config.shape.head_dim);
   const std::size_t heads = static_cast<std::size_t>(config.shape.num_kv_heads), dim = static_cast<std::size_t>(config.shape.head_dim);
-  for (std::size_t row = 0; row < keys.size() / dim; ++row) lowrankkv::apply_rope(keys.data() + row * dim, frequencies, static_cast<std::int64_t>(row / heads), config.rope.pairing);
+  for (std::size_t row = 0; row < keys.size() / dim; ++row) lowrankkv::apply_rope(keys.data() + row * dim, frequencies, position_of(static_cast<std::int64_t>(row / heads)), config.rope.pairing);
   return keys;
+}
+/// The same of positions from 0 on.
+inline std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys) {
+  return turned(config, std::move(keys), [](std::int64_t token) { return token; });
 }
 
 /// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse. drops: rows that are all zeros are not there.

@@ -26,6 +26,14 @@ struct TurnedRows {
   int before = -1;         ///< of them, those before the tile that was met last; -1: none was met yet
   DeviceLengths lengths;
   bool tail = false;
+  const DeviceShift* shifts = nullptr;   ///< of the sequence's positions
+  int num_shifts = 0;
+
+  /// The pieces in which a sequence's positions were moved.
+  __device__ void read_shifts(const Rotary& rotary, int slot) {
+    num_shifts = __ldg(rotary.num_shifts + slot);
+    shifts = rotary.shifts + slot * kMaxShifts;
+  }
 
   /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1 compressed ones before them.
   __device__ int others_before(int row) const {
@@ -37,9 +45,21 @@ struct TurnedRows {
     }
     return low;
   }
-  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, -1 where there is none. Tiles come in ascending order. All lanes of a warp call it.
+  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, kNoPlace where there is none. Tiles come in ascending order. All lanes of a warp call it.
   template <int steps>
   __device__ __forceinline__ void find(int first, int (&places)[steps][2]) {
+    find_tokens<steps>(first, places);
+    #pragma unroll
+    for (int i = 0; i < 2 * steps; ++i) {
+      int& place = places[i / 2][i % 2];
+      const int token = place;
+      for (int piece = 0; piece < num_shifts; ++piece) place = token >= __ldg(&shifts[piece].first) ? token + __ldg(&shifts[piece].offset) : place;
+      place = token < 0 ? kNoPlace : place;
+    }
+  }
+  /// The tokens that the rows are of; -1: none.
+  template <int steps>
+  __device__ __forceinline__ void find_tokens(int first, int (&places)[steps][2]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     #pragma unroll
     for (int i = 0; i < steps; ++i) {
@@ -138,6 +158,7 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   for (int entry = first_entry; entry < entries; entry += blocks) {
     detail::TurnedRows range;
+    range.read_shifts(tables.rotary, slot);
     range.lengths = lengths;
     range.tail = recent && entry == 0;
     range.rows = range.tail ? tables.ring_rows() : list_rows;

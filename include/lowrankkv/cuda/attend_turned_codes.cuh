@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim, 1.0F);
   __syncthreads();
   detail::TurnedRows range;
+  range.read_shifts(tables.rotary, slot);
   range.rows = rows;
   range.first_position = range.num_others = tables.num_rows(RowList::full, slot, head);
   range.listed = tables.row_positions(RowList::compressed, slot, head);

@@ -268,6 +268,24 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
   }
 
+  /// Flushes every tail that is longer than kept_rows().
+  void flush(std::span<const SequenceId> seqs, cudaStream_t stream) {
+    std::vector<int> slots;
+    for (const SequenceId seq : seqs) {
+      const int slot = idle_slot(seq);
+      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
+    }
+    layer_.pool().allocator().require(pages_to_flush(seqs, 0));
+    for (;;) {
+      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept_rows(); });
+      if (slots.empty()) return;
+      std::int64_t weighed = 0;
+      for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
+      const int interval = config_.flush_interval;
+      compress(slots, interval, {}, compress_scratch(layer_, 0, 0, lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
+    }
+  }
+
   /// Queries at the end of a prompt by which somebody chooses among its rows.
   int scoring_window() const {
     int window = attention_scores(policies_.token_policy).window;

@@ -21,6 +21,7 @@
 #include "lowrankkv/cuda/reconstruct_joint.cuh"
 #include "lowrankkv/cuda/row_states.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
+#include "lowrankkv/cuda/sequence_ops.cuh"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -157,20 +158,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// needs pages; waits for nothing.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     Base::refuse_capture("maintain", stream);
-    std::vector<int> slots;
-    for (const SequenceId seq : seqs) {
-      const int slot = this->idle_slot(seq);
-      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
-    }
-    layer_.pool().allocator().require(pages_to_maintain(seqs));
-    for (;;) {
-      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= this->kept_rows(); });
-      if (slots.empty()) return;
-      std::int64_t weighed = 0;
-      for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
-      const int interval = config_.flush_interval;
-      this->compress(slots, interval, {}, cuda::compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
-    }
+    this->flush(seqs, stream);
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
   /// @brief Upper bound of the pages that maintain(seqs) takes.
@@ -297,20 +285,27 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
     const int slot = this->idle_slot(seq);
-    cuda::HostSequence& now = layer_.sequence(slot);
-    if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
-    const std::int64_t first_tail = rollback_limit(seq);
-    const bool exact = length >= first_tail;
-    if (!exact && Base::Rows::choice != cuda::RowChoice::none && length > 0) detail::fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
-    now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
-    now.num_tokens = length;
-    if (!exact) {
-      now.rows.num_full = static_cast<std::int32_t>((std::min)(length, std::int64_t{now.rows.num_full}));
-      now.rows.num_compressed = (std::min)(static_cast<std::int32_t>(length) - now.rows.num_full, now.rows.num_compressed);  // others were dropped
-    }
-    layer_.settle(slot, stream);
-    return exact ? TruncateResult::exact : TruncateResult::inexact;
+    return cuda::truncate_sequence(layer_, slot, length, Base::Rows::choice != cuda::RowChoice::none, stream);
   }
+
+  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted. Queries of a token must arrive rotated to it.
+  std::int64_t position(SequenceId seq, std::int64_t token) const {
+    const int slot = sequences_.find(seq);
+    if (token < 0 || token > this->tokens_of(slot)) detail::fail<ShapeError>("position: token ", token, ", sequence has ", this->tokens_of(slot), " tokens");
+    return token + layer_.sequence(slot).shifts.offset(token);
+  }
+  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
+  /// 16 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError if positions could leave +-2^30, CapacityError beyond 32 pieces
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("shift_positions", stream);
+    const int slot = this->idle_slot(seq);
+    layer_.rotary().write_shifts(slot, layer_.sequence(slot).shifts = cuda::shifted(layer_, slot, first, delta), stream);
+  }
+  /// @brief Raises what shift_positions() would raise for these arguments.
+  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { static_cast<void>(cuda::shifted(layer_, this->idle_slot(seq), first, delta)); }
+  /// @brief The shifts of a sequence, valid until it changes.
+  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros.
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
@@ -385,7 +380,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for the device where epochs begin when values say so.
   CacheStatistics statistics() const {
     CacheStatistics all = this->statistics_;
-    if constexpr (Base::rolls) layer_.count_rolls(all);
+    if constexpr (Base::rolls) cuda::count_rolls(layer_, all);
     return all;
   }
   /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys), unless the token policy keeps all at full rank.

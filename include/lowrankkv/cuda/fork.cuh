@@ -35,6 +35,7 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
   copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   copy(tables.lengths, 1);  // where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());
+  layer.rotary().write_shifts(target, to.shifts, stream);
   layer.epochs().fork(to.epochs, source, target, stream);
   if (const RollStore& rolls = layer.rolls(); rolls.rolls()) {
     const auto clone = [&](void* into, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork"); };

@@ -32,6 +32,7 @@ struct HostSequence {
   std::int32_t tail_length = 0;
   HeadRows rows;
   HostEpochs epochs;
+  PositionShifts shifts;  ///< of keys that are stored before their rotary embedding
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
 
   std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
@@ -75,7 +76,7 @@ class LayerState {
     tables_.full_type = config.full_type;
     tables_.full = tiles_.full;
     tables_.compressed = compressed_.data();
-    if (config.rope.keys == Rope::pre) rotary_ = RotaryTables(config.rope, config.shape.head_dim);
+    if (config.rope.keys == Rope::pre) rotary_ = RotaryTables(config.rope, config.shape.head_dim, config.max_sequences);
     tables_.rotary = rotary_.get();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
@@ -149,6 +150,7 @@ class LayerState {
   std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + rotary_.bytes(); }
   /// @brief Parts of the map that lifts a head's keys.
   int lift_parts(int head) const { return maps_.heads()[static_cast<std::size_t>(head)].lift.parts; }
+  const RotaryTables& rotary() const { return rotary_; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
   const RollStore& rolls() const { return rolls_; }
@@ -274,25 +276,13 @@ class LayerState {
     now.tail_length = 0;
     now.rows = {};
     now.epochs = {};
+    if (!now.shifts.pieces().empty()) rotary_.write_shifts(slot, now.shifts = {}, stream);
     settle(slot, stream);
     if (!rolls_.rolls()) return;
     begin_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.states(), rolls_.sketches());
     check(cudaGetLastError(), "begin_rolls_kernel");
     check(cudaMemsetAsync(rolls_.rows_of(slot), 0, rolls_.sketch_bytes(), stream), "sketches");
     epochs_.begin_bases(slot, stream);
-  }
-  /// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
-  void count_rolls(CacheStatistics& statistics) const {
-    RollCounts counts;
-    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    check(cudaMemcpy(&counts, rolls_.counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    statistics.publications += static_cast<std::int64_t>(counts.publications);
-    statistics.merges += static_cast<std::int64_t>(counts.merges);
-    for (int head = 0; head < tables_.num_heads; ++head) {
-      const HeadTiles& tiles = layout(RowList::compressed, head);
-      statistics.rows_reprojected += static_cast<std::int64_t>(counts.rows_reprojected);
-      statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(counts.rows_reprojected) * tiles.bytes / tiles.rows;
-    }
   }
   /// @brief What is known of a sequence's epochs; where they begin when values say so, read from the device, which is waited for.
   HostEpochs epochs_of(int slot, cudaStream_t stream) const {
@@ -339,7 +329,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.

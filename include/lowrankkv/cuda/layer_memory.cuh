@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer_memory.cuh  Bytes of what a layer stores of a sequence.
+/// @file cuda/layer_memory.cuh  Bytes of what a layer stores of a sequence, and what has happened in it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/layer.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -26,12 +27,26 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   }
   usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
   const std::int64_t positions = (listed.full ? now.rows.num_full : 0) + (listed.compressed ? now.rows.num_compressed : 0);
-  usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t);
+  usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t) + now.shifts.bytes();
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
   usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
   if (listed.masses) usage.updater_bytes += static_cast<std::size_t>((now.num_rows(listed.weighed()) + now.tail_length) * heads) * sizeof(float);
   return usage;
+}
+
+/// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
+inline void count_rolls(const LayerState& layer, CacheStatistics& statistics) {
+  RollCounts counts;
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check(cudaMemcpy(&counts, layer.rolls().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  statistics.publications += static_cast<std::int64_t>(counts.publications);
+  statistics.merges += static_cast<std::int64_t>(counts.merges);
+  for (int head = 0; head < layer.tables().num_heads; ++head) {
+    const HeadTiles& tiles = layer.layout(RowList::compressed, head);
+    statistics.rows_reprojected += static_cast<std::int64_t>(counts.rows_reprojected);
+    statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(counts.rows_reprojected) * tiles.bytes / tiles.rows;
+  }
 }
 
 }  // namespace cuda

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "lowrankkv/core/position_shifts.hpp"
 #include "lowrankkv/core/rope.hpp"
 #include "lowrankkv/cuda/device.cuh"
 
@@ -21,12 +22,29 @@ inline constexpr int kTurnBase = 64, kTurnDigits = 6;  ///< positions below 2^31
 inline constexpr int kTurnRows = 80;
 /// @brief Pairs by which its rows are longer than they must be: neighbouring rows stand in other banks of shared memory.
 inline constexpr int kTurnPad = 8;
+/// @brief Pieces that the positions of a sequence may be moved in, and their farthest: differences of positions are below 2^31.
+inline constexpr int kMaxShifts = 32;
+inline constexpr std::int64_t kFarthestPosition = (std::int64_t{1} << 30) - 1;
+/// @brief The farthest that tokens of a sequence can be moved, either way.
+inline std::int64_t farthest_shift(std::int64_t max_tokens) { return max_tokens < kFarthestPosition ? kFarthestPosition - max_tokens : 0; }
+
+/// @brief From token `first` on, positions are `offset` more than tokens.
+struct DeviceShift {
+  std::int32_t first, offset;
+};
+/// @brief The pieces of a sequence, given to a kernel by value.
+struct ShiftList {
+  std::int32_t count = 0;
+  DeviceShift items[kMaxShifts];
+};
 
 /// @brief How a layer's channels turn, as kernels see it. Channels of head_dim stand in turning order: the first of every pair, then the second of every pair; those that do
 /// not turn are pairs of angle zero behind the others. Eight pairs are two blocks of eight channels of a row, so that lanes find both channels of their pairs in their own registers.
 struct Rotary {
   const float2* digits = nullptr;   ///< [kTurnDigits, kTurnBase, head_dim / 2]: cosine and sine, pairs in turning order
   const float2* offsets = nullptr;  ///< [kTurnRows, head_dim / 2 + kTurnPad]: the same of small offsets. Null: keys are stored turned
+  DeviceShift* shifts = nullptr;    ///< [slots, kMaxShifts], pieces in order of their tokens
+  std::int32_t* num_shifts = nullptr;  ///< [slots]
   std::int32_t pairs = 0;           ///< that turn, a multiple of eight
   bool interleaved = false;
 
@@ -40,25 +58,33 @@ struct Rotary {
     if (own >= pairs) return own / 8 * 16 + own % 8 + (second ? 8 : 0);
     return interleaved ? 2 * pair(own) + (second ? 1 : 0) : own + (second ? pairs : 0);
   }
-  /// @brief Cosine and sine of a pair, in turning order, at a position that is not negative. Up to 2^18 its digits are loaded at once.
+  /// @brief Cosine and sine of a pair, in turning order, at a position. Up to 2^18, either way, its digits are loaded at once.
   __device__ float2 phase(int position, int place, int head_dim) const {
     const auto digit = [&](int power, unsigned value) { return __ldg(digits + (power * kTurnBase + static_cast<int>(value % kTurnBase)) * (head_dim / 2) + place); };
     const auto add = [](const float2& x, const float2& y) { return float2{x.x * y.x - x.y * y.y, x.y * y.x + x.x * y.y}; };
-    unsigned left = static_cast<unsigned>(position);
+    unsigned left = static_cast<unsigned>(abs(position));
     const float2 low = digit(0, left), middle = digit(1, left / kTurnBase), high = digit(2, left / kTurnBase / kTurnBase);
     float2 sum = add(add(low, middle), high);
     left /= kTurnBase * kTurnBase * kTurnBase;
     for (int power = 3; left > 0; ++power, left /= kTurnBase) sum = add(sum, digit(power, left));
+    if (position < 0) sum.y = -sum.y;
     return sum;
   }
 };
+
+/// @brief Writes the shifts of a sequence. One warp.
+template <class = void>
+__global__ void write_shifts_kernel(Rotary rotary, int slot, ShiftList list) {
+  if (threadIdx.x == 0) rotary.num_shifts[slot] = list.count;
+  if (static_cast<int>(threadIdx.x) < list.count) rotary.shifts[slot * kMaxShifts + static_cast<int>(threadIdx.x)] = list.items[threadIdx.x];
+}
 
 /// @brief The tables of a layer, owned.
 class RotaryTables {
  public:
   RotaryTables() = default;
   /// @throws ShapeError, ValueError as rope_frequencies(); ShapeError unless a multiple of 16 channels turns
-  RotaryTables(const RopeConfig& config, int head_dim) {
+  RotaryTables(const RopeConfig& config, int head_dim, int max_sequences) {
     const std::vector<double> all = check(config, head_dim);
     rotary_.pairs = static_cast<std::int32_t>(all.size());
     rotary_.interleaved = config.pairing == RopePairing::interleaved;
@@ -75,6 +101,10 @@ class RotaryTables {
     }
     digits_ = DeviceArray<float2>(digits);
     offsets_ = DeviceArray<float2>(offsets);
+    shifts_ = DeviceArray<DeviceShift>(static_cast<std::size_t>(max_sequences) * kMaxShifts);
+    num_shifts_ = DeviceArray<std::int32_t>(static_cast<std::size_t>(max_sequences));
+    rotary_.shifts = shifts_.data();
+    rotary_.num_shifts = num_shifts_.data();
     rotary_.digits = digits_.data();
     rotary_.offsets = offsets_.data();
   }
@@ -87,8 +117,20 @@ class RotaryTables {
     return frequencies;
   }
 
+  /// @brief Tells the device the shifts of a sequence, at most kMaxShifts pieces.
+  void write_shifts(int slot, const PositionShifts& shifts, cudaStream_t stream) const {
+    if (!rotary_.turns()) return;
+    ShiftList list;
+    for (const PositionShift& piece : shifts.pieces()) list.items[list.count++] = {static_cast<std::int32_t>(piece.first), static_cast<std::int32_t>(piece.offset)};
+    write_shifts_kernel<><<<1, 32, 0, stream>>>(rotary_, slot, list);
+    cuda::check(cudaGetLastError(), "write_shifts_kernel");
+  }
+
   const Rotary& get() const { return rotary_; }
+  /// @brief Of the tables that all sequences share.
   std::size_t bytes() const { return digits_.bytes() + offsets_.bytes(); }
+  /// @brief Of what is set aside for shifts.
+  std::size_t shift_bytes() const { return shifts_.bytes() + num_shifts_.bytes(); }
 
  private:
   static void append(std::vector<float2>& table, const std::vector<double>& frequencies, double position) {
@@ -96,6 +138,8 @@ class RotaryTables {
   }
   Rotary rotary_;
   DeviceArray<float2> digits_, offsets_;
+  DeviceArray<DeviceShift> shifts_;
+  DeviceArray<std::int32_t> num_shifts_;
 };
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, epochs, and one block of device memory.
+/// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, shifts of positions, epochs, and one block of device memory.
 ///
 /// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
 /// positions of listed rows, list after list [head, rows]; masses of the rows of the list that has them [head, rows], then of the ring's [head, place]; sketches and their states. It is gathered in the pool's scratch and crosses the bus once.
@@ -22,7 +22,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU2";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU3";
 
 /// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is the calibrated one.
 struct SavedCounts {
@@ -40,6 +40,7 @@ struct SavedBlock {
 /// @brief A saved sequence, opened and checked.
 struct SavedSequence {
   SavedCounts counts;
+  PositionShifts shifts;
   std::vector<Segment> segments;
   std::span<const std::byte> block;
 };
@@ -196,6 +197,7 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
       counts.tail_first = lengths.tail_first;
     }
     out.value(counts);
+    out.list(std::vector<PositionShift>(now.shifts.pieces().begin(), now.shifts.pieces().end()));
     out.list(segments);
     std::byte* target = out.reserve(block.size);
     if (target == nullptr) return;
@@ -261,9 +263,20 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   ByteReader in = open_framed(kSavedMagic, detail::describe_layer(layer), saved);
   SavedSequence sequence;
   sequence.counts = in.value<SavedCounts>();
-  sequence.segments = in.list<Segment>();
   const SavedCounts& counts = sequence.counts;
   const Tables& tables = layer.tables();
+  std::int64_t last_piece = -1;
+  for (const PositionShift& piece : in.list<PositionShift>()) {
+    if (!tables.rotary.turns() || piece.first <= last_piece || piece.first > counts.num_tokens) {
+      fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
+    }
+    const std::int64_t farthest = farthest_shift(layer.config().max_tokens);
+    if (piece.offset < -farthest || piece.offset > farthest) fail<CapacityError>("positions: moved by ", piece.offset, ", at most ", farthest, " expected");
+    if (sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
+    sequence.shifts.append(piece);
+    last_piece = piece.first;
+  }
+  sequence.segments = in.list<Segment>();
   const std::int64_t rows = std::int64_t{counts.rows.num_full} + counts.rows.num_compressed + counts.tail_length, ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
   if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
   const bool drops = tables.positions[0] != nullptr;
@@ -333,6 +346,8 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.num_tokens = counts.num_tokens;
   now.tail_length = counts.tail_length;
   now.rows = counts.rows;
+  now.shifts = saved.shifts;
+  layer.rotary().write_shifts(slot, now.shifts, stream);
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};
   for (Segment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
   const std::vector<Segment> segments = now.epochs.segments;

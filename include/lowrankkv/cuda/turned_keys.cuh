@@ -17,6 +17,7 @@ namespace cuda {
 
 /// @brief Numbers of eight channels of a warp's turned queries: eight more than there are, so that blocks stand in other banks.
 inline constexpr int kTurnedBlock = 8 * kBlockColumns + 8;
+inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
 
 /// @brief Numbers in shared memory that a block needs to turn keys: offsets, queries, a lifting map of so many operands a block of channels and lane.
 __host__ __device__ constexpr int turn_floats(int head_dim, int operands) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void add_products(const float* turned, int block, con
 }  // namespace detail
 
 /// @brief Logits s of a tile of 16 x steps rows, as the accumulators of products with high and low parts of queries in neighbouring columns. A warp.
-/// @param places    positions of this lane's rows 16 step + 8 half + lane / 4, or -1 where nobody sees a row
+/// @param places    positions of this lane's rows 16 step + 8 half + lane / 4, or kNoPlace where nobody sees a row
 /// @param lift      (block, x, y): fills x, y [steps][4] with the first and the second channels of pairs [8 block, 8 block + 8), in turning order, of the rows
 /// @tparam unroll    of the loop over blocks
 template <int steps, int unroll, class Lift>
@@ -142,7 +143,7 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
   for (int i = 0; i < steps; ++i) {
     #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      pending |= places[i][r] >= 0 ? 1U << (2 * i + r) : 0U;
+      pending |= places[i][r] != kNoPlace ? 1U << (2 * i + r) : 0U;
       s[i][2 * r] = s[i][2 * r + 1] = 0.0F;
     }
   }

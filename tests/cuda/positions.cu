@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tokens that move to other positions, of keys that are stored before their rotary embedding: against float64, in forks, cuts, saved states and captured steps.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "device_cache.cuh"
+#include "random_layer.hpp"
+
+using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;
+using support::Answer;
+using support::DeviceCache;
+using support::distance;
+using support::effort;
+using support::message_of;
+using support::Method;
+using support::Random;
+using support::Settings;
+
+namespace {
+
+using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
+using Outliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+
+CacheConfig random_config(Random& random, DType type) {
+  const int dims[] = {64, 80, 96, 128}, groups[] = {1, 2, 4, 8};
+  CacheConfig config;
+  config.shape.num_kv_heads = 1 + static_cast<int>(random() % 2);
+  config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 4];
+  config.shape.head_dim = dims[random() % 4];
+  config.max_sequences = 3;
+  config.max_tokens = 2500;
+  config.full_type = type;
+  config.epoch_type = DType::f32;
+  config.rope = support::random_rope(random, config.shape.head_dim);
+  return config;
+}
+
+/// How far an answer of a sequence's last token is from float64, its keys turned to where the cache says they stand.
+template <class Cache>
+double off(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq, const std::vector<float>& query, const Answer& answer) {
+  std::vector<float> key, value;
+  device.reconstruct(seq, key, value);
+  std::vector<double> expected, lse;
+  support::attend_f64(config.shape, config.scale(), support::turned(config, key, [&](std::int64_t token) { return device.cache.position(seq, token); }), value, query, expected, lse);
+  return std::max(distance(answer.out, expected), support::furthest(answer.lse, lse) / std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
+}
+
+template <class Cache>
+void moved_tokens(DType type, std::uint64_t seed, double limit) {
+  Random random(seed);
+  double worst = 0.0;
+  for (int trial = 0; trial < (effort() == 0 ? 1 : 8 * effort()); ++trial) {
+    const CacheConfig config = random_config(random, type);
+    Settings settings;
+    settings.sinks = static_cast<int>(random() % 20);
+    settings.recent = 1 + static_cast<int>(random() % 40);
+    settings.outliers = {OutlierError::relative, 0.05F, 0.0F};
+    const support::RandomLayer layer = support::random_layer(random, config.shape, settings, 16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
+    const auto policies = support::configured(typename Cache::PolicySet{}, settings);
+    DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
+    CAPTURE(trial);
+    const SequenceId one = 1;
+    device.cache.create(1);
+    std::vector<PositionShift> said;  // what a plain list of them says
+    const auto position = [&](std::int64_t token) {
+      std::int64_t at = token;
+      for (const PositionShift& shift : said) at += token >= shift.first ? shift.offset : 0;
+      return at;
+    };
+    for (int part = 0; part < 4; ++part) {
+      const std::int64_t n = 1 + static_cast<std::int64_t>(random() % 500);
+      device.ingest(1, layer.rows(random, n, true), layer.rows(random, n, false));
+      for (int shift = 0; shift < 2; ++shift) {
+        const std::int64_t first = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device.cache.num_tokens(1) + 1));
+        const std::int64_t deltas[] = {-3, 40, -700, 5000, 300000};
+        said.push_back({first, deltas[random() % 5]});
+        device.cache.shift_positions(1, first, said.back().offset);
+      }
+      device.append(std::span(&one, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
+      for (std::int64_t token = 0; token <= device.cache.num_tokens(1); token += 7) CHECK(device.cache.position(1, token) == position(token));
+      const auto query = layer.queries(random, 1);
+      const Answer answer = device.attend(std::span(&one, 1), query);
+      worst = std::max(worst, off(config, device, 1, query, answer));
+      CHECK(off(config, device, 1, query, answer) < limit);
+    }
+    const auto query = layer.queries(random, 1);
+    const Answer before = device.attend(std::span(&one, 1), query);
+    // A fork goes its own way; a loaded sequence goes on.
+    const SequenceId two = 2, three = 3;
+    device.cache.fork(1, 2);
+    device.cache.shift_positions(2, device.cache.num_tokens(2) / 2, -11);
+    const Answer forked = device.attend(std::span(&two, 1), query);
+    CHECK(off(config, device, 2, query, forked) < limit);
+    CHECK(forked != before);
+    CHECK(device.attend(std::span(&one, 1), query) == before);
+    other.cache.load(3, device.save(2));
+    CHECK(other.attend(std::span(&three, 1), query) == forked);
+    CHECK(other.cache.position_shifts(3) == device.cache.position_shifts(2));
+    CHECK(other.save(3) == device.save(2));
+    // What is said of tokens that are cut off is forgotten.
+    const std::int64_t length = device.cache.rollback_limit(2) + 1;
+    device.cache.shift_positions(2, length, 9);
+    device.cache.truncate(2, length);
+    device.append(std::span(&two, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
+    CHECK(device.cache.position(2, length) == device.cache.position(2, length - 1) + 1);
+    CHECK(off(config, device, 2, query, device.attend(std::span(&two, 1), query)) < limit);
+    device.cache.erase(2);
+    device.cache.create(2);
+    CHECK(device.cache.position_shifts(2).pieces().empty());
+    device.ingest(2, layer.rows(random, 70, true), layer.rows(random, 70, false));
+    device.append(std::span(&two, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
+    CHECK(off(config, device, 2, query, device.attend(std::span(&two, 1), query)) < limit);
+  }
+  MESSAGE("moved positions: " << worst);
+}
+
+}  // namespace
+
+TEST_CASE("tokens that move are attended to where they stand") {
+  moved_tokens<FullKV<Cuda>>(DType::f16, 951, 2e-5);
+  moved_tokens<FullKV<Cuda>>(DType::bf16, 952, 2e-4);
+  moved_tokens<Codes>(DType::f16, 953, 1e-3);
+  moved_tokens<Outliers>(DType::f16, 954, 2e-5);
+}
+
+TEST_CASE("a captured step sees positions that move between replays") {
+  Random random(955);
+  const CacheConfig config = random_config(random, DType::f16);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 32);
+  DeviceCache<Codes> device(config, layer.basis, {});
+  const SequenceId one = 1;
+  device.cache.create(1);
+  device.ingest(1, layer.rows(random, 300, true), layer.rows(random, 300, false));
+  const std::size_t row = static_cast<std::size_t>(config.shape.num_kv_heads * config.shape.head_dim);
+  const auto query = layer.queries(random, 1);
+  const gpu::DeviceArray<float> q(query), k(layer.rows(random, 1, true)), v(layer.rows(random, 1, false)), out(query.size()), lse(static_cast<std::size_t>(config.shape.num_qo_heads));
+  REQUIRE(k.size() == row);
+  const support::CapturedStep step([&](cudaStream_t stream) {
+    device.cache.append(1, device.keys(k, 1), device.values(v, 1), stream);
+    device.cache.attend(1, device.queries(q, 1), {out.data(), 1, config.shape.num_qo_heads, config.shape.head_dim}, {lse.data(), 1, config.shape.num_qo_heads}, stream);
+  });
+  for (int replay = 0; replay < 5; ++replay) {
+    device.cache.shift_positions(1, 50 * replay, replay % 2 == 0 ? 17 : -30, step.stream);
+    step.replay(device.cache, std::span(&one, 1));
+    CHECK(off(config, device, 1, query, {support::host(out), support::host(lse)}) < 1e-3);
+  }
+}
+
+TEST_CASE("positions that cannot be moved stay") {
+  Random random(956);
+  CacheConfig config = random_config(random, DType::f16);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 32);
+  DeviceCache<FullKV<Cuda>> device(config, {}, {});
+  device.cache.create(1);
+  device.ingest(1, layer.rows(random, 200, true), layer.rows(random, 200, false));
+  const std::int64_t limit = (std::int64_t{1} << 30) - 1 - config.max_tokens;
+  CHECK(message_of([&] { device.cache.shift_positions(1, 201, 1); }) == "shift_positions: token 201, sequence has 200 tokens");
+  CHECK(message_of([&] { device.cache.shift_positions(1, -1, 1); }) == "shift_positions: token -1, sequence has 200 tokens");
+  device.cache.shift_positions(1, 100, limit);
+  CHECK(message_of([&] { device.cache.shift_positions(1, 50, 1); }) == "shift_positions: by 1 after " + std::to_string(limit) + ", at most " + std::to_string(limit) + " in all");
+  CHECK(message_of([&] { device.cache.check_shift_positions(1, 0, std::numeric_limits<std::int64_t>::min()); }).find("shift_positions: by ") == 0);
+  CHECK(device.cache.position(1, 50) == 50);
+  CHECK(device.cache.position(1, 150) == 150 + limit);
+  device.cache.shift_positions(1, 100, -limit);
+  for (std::int64_t piece = 0; piece < 32; ++piece) device.cache.shift_positions(1, 3 * piece + 1, 1);
+  CHECK(message_of([&] { device.cache.shift_positions(1, 199, 1); }) == "shift_positions: positions in 33 pieces, at most 32 on this backend");
+  CHECK(device.cache.position_shifts(1).pieces().size() == 32);
+  CHECK(device.cache.memory(1).position_bytes == 32 * 16);
+  const auto saved = device.save(1);
+  CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) == "position: token 201, sequence has 200 tokens");
+  config.max_tokens = 1000;
+  DeviceCache<FullKV<Cuda>> other(config, {}, {});
+  other.cache.load(5, saved);
+  CHECK(other.cache.position(5, 199) == 199 + 32);
+  config.rope = {};
+  DeviceCache<FullKV<Cuda>> turned(config, {}, {});
+  turned.cache.create(1);
+  CHECK(message_of([&] { turned.cache.shift_positions(1, 0, 3); }) == "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3");
+}
