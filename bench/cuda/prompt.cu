@@ -2,7 +2,7 @@
 // Storing one layer's prompt, and moving decoded rows out of full rank, on CompressedKVCache<Cuda, ...>: one layer of Llama-3.1-8B's shape (32 query
 // heads, 8 KV heads, head_dim 128). For every method: ingest() of a prompt whose K and V lie in device memory in f16, and maintain() of 16 sequences
 // whose tails are full, a token of each. Where rows are kept by the attention they receive, a prompt's queries all attend to it first, and a step's attention is timed with masses and without.
-// Medians of 15.
+// Also in chunks of 4096, and those in calls of 512, which wait for each other at full rank. Medians of 15.
 // Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/prompt.cu
 //
@@ -70,8 +70,23 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
           [&] { cache.maintain(seqs); });
       maintenance /= static_cast<float>(interval);
     }
+    float chunks = 0.0F, calls = 0.0F;
+    if (tokens == 32768 && !weighs) {
+      config.prefill_chunk = 4096;
+      Cache chunked(config, maps, policies);
+      const QueryView all(query_rows.data(), DType::f16, tokens, kQueryHeads, kDim, 0, kDim);  // one query, over and over
+      const auto begin = [&] {
+        if (chunked.contains(0)) chunked.erase(0);
+        chunked.create(0);
+      };
+      chunks = bench::milliseconds(nullptr, 15, begin, [&] { chunked.ingest(0, key, value, all); });
+      calls = bench::milliseconds(nullptr, 15, begin, [&] {
+        for (std::int64_t first = 0; first < tokens; first += 512) chunked.ingest(0, key.tokens(first, 512), value.tokens(first, 512), all.tokens(first, 512), first + 512 < tokens ? Prompt::continues : Prompt::complete);
+      });
+    }
     std::printf("%-22s prompt of %5lld: %.3f ms", name, static_cast<long long>(tokens), static_cast<double>(prompt));
     if (tokens == 8192) std::printf("; maintain(), 15 sequences: %.4f ms a token", static_cast<double>(maintenance));
+    if (chunks > 0.0F) std::printf("; in chunks of 4096 %.3f, which come in calls of 512 %.3f", static_cast<double>(chunks), static_cast<double>(calls));
     if (weighs) std::printf("; a step of one sequence %.4f ms, with masses %.4f", static_cast<double>(without), static_cast<double>(with_masses));
     std::printf("\n");
     std::fflush(stdout);

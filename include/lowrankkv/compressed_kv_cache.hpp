@@ -316,9 +316,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     const int slot = sequences_.find(seq);
     const std::int64_t count = static_cast<std::int64_t>(states.size());
     if (kv_head < 0 || kv_head >= layer_.num_kv_heads()) detail::fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", layer_.num_kv_heads());
-    if (first < 0 || first + count > layer_.table.lengths(slot).num_tokens) {
-      detail::fail<ShapeError>("row_states: positions ", first, " to ", first + count, ", sequence has ", layer_.table.lengths(slot).num_tokens, " tokens");
-    }
+    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
+    if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", tokens, " tokens");
     const RowRuns& runs = layer_.runs(slot, kv_head);
     for (std::int64_t i = 0; i < count; ++i) states[static_cast<std::size_t>(i)] = first + i < runs.num_positions() ? runs.find(first + i).state : RowState::full;
   }

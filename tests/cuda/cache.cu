@@ -252,6 +252,7 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
     const bool rolls = support::rolls(settings.method);
     settings.share = support::adapts(settings.method) && !rolls && random() % 2 == 0 ? 0.3F : 1.0F;
     settings.form = static_cast<OjaForm>(forms() % 3);
+    if (support::adapts(settings.method) && !rolls && forms() % 3 == 0) config.epoch_type = DType::f16;
     settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector) settings.recent = 0;
     int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -174,6 +175,20 @@ TEST_CASE("positions that cannot be moved stay") {
   CHECK(device.cache.memory(1).position_bytes == 32 * 16);
   const auto saved = device.save(1);
   CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) == "position: token 201, sequence has 200 tokens");
+  // Saved states are believed less: the first piece is token 1, moved by 1.
+  const PositionShift piece{1, 1};
+  const auto at = std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece), reinterpret_cast<const std::byte*>(&piece) + sizeof piece) - saved.begin();
+  REQUIRE(at < static_cast<std::ptrdiff_t>(saved.size()));
+  const auto with = [&](std::int64_t number, PositionShift other) {
+    auto changed = saved;
+    std::memcpy(changed.data() + at + number * static_cast<std::int64_t>(sizeof other), &other, sizeof other);
+    return message_of([&] { device.cache.load(7, support::with_checksum(changed)); });
+  };
+  CHECK(with(0, {4, 1}) == "saved state: positions move by 2 from token 4 on, in a sequence of 200 tokens");
+  CHECK(with(0, {-1, 1}) == "saved state: positions move by 1 from token -1 on, in a sequence of 200 tokens");
+  CHECK(with(31, {201, 1}) == "saved state: positions move by 1 from token 201 on, in a sequence of 200 tokens");
+  CHECK(with(31, {94, limit + 1}) == "positions: moved by " + std::to_string(limit + 1) + ", at most " + std::to_string(limit) + " expected");
+  CHECK(!device.cache.contains(7));
   config.max_tokens = 1000;
   DeviceCache<FullKV<Cuda>> other(config, {}, {});
   other.cache.load(5, saved);

@@ -192,7 +192,8 @@ struct Blocks : PageSource {
 struct Memory : gpu::DeviceMemory {
   void* allocate(std::size_t bytes) override {
     void* memory = nullptr;
-    if (live + bytes > most || cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
+    if (live + bytes > most || left == 0 || cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
+    --left;
     live += bytes;
     return memory;
   }
@@ -201,6 +202,7 @@ struct Memory : gpu::DeviceMemory {
     live -= bytes;
   }
   std::size_t live = 0, most = std::size_t{1} << 30;
+  int left = 1 << 30;  ///< so many more times
 };
 struct LentAllocator {
   explicit LentAllocator(Memory& memory) : before(gpu::exchange_device_memory(&memory)) {}
@@ -352,7 +354,7 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
     }
     std::vector<RowState> states(3);
     CHECK(message_of([&] { device.cache.row_states(1, 2, 0, states); }) == "row_states: kv_head 2, num_kv_heads 2");
-    CHECK(message_of([&] { device.cache.row_states(1, 0, 398, states); }) == "row_states: positions 398 to 401, sequence has 400 tokens");
+    CHECK(message_of([&] { device.cache.row_states(1, 0, 398, states); }) == "row_states: 3 positions from 398 on, sequence has 400 tokens");
     CHECK(device.cache.num_free_sequences() == 2);
     if (std::is_same_v<Cache, Codes>) {  // 3 tokens at full rank, 377 compressed
       CHECK(free - device.cache.pool().allocator().num_free() == 2 + static_cast<std::int64_t>(device.cache.bytes_for(377) / device.cache.pool().page_bytes()));
@@ -381,6 +383,63 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
   check.template operator()<Codes>({});
   check.template operator()<OjaKVSnapKV<Cuda>>({});
   check.template operator()<OjaKVv2<Cuda>>({});
+}
+
+TEST_CASE("device memory that runs out leaves a prompt, and appended tokens, as they were") {
+  Random random(909);
+  Settings settings;
+  settings.share = 0.3F;
+  const CacheShape shape{4, 2, 64};
+  const support::RandomLayer layer = support::random_layer(random, shape, settings, 40);
+  const CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 2000, .prefill_chunk = 150};
+  const std::vector<std::int64_t> parts{60, 190, 70, 400};
+  std::vector<std::vector<float>> keys, values, queries;
+  for (const std::int64_t n : parts) {
+    keys.push_back(layer.rows(random, n, true));
+    values.push_back(layer.rows(random, n, false));
+    queries.push_back(layer.queries(random, n));
+  }
+  const auto check = [&]<class Cache>(typename Cache::PolicySet policies) {
+    policies = support::configured(policies, settings);
+    Memory memory;
+    const LentAllocator lends(memory);
+    std::vector<std::byte> expected;
+    int refused = 0;
+    for (int allowed = -1;; ++allowed) {  // -1: all
+      DeviceCache<Cache> device(config, layer.basis, policies);
+      device.cache.create(1);
+      bool any = false;
+      memory.left = allowed < 0 ? 1 << 30 : allowed;
+      for (std::size_t part = 0; part < parts.size(); ++part) {
+        const std::int64_t before = device.cache.num_tokens(1), n = parts[part];
+        memory.left += 3;  // the rows that are given
+        const gpu::DeviceArray<float> k(keys[part]), v(values[part]), q(queries[part]);
+        const auto call = [&] {
+          if (part == 3) device.cache.append_maintained(1, device.keys(k, n), device.values(v, n));
+          else device.cache.ingest(1, device.keys(k, n), device.values(v, n), device.queries(q, n), part < 2 ? Prompt::continues : Prompt::complete);
+        };
+        const std::string message = message_of(call);
+        if (message == "nothing was raised") continue;
+        any = true;
+        ++refused;
+        CHECK(message.find("device memory: ") == 0);
+        CHECK(device.cache.num_tokens(1) == before);
+        memory.left = 1 << 30;
+        call();
+        CHECK(device.cache.num_tokens(1) == before + n);
+      }
+      memory.left = 1 << 30;
+      if (allowed < 0) {
+        expected = device.save(1);
+      } else {
+        CHECK(device.save(1) == expected);
+        if (!any) break;
+      }
+    }
+    CHECK(refused > 2);
+  };
+  check.template operator()<OjaKVSnapKV<Cuda>>({});
+  check.template operator()<HeavyCodes>({});
 }
 
 TEST_CASE("pages from an engine's block manager, device memory from its allocator") {

@@ -73,6 +73,28 @@ class PageAllocator {
   std::shared_ptr<PageSource> source_;
 };
 
+/// @brief Pages that were taken for something that has not happened yet; those that are left over go back.
+class TakenPages {
+ public:
+  explicit TakenPages(PageAllocator& allocator) : allocator_(allocator) {}
+  TakenPages(const TakenPages&) = delete;
+  TakenPages& operator=(const TakenPages&) = delete;
+  ~TakenPages() {
+    for (const std::int32_t page : pages_) allocator_.release(page);
+  }
+  void take() { pages_.push_back(allocator_.take()); }
+  /// @brief One of them, which is the caller's now.
+  std::int32_t next() {
+    const std::int32_t page = pages_.back();
+    pages_.pop_back();
+    return page;
+  }
+
+ private:
+  PageAllocator& allocator_;
+  std::vector<std::int32_t> pages_;
+};
+
 /// @brief Counts the pages that a batch of operations will take before any of them runs: new pages, and copies of shared
 /// ones. When several sharers of a page write, the last one keeps the original.
 class PageDemand {

@@ -42,7 +42,10 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
       : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
-        sequences_(config.max_sequences), prompts_(config.max_sequences) {}
+        sequences_(config.max_sequences), prompts_(config.max_sequences) {
+    // Flushes of all sequences at once find their scratch memory there.
+    compress_scratch(layer_, 0, 0, lists_of(static_cast<std::size_t>(config_.max_sequences), Phase::decode), config_.flush_interval, layer_.max_rows(layer_.tables().weighed));
+  }
 
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
@@ -108,9 +111,9 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   }
   /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
   static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full + counts.compressed < count; }
-  /// Adds the pages for rows that leave in turns. @param turn  gives how many leave next; 0: no more do
+  /// Adds the pages for rows that leave in turns. Returns what becomes of them all. @param turn  gives how many leave next; 0: no more do
   template <class Turn>
-  void demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
+  RowCounts demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
     RowCounts all;
     bool replaces = false;
     std::int64_t before = 0;
@@ -121,6 +124,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       replaces = replaces || replaces_rows(count, counts);
     }
     layer_.demand_rows(slot, all.full, all.compressed, replaces, demand);
+    return all;
   }
   /// Rows of a tail beyond which it is flushed.
   int kept_rows() const { return recent_rows(policies_.token_policy) + config_.flush_interval; }

@@ -105,7 +105,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
   /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, only calls about the prompt, erase() and memory() are allowed
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, fork, save, shift_positions are refused, and, on this backend, reconstruct and row_states
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
     Base::refuse_capture("prefill", stream);
@@ -366,13 +366,18 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them. Waits for the device where epochs begin when values say so.
-  MemoryUsage memory(SequenceId seq) const { return cuda::sequence_memory(layer_, sequences_.find(seq), Base::listed()); }
+  MemoryUsage memory(SequenceId seq) const {
+    const int slot = sequences_.find(seq);
+    MemoryUsage usage = cuda::sequence_memory(layer_, slot, Base::listed());
+    usage.pending_bytes = prompts_.of(slot).bytes();
+    return usage;
+  }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.shared_map_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.

@@ -175,10 +175,12 @@ class LayerState {
       check(cudaGetLastError(), "copy_pages_kernel");
       copies.count = 0;
     };
+    TakenPages taken(pool_->allocator());  // all of them before anything changes: an engine's source may raise
+    for_each_shared(slot, list, first_row, end_row, [&](int, std::size_t) { taken.take(); });
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
       std::int32_t& page = now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index];
       if (copies.count == kMaxEdits) flush();
-      const std::int32_t own = pool_->allocator().take();
+      const std::int32_t own = taken.next();
       copies.from[copies.count] = page;
       copies.to[copies.count++] = own;
       pool_->allocator().release(page);  // others have it

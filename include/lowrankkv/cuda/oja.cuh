@@ -224,8 +224,8 @@ struct BasisColumns {
     }
   }
   /// Gram-Schmidt, one column after the other, what is left of the others in registers. Returns, to this warp, whether its columns had a finite length.
-  /// @param buffers  two columns in shared memory
-  __device__ __forceinline__ bool orthonormalise(int rank, int dim, float (&buffers)[2][kMaxHeadDim]) {
+  /// @param buffers  two columns in shared memory  @param least  of the squared length that is left of a column
+  __device__ __forceinline__ bool orthonormalise(int rank, int dim, float (&buffers)[2][kMaxHeadDim], float least = 1e-12F) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     bool usable = true;
     #pragma unroll
@@ -240,7 +240,7 @@ struct BasisColumns {
           for (int q = 0; q < parts; ++q) norm = fmaf(x[i][q], x[i][q], norm);
           for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
           const float inverse = rsqrtf(norm);
-          usable = usable && norm > 1e-12F && norm < 3e38F;
+          usable = usable && norm > least && norm < 3e38F;
           #pragma unroll
           for (int q = 0; q < parts; ++q) {
             x[i][q] *= inverse;
@@ -287,8 +287,7 @@ __device__ inline float block_sum(float of_warp, float* partial) {
 
 }  // namespace detail
 
-/// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows have no energy, or
-/// that would not come out finite and orthonormal, stays. Grid: 2 x heads x sequences.
+/// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows have no energy, or of which a column would vanish or not be finite, stays. Grid: 2 x heads x sequences.
 /// @tparam columns, parts  as of BasisColumns  @tparam printed  steps as the paper prints them (steps.form), not the power form
 template <int columns, int parts, bool printed>
 __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, const float* moments, int splits) {
@@ -328,6 +327,7 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
     const float energy = detail::block_sum(trace, partial);
     if (energy > 0.0F && energy < 3e38F) {
       const float rate = steps.rate[sequence], per_energy = static_cast<float>(dim) / energy;
+      if constexpr (printed) u.orthonormalise(rank, dim, column);  // it was rounded when it was stored
       detail::BasisColumns<columns, parts> pull;  // K^T K U
       pull.multiply(moment, u, rank, dim);
       if constexpr (!printed) {
@@ -344,7 +344,9 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
           detail::BasisColumns<columns, parts> moved = u, again;
           const float keep = 1.0F / (1.0F + step * energy);  // the same span, of numbers that do not overflow
           moved.mix(keep, keep * step, pull);
-          if (__syncthreads_and(moved.orthonormalise(rank, dim, column)) == 0) continue;
+          // Columns of a large step are nearly parallel: what the first pass leaves of that goes in the second.
+          const bool usable = __syncthreads_and(moved.orthonormalise(rank, dim, column, 1e-6F * keep * keep)) != 0;
+          if (__syncthreads_and(usable && moved.orthonormalise(rank, dim, column)) == 0) continue;
           if (!raw) {
             again.multiply(moment, moved, rank, dim);
             if (!(detail::block_sum(moved.warp_dot(again), partial) >= before)) continue;

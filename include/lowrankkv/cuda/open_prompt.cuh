@@ -44,11 +44,14 @@ __global__ void __launch_bounds__(kStoreThreads) stage_queries_kernel(DeviceRows
 }
 
 /// @brief The part of a chunk that has come: keys and values, the last queries that have, and the log-sum-exp of all, where masses are kept. Its memory grows to a chunk.
+/// Calls that add something find room for it (reserve()).
 class OpenPrompt {
  public:
   bool open = false;  ///< the prompt goes on in a later call
 
   std::int64_t rows() const { return rows_; }
+  /// @brief Rows that there is room for, those that wait included.
+  std::int64_t room(const CacheShape& shape) const { return static_cast<std::int64_t>(keys_.size()) / (shape.num_kv_heads * shape.head_dim); }
   std::size_t bytes() const { return keys_.bytes() + values_.bytes() + queries_.bytes() + older_queries_.bytes() + lse_.bytes(); }
   /// @brief Nothing waits any more; the memory stays for the next prompt.
   void clear() {
@@ -56,43 +59,43 @@ class OpenPrompt {
     rows_ = num_queries_ = 0;
   }
 
-  /// @brief Adds rows. May allocate, which waits. @param most  rows of a chunk
-  void add_rows(const Tables& tables, const KeyView& key, const ValueView& value, std::int64_t most, float limit, cudaStream_t stream) {
-    const std::size_t width = static_cast<std::size_t>(key.num_heads) * static_cast<std::size_t>(key.head_dim), had = static_cast<std::size_t>(rows_) * width;
-    grow(keys_, had, rows_ + key.num_tokens, most, width, stream);
-    grow(values_, had, rows_ + key.num_tokens, most, width, stream);
+  /// @brief Makes room for `rows` more rows, and `queries` more queries, of which the last `window` are kept. May allocate, which waits; what waits here is as before whether it can or not.
+  /// @param most  rows of a chunk  @param weighs  log-sum-exp are kept
+  void reserve(const CacheShape& shape, std::int64_t rows, std::int64_t queries, std::int64_t window, std::int64_t most, bool weighs, cudaStream_t stream) {
+    const std::size_t row = static_cast<std::size_t>(shape.num_kv_heads * shape.head_dim), query = static_cast<std::size_t>(shape.num_qo_heads * shape.head_dim), heads = static_cast<std::size_t>(shape.num_qo_heads);
+    grow(keys_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
+    grow(values_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
+    grow(queries_, static_cast<std::size_t>(num_queries_) * query, (std::min)(num_queries_ + queries, window), window, query, stream);
+    if (num_queries_ + queries > window) grow(older_queries_, 0, window, window, query, stream);
+    if (weighs) grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most, heads, stream);
+  }
+  /// @brief Adds rows, for which there is room.
+  void add_rows(const Tables& tables, const KeyView& key, const ValueView& value, float limit, cudaStream_t stream) {
+    const std::size_t had = static_cast<std::size_t>(rows_) * static_cast<std::size_t>(key.num_heads) * static_cast<std::size_t>(key.head_dim);
     const std::int64_t blocks = (key.num_tokens * key.num_heads - 1) / (kStoreThreads / 32) + 1;
     stage_rows_kernel<><<<static_cast<unsigned>(blocks), kStoreThreads, 0, stream>>>(tables, device_rows(key), device_rows(value), key.num_tokens, keys_.data() + had, values_.data() + had, limit);
     check(cudaGetLastError(), "stage_rows_kernel");
     rows_ += key.num_tokens;
   }
-  /// @brief Adds queries, of which the last `window` that have come are kept. May allocate.
+  /// @brief Adds queries, for which there is room; the last `window` that have come are kept.
   void add_queries(const QueryView& query, std::int64_t window, cudaStream_t stream) {
     const std::int64_t added = (std::min)(query.num_tokens, window), kept = (std::min)(num_queries_, window - added);
     if (added == 0) return;
     const std::size_t width = static_cast<std::size_t>(query.num_heads) * static_cast<std::size_t>(query.head_dim);
     if (kept < num_queries_) {  // the older ones go
-      grow(older_queries_, 0, window, window, width, stream);
       check(cudaMemcpyAsync(older_queries_.data(), queries_.data() + static_cast<std::size_t>(num_queries_ - kept) * width, static_cast<std::size_t>(kept) * width * sizeof(float), cudaMemcpyDeviceToDevice, stream), "queries");
       std::swap(queries_, older_queries_);
     }
-    grow(queries_, static_cast<std::size_t>(kept) * width, kept + added, window, width, stream);
     stage_queries_kernel<><<<static_cast<unsigned>((std::min)(std::int64_t{1024}, added * static_cast<std::int64_t>(width) / kStoreThreads + 1)), kStoreThreads, 0, stream>>>(
         device_rows(query.tokens(query.num_tokens - added, added)), added, query.num_heads, query.head_dim, queries_.data() + static_cast<std::size_t>(kept) * width);
     check(cudaGetLastError(), "stage_queries_kernel");
     num_queries_ = kept + added;
   }
-  /// @brief Memory for the log-sum-exp of the last `count` rows that were added [count, heads]; that of rows before stays. May allocate.
-  float* add_lse(std::int64_t count, int heads, std::int64_t most, cudaStream_t stream) {
-    const std::size_t before = static_cast<std::size_t>(rows_ - count) * static_cast<std::size_t>(heads);
-    grow(lse_, before, rows_, most, static_cast<std::size_t>(heads), stream);
-    return lse_.data() + before;
-  }
 
   KeyView keys(const CacheShape& shape, DType type) const { return {keys_.data(), type, rows_, shape.num_kv_heads, shape.head_dim, std::int64_t{shape.num_kv_heads} * shape.head_dim, shape.head_dim}; }
   ValueView values(const CacheShape& shape, DType type) const { return {values_.data(), type, rows_, shape.num_kv_heads, shape.head_dim, std::int64_t{shape.num_kv_heads} * shape.head_dim, shape.head_dim}; }
   QueryView queries(const CacheShape& shape) const { return {queries_.data(), num_queries_, shape.num_qo_heads, shape.head_dim}; }
-  /// @brief Log-sum-exp of all rows [rows, num_qo_heads].
+  /// @brief Log-sum-exp of all rows [rows, num_qo_heads], where they are kept.
   float* lse() const { return lse_.data(); }
 
  private:
@@ -123,7 +126,8 @@ class OpenPrompts {
   OpenPrompt& begin(int slot) {
     OpenPrompt& prompt = of(slot);
     if (prompt.bytes() == 0 && !spare_.empty()) {
-      prompt = std::move(spare_.back());
+      const bool open = std::exchange(prompt, std::move(spare_.back())).open;
+      prompt.open = open;
       spare_.pop_back();
     }
     return prompt;

@@ -15,6 +15,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
+inline constexpr std::int64_t kQueriesAtOnce = 256;  ///< of a prompt: the partial states of more would be large
+
 /// @brief Some tokens of a prompt. Outputs without data are not wanted; queries may be of its last tokens alone.
 struct PromptTokens {
   KeyView key;
@@ -49,13 +51,12 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   using typename Base::Rows;
   using typename Base::Rule;
 
-  /// Raises unless a prompt's tokens fit their sequence and the pool has the pages for all that has come of it. Returns the slot.
+  /// Raises unless a prompt's tokens fit their sequence. Returns the slot.
   int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
     const int slot = sequences_.find(seq);
     this->check_views(key, value, key.num_tokens);
     const std::int64_t tokens = this->tokens_of(slot);
     if (key.num_tokens > config_.max_tokens - tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", tokens, ", given ", key.num_tokens);
-    check_pages(slot, prompts_.of(slot).rows() + key.num_tokens);
     return slot;
   }
   /// Raises unless there are queries of a prompt's last tokens to choose by: of all of them where chunks end inside the call.
@@ -69,8 +70,10 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
   }
 
-  /// Takes what has come of a prompt. Chunks that are complete are stored; what is left waits, if the prompt goes on.
+  /// Takes what has come of a prompt. Chunks that are complete are stored; what is left waits, if the prompt goes on. Raises, before anything changes, unless the pool has the pages for all that has
+  /// come, and there is memory to work in.
   void take_prompt(int slot, const PromptTokens& tokens, Prompt prompt, cudaStream_t stream) {
+    reserve(slot, tokens, prompt, check_pages(slot, prompts_.of(slot).rows() + tokens.count()), stream);
     for (std::int64_t done = 0; done < tokens.count();) {
       OpenPrompt& waiting = prompts_.of(slot);
       const std::int64_t count = (std::min)(tokens.count() - done, chunk_limit() - waiting.rows()), rows = waiting.rows() + count;
@@ -95,11 +98,11 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     if (waiting.rows() > 0) store_part(slot, pack_part(slot, stream), stream);
     prompts_.end(slot);
   }
-  /// Raises unless the pool has the pages for so many more rows of a prompt, those that wait included.
-  void check_pages(int slot, std::int64_t rows) const {
+  /// Raises unless the pool has the pages for so many more rows of a prompt, those that wait included. Returns how many rows lists will have.
+  HeadRows check_pages(int slot, std::int64_t rows) const {
     PageDemand demand;
     std::int64_t tail = layer_.sequence(slot).tail_length, left = rows;
-    this->demand_rows(slot, Phase::prefill, demand, [&] {
+    const RowCounts counts = this->demand_rows(slot, Phase::prefill, demand, [&] {
       std::int64_t leaving = 0;
       while (left > 0 && leaving == 0) {
         const std::int64_t count = (std::min)(left, chunk_limit());
@@ -110,10 +113,36 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
       return leaving;
     });
     layer_.pool().allocator().require(demand.total());
+    const HeadRows& now = layer_.sequence(slot).rows;
+    return {now.num_full + static_cast<std::int32_t>(counts.full), now.num_compressed + static_cast<std::int32_t>(counts.compressed)};
   }
 
  private:
   std::int64_t chunk_limit() const { return config_.prefill_chunk > 0 ? config_.prefill_chunk : std::int64_t{1} << 40; }
+
+  /// Queries of a chunk that are kept while it waits.
+  std::int64_t kept_queries() const { return Rows::keeps_masses ? most_waiting() : std::int64_t{this->scoring_window()}; }
+  /// Rows of a chunk that can wait.
+  std::int64_t most_waiting() const { return (std::min)(chunk_limit(), config_.max_tokens); }
+
+  /// All the memory that a call works in: nothing is allocated once it has begun. @param after  rows that lists will have
+  void reserve(int slot, const PromptTokens& tokens, Prompt prompt, const HeadRows& after, cudaStream_t stream) {
+    const std::int64_t before = prompts_.of(slot).rows(), chunk = (std::min)(chunk_limit(), before + tokens.count());
+    if (chunk == 0) return;
+    const std::int64_t tail = (std::max)(layer_.sequence(slot).tail_length, recent_rows(policies_.token_policy)), window = this->scoring_window();
+    const bool waits = before > 0 || (prompt == Prompt::continues && (before + tokens.count()) % chunk_limit() != 0);
+    std::int64_t rows = tail + chunk;
+    if (waits) {
+      OpenPrompt& waiting = prompts_.begin(slot);
+      waiting.reserve(config_.shape, chunk, tokens.query.num_tokens, kept_queries(), most_waiting(), Rows::keeps_masses, stream);
+      rows = tail + waiting.room(config_.shape);  // as much as will be asked for before more has to wait
+    }
+    const int columns = static_cast<int>((std::min)(window, chunk)) * config_.shape.group_size();
+    compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, rows_in(after, layer_.tables().weighed), Rows::choice == RowChoice::scores);
+    if (!tokens.attends) return;
+    layer_.workspace().prompt_step(after, static_cast<int>((std::min)(tokens.count(), kQueriesAtOnce)), layer_.packed_tiles(rows), nullptr);
+    if (Rows::keeps_masses) layer_.workspace().prompt_lse(chunk);
+  }
 
   /// A chunk that has come at once.
   void take_chunk(int slot, const PromptTokens& tokens, cudaStream_t stream) {
@@ -132,23 +161,22 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   }
   /// A part of a chunk that comes in several calls.
   void take_part(int slot, const PromptTokens& tokens, bool ends, cudaStream_t stream) {
-    OpenPrompt& waiting = prompts_.begin(slot);
-    const std::int64_t most = (std::min)(chunk_limit(), config_.max_tokens), before = waiting.rows();
-    const std::int64_t kept = Rows::keeps_masses ? most : this->scoring_window();
-    waiting.add_rows(layer_.tables(), tokens.key, tokens.value, most, this->limit(), stream);
-    if (kept > 0 && tokens.query.num_tokens > 0) waiting.add_queries(tokens.query, kept, stream);
+    OpenPrompt& waiting = prompts_.of(slot);
+    const std::int64_t before = waiting.rows();
+    waiting.add_rows(layer_.tables(), tokens.key, tokens.value, this->limit(), stream);
+    waiting.add_queries(tokens.query, kept_queries(), stream);
     if (!tokens.attends && !ends) return;
     const CompressScratch scratch = pack_part(slot, stream);
     if (tokens.attends) {
       DeviceOutput out = tokens.out;
       if constexpr (Rows::keeps_masses) {
-        out.lse = waiting.add_lse(tokens.count(), config_.shape.num_qo_heads, most, stream);
+        out.lse = waiting.lse() + before * config_.shape.num_qo_heads;
         out.lse_stride = config_.shape.num_qo_heads;
       }
       attend_rows(slot, tokens.query, before, scratch, out, stream);
       if (out.lse != tokens.out.lse && tokens.out.lse != nullptr) {
-        const std::size_t width = sizeof(float) * static_cast<std::size_t>(config_.shape.num_qo_heads);
-        check(cudaMemcpy2DAsync(tokens.out.lse, static_cast<std::size_t>(tokens.out.lse_stride) * sizeof(float), out.lse, width, width, static_cast<std::size_t>(tokens.count()), cudaMemcpyDeviceToDevice, stream), "lse");
+        const std::size_t width = sizeof(float) * static_cast<std::size_t>(config_.shape.num_qo_heads), pitch = tokens.count() == 1 ? width : sizeof(float) * static_cast<std::size_t>(tokens.out.lse_stride);
+        check(cudaMemcpy2DAsync(tokens.out.lse, pitch, out.lse, width, width, static_cast<std::size_t>(tokens.count()), cudaMemcpyDeviceToDevice, stream), "lse");
       }
     }
     if (ends) store_part(slot, scratch, stream);
@@ -182,11 +210,10 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     const HostSequence& now = layer_.sequence(slot);
     const std::int64_t n = query.num_tokens;
     const std::int32_t tiles = layer_.packed_tiles(scratch.rows);
-    const int at_once = static_cast<int>((std::min)(n, std::int64_t{256}));  // queries: the partial states of more would be large
+    const int at_once = static_cast<int>((std::min)(n, kQueriesAtOnce));
     Batch batch;
     batch.count = 1;
     batch.slots[0] = slot;
-    layer_.workspace().prompt_step(now.rows, at_once, tiles, scratch.packed);  // the largest, once
     for (std::int64_t first = 0; first < n; first += at_once) {
       AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);

@@ -21,7 +21,7 @@ inline void read_row_states(const LayerState& layer, int slot, int kv_head, std:
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t count = static_cast<std::int64_t>(states.size()), first_tail = now.num_tokens - now.tail_length;
   if (kv_head < 0 || kv_head >= tables.num_heads) fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", tables.num_heads);
-  if (first < 0 || first + count > now.num_tokens) fail<ShapeError>("row_states: positions ", first, " to ", first + count, ", sequence has ", now.num_tokens, " tokens");
+  if (first < 0 || first > now.num_tokens || count > now.num_tokens - first) fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", now.num_tokens, " tokens");
   std::vector<RowState> all(static_cast<std::size_t>(first_tail), RowState::dropped);
   std::vector<std::int32_t> positions;
   const auto mark = [&](RowList list, RowState state) {  // positions that are explicit
