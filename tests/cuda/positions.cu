@@ -175,10 +175,11 @@ TEST_CASE("positions that cannot be moved stay") {
   CHECK(device.cache.memory(1).position_bytes == 32 * 16);
   const auto saved = device.save(1);
   CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) == "position: token 201, sequence has 200 tokens");
-  // Saved states are believed less: the first piece is token 1, moved by 1.
-  const PositionShift piece{1, 1};
-  const auto at = std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece), reinterpret_cast<const std::byte*>(&piece) + sizeof piece) - saved.begin();
-  REQUIRE(at < static_cast<std::ptrdiff_t>(saved.size()));
+  // Saved states are believed less. The last piece is token 94, moved by 32.
+  const PositionShift piece{94, 32};
+  const auto last = std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece), reinterpret_cast<const std::byte*>(&piece) + sizeof piece) - saved.begin();
+  REQUIRE(last < static_cast<std::ptrdiff_t>(saved.size()));
+  const std::ptrdiff_t at = last - 31 * static_cast<std::ptrdiff_t>(sizeof piece);
   const auto with = [&](std::int64_t number, PositionShift other) {
     auto changed = saved;
     std::memcpy(changed.data() + at + number * static_cast<std::int64_t>(sizeof other), &other, sizeof other);

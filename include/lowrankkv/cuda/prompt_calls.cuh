@@ -138,9 +138,9 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
       rows = tail + waiting.room(config_.shape);  // as much as will be asked for before more has to wait
     }
     const int columns = static_cast<int>((std::min)(window, chunk)) * config_.shape.group_size();
-    compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, rows_in(after, layer_.tables().weighed), Rows::choice == RowChoice::scores);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, rows_in(after, layer_.tables().weighed), Rows::choice == RowChoice::scores);
     if (!tokens.attends) return;
-    layer_.workspace().prompt_step(after, static_cast<int>((std::min)(tokens.count(), kQueriesAtOnce)), layer_.packed_tiles(rows), nullptr);
+    layer_.workspace().prompt_step(after, static_cast<int>((std::min)(tokens.count(), kQueriesAtOnce)), layer_.packed_tiles(rows), scratch.packed);
     if (Rows::keeps_masses) layer_.workspace().prompt_lse(chunk);
   }
 
