@@ -18,7 +18,7 @@ struct MemoryUsage {
   std::size_t epoch_bytes = 0;        ///< projection maps that belong to the sequence alone
   std::size_t updater_bytes = 0;      ///< the updater's working bases and state; accumulated attention
   std::size_t residual_bytes = 0;     ///< norms of what compression lost of every row (config.keep_residuals)
-  std::size_t pending_bytes = 0;      ///< rows of an unfinished prefill chunk, f32
+  std::size_t pending_bytes = 0;      ///< rows of an unfinished prefill chunk, at full rank; room for more of them, where there is some
   std::size_t shared_bytes = 0;       ///< the calibrated maps, one copy for all sequences; not in total()
   std::size_t reserved_bytes = 0;     ///< capacity set aside and not in use (free pages, tails, tables); not in total()
 

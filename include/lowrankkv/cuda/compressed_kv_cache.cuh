@@ -366,12 +366,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
   /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them. Waits for the device where epochs begin when values say so.
-  MemoryUsage memory(SequenceId seq) const {
-    const int slot = sequences_.find(seq);
-    MemoryUsage usage = cuda::sequence_memory(layer_, slot, Base::listed());
-    usage.pending_bytes = prompts_.of(slot).bytes();
-    return usage;
-  }
+  MemoryUsage memory(SequenceId seq) const { return cuda::sequence_memory(layer_, sequences_.find(seq), Base::listed(), prompts_.of(sequences_.find(seq)).bytes()); }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
     MemoryUsage usage;

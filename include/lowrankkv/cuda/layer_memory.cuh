@@ -13,11 +13,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
-/// Waits for the device where epochs begin when values say so. @param listed  of which lists positions are kept, and masses
-inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed) {
+/// Waits for the device where epochs begin when values say so. @param listed  of which lists positions are kept, and masses  @param pending  of a prompt that goes on
+inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed, std::size_t pending) {
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t heads = layer.tables().num_heads, row = 2 * std::int64_t{layer.tables().head_dim} * static_cast<std::int64_t>(size_of(layer.config().full_type));
   MemoryUsage usage;
+  usage.pending_bytes = pending;
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
   std::size_t pages = 0;
   usage.full_row_bytes = static_cast<std::size_t>(heads * now.rows.num_full * row);
