@@ -41,11 +41,11 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     const KeyView key(key_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
     const ValueView value(value_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
     const QueryView query(query_rows.data(), DType::f16, query_tokens, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
-    const auto fresh = [&] {
-      if (cache.contains(0)) cache.erase(0);
-      cache.create(0);
+    const auto renew = [](Cache& which) {
+      if (which.contains(0)) which.erase(0);
+      which.create(0);
     };
-    const float prompt = bench::milliseconds(nullptr, 15, fresh, [&] { cache.ingest(0, key, value, query); });
+    const float prompt = bench::milliseconds(nullptr, 15, [&] { renew(cache); }, [&] { cache.ingest(0, key, value, query); });
     [[maybe_unused]] float with_masses = 0.0F, without = 0.0F;
     if constexpr (weighs) {
       const gpu::DeviceArray<float> out(static_cast<std::size_t>(kQueryHeads * kDim)), mass(static_cast<std::size_t>(kHeads * tokens));
@@ -75,10 +75,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       config.prefill_chunk = 4096;
       Cache chunked(config, maps, policies);
       const QueryView all(query_rows.data(), DType::f16, tokens, kQueryHeads, kDim, 0, kDim);  // one query, over and over
-      const auto begin = [&] {
-        if (chunked.contains(0)) chunked.erase(0);
-        chunked.create(0);
-      };
+      const auto begin = [&] { renew(chunked); };
       chunks = bench::milliseconds(nullptr, 15, begin, [&] { chunked.ingest(0, key, value, all); });
       calls = bench::milliseconds(nullptr, 15, begin, [&] {
         for (std::int64_t first = 0; first < tokens; first += 512) chunked.ingest(0, key.tokens(first, 512), value.tokens(first, 512), all.tokens(first, 512), first + 512 < tokens ? Prompt::continues : Prompt::complete);

@@ -230,11 +230,8 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
   Random random(seed), forms(seed + 1000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
-    const int dims[] = {64, 80, 96, 128, 192, 256}, groups[] = {1, 2, 3, 4, 5, 8, 16};
     CacheConfig config;
-    config.shape.num_kv_heads = 1 + static_cast<int>(random() % 3);
-    config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 7];
-    config.shape.head_dim = dims[random() % 6];
+    config.shape = support::random_shape(random, 3, {1, 2, 3, 4, 5, 8, 16}, {64, 80, 96, 128, 192, 256});
     config.max_sequences = 3;
     config.max_tokens = 9500;
     config.max_query_tokens = 1 + static_cast<int>(random() % 4);

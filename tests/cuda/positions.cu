@@ -29,11 +29,8 @@ using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode
 using Outliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
 
 CacheConfig random_config(Random& random, DType type) {
-  const int dims[] = {64, 80, 96, 128}, groups[] = {1, 2, 4, 8};
   CacheConfig config;
-  config.shape.num_kv_heads = 1 + static_cast<int>(random() % 2);
-  config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 4];
-  config.shape.head_dim = dims[random() % 4];
+  config.shape = support::random_shape(random, 2, {1, 2, 4, 8}, {64, 80, 96, 128});
   config.max_sequences = 3;
   config.max_tokens = 2500;
   config.full_type = type;

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "../support/blocks.hpp"
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
@@ -37,10 +39,7 @@ void append_rows(std::vector<float>& all, const std::vector<float>& more) { all.
 /// A layer, a prompt of it, and where the prompt is cut.
 struct Case {
   Case(Random& random, Settings& settings, DType type) {
-    const int dims[] = {64, 80, 96, 128}, groups[] = {1, 2, 4, 8};
-    config.shape.num_kv_heads = 1 + static_cast<int>(random() % 2);
-    config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 4];
-    config.shape.head_dim = dims[random() % 4];
+    config.shape = support::random_shape(random, 2, {1, 2, 4, 8}, {64, 80, 96, 128});
     config.max_sequences = 3;
     config.max_tokens = 3000;
     config.full_type = type;
@@ -170,23 +169,6 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
   }
   MESSAGE("chunks: outputs " << worst);
 }
-
-/// An engine's block manager: pages in an order of its own, some of which others have.
-struct Blocks : PageSource {
-  explicit Blocks(Random& random, std::int32_t pages) {
-    for (std::int32_t page = 0; page < pages; ++page) left.push_back(page);
-    std::shuffle(left.begin(), left.end(), random);
-    left.resize(left.size() / 2);
-  }
-  std::int64_t num_free() const override { return static_cast<std::int64_t>(left.size()); }
-  std::int32_t take() override {
-    const std::int32_t page = left.back();
-    left.pop_back();
-    return page;
-  }
-  void release(std::int32_t page) noexcept override { left.push_back(page); }
-  std::vector<std::int32_t> left;
-};
 
 /// An engine's allocator, which may run dry.
 struct Memory : gpu::DeviceMemory {
@@ -461,7 +443,11 @@ TEST_CASE("pages from an engine's block manager, device memory from its allocato
   DeviceCache<Codes> own(config, layer.basis, policies);
   const auto expected = fill(own);
   const std::int32_t pages = 2 * static_cast<std::int32_t>(own.cache.pool().allocator().num_pages());
-  const auto blocks = std::make_shared<Blocks>(random, pages);
+  std::vector<std::int32_t> free_pages(static_cast<std::size_t>(pages));
+  std::iota(free_pages.begin(), free_pages.end(), 0);
+  std::shuffle(free_pages.begin(), free_pages.end(), random);
+  free_pages.resize(free_pages.size() / 2);  // others have the rest
+  const auto blocks = std::make_shared<support::Blocks>(free_pages);
   const std::int64_t free = blocks->num_free();
   Memory memory;
   {

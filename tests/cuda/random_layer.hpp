@@ -14,6 +14,15 @@ namespace support {
 
 using Random = std::mt19937_64;
 
+/// 1 to most_kv_heads KV heads, as many query heads for each as one of `groups` says, one of `dims` channels.
+inline lowrankkv::CacheShape random_shape(Random& random, unsigned most_kv_heads, const std::vector<int>& groups, const std::vector<int>& dims) {
+  lowrankkv::CacheShape shape;
+  shape.num_kv_heads = 1 + static_cast<int>(random() % most_kv_heads);
+  shape.num_qo_heads = shape.num_kv_heads * groups[random() % groups.size()];
+  shape.head_dim = dims[random() % dims.size()];
+  return shape;
+}
+
 /// [dim, rank] with orthonormal columns: Gram-Schmidt, twice.
 inline std::vector<float> orthonormal(Random& random, int dim, int rank) {
   std::normal_distribution<double> normal;

@@ -174,11 +174,8 @@ support::RandomLayer joint_layer(Random& random, const CacheShape& shape, const 
 }
 
 CacheConfig random_config(Random& random, DType type) {
-  const int dims[] = {64, 80, 128}, groups[] = {1, 2, 3, 4, 5, 8};
   CacheConfig config;
-  config.shape.num_kv_heads = 1 + static_cast<int>(random() % 3);
-  config.shape.num_qo_heads = config.shape.num_kv_heads * groups[random() % 6];
-  config.shape.head_dim = dims[random() % 3];
+  config.shape = support::random_shape(random, 3, {1, 2, 3, 4, 5, 8}, {64, 80, 128});
   config.max_sequences = 3;
   config.max_tokens = 6000;
   config.max_query_tokens = 1 + static_cast<int>(random() % 4);

@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "../support/blocks.hpp"
 #include "lowrankkv/core/online_softmax.hpp"
 #include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/core/rope.hpp"
@@ -184,24 +185,8 @@ TEST_CASE("the page allocator counts references and names both numbers when it r
   CHECK_THROWS_WITH_AS(pages.require(4), "page pool: 4 pages needed, 3 free", CapacityError);
 }
 
-namespace {
-
-/// An engine's block manager: pages in an order of its own, some of which others have.
-struct Blocks : PageSource {
-  std::vector<std::int32_t> left{7, 2, 5};
-  std::int64_t num_free() const override { return static_cast<std::int64_t>(left.size()); }
-  std::int32_t take() override {
-    const std::int32_t page = left.back();
-    left.pop_back();
-    return page;
-  }
-  void release(std::int32_t page) noexcept override { left.push_back(page); }
-};
-
-}  // namespace
-
 TEST_CASE("pages may come from an engine's own block manager, which is not believed") {
-  const auto blocks = std::make_shared<Blocks>();
+  const auto blocks = std::make_shared<support::Blocks>(std::vector<std::int32_t>{7, 2, 5});
   PageAllocator pages(8, blocks);
   CHECK(pages.num_pages() == 8);
   CHECK(pages.num_free() == 3);

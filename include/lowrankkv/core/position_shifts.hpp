@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/core/error.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -74,5 +74,24 @@ class PositionShifts {
   }
   std::vector<PositionShift> pieces_;
 };
+
+namespace detail {
+
+/// Raises unless the tokens from `first` on can move by `delta`, and no offset beyond `limit` then. @param unrotated  keys are stored before their rotary embedding
+inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t delta, std::int64_t limit) {
+  if (!unrotated) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
+  if (first < 0 || first > num_tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", num_tokens, " tokens");
+  const auto check = [&](std::int64_t offset) {
+    if (delta > 2 * limit || delta < -2 * limit || offset + delta > limit || offset + delta < -limit) {
+      fail<ValueError>("shift_positions: by ", delta, " after ", offset, ", at most ", limit, " in all");
+    }
+  };
+  check(shifts.offset(first));
+  for (const PositionShift& piece : shifts.pieces()) {
+    if (piece.first > first) check(piece.offset);
+  }
+}
+
+}  // namespace detail
 
 LOWRANKKV_NAMESPACE_END

@@ -61,6 +61,15 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
     return slot;
   }
+  /// The same of some sequences; one that is named twice is there once.
+  std::vector<int> idle_slots(std::span<const SequenceId> seqs) const {
+    std::vector<int> slots;
+    for (const SequenceId seq : seqs) {
+      const int slot = idle_slot(seq);
+      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
+    }
+    return slots;
+  }
   /// Tokens of a sequence, those of an unfinished chunk included.
   std::int64_t tokens_of(int slot) const { return layer_.sequence(slot).num_tokens + prompts_.of(slot).rows(); }
 
@@ -128,12 +137,10 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   }
   /// Rows of a tail beyond which it is flushed.
   int kept_rows() const { return recent_rows(policies_.token_policy) + config_.flush_interval; }
-  /// Upper bound of the pages for the flushes that are due when each sequence has `added` more tokens; one that is named twice counts once.
-  std::int64_t pages_to_flush(std::span<const SequenceId> seqs, std::int64_t added) const {
+  /// Upper bound of the pages for the flushes that are due when each slot has `added` more tokens.
+  std::int64_t pages_to_flush(std::span<const int> slots, std::int64_t added) const {
     PageDemand demand;
-    for (std::size_t i = 0; i < seqs.size(); ++i) {
-      if (std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i)) continue;
-      const int slot = idle_slot(seqs[i]);
+    for (const int slot : slots) {
       std::int64_t tail = layer_.sequence(slot).tail_length + added;
       demand_rows(slot, Phase::decode, demand, [&]() -> std::int64_t {
         if (tail <= kept_rows()) return 0;
@@ -274,12 +281,8 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   /// Flushes every tail that is longer than kept_rows().
   void flush(std::span<const SequenceId> seqs, cudaStream_t stream) {
-    std::vector<int> slots;
-    for (const SequenceId seq : seqs) {
-      const int slot = idle_slot(seq);
-      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
-    }
-    layer_.pool().allocator().require(pages_to_flush(seqs, 0));
+    std::vector<int> slots = idle_slots(seqs);
+    layer_.pool().allocator().require(pages_to_flush(slots, 0));
     for (;;) {
       std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept_rows(); });
       if (slots.empty()) return;

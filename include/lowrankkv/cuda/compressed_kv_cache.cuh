@@ -162,7 +162,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
   /// @brief Upper bound of the pages that maintain(seqs) takes.
-  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return this->pages_to_flush(seqs, 0); }
+  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return this->pages_to_flush(this->idle_slots(seqs), 0); }
 
   /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end. Not capturable.
   /// @throws as append(), CapacityError if the pool lacks the pages for all of it
@@ -170,7 +170,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     Base::refuse_capture("append_maintained", stream);
     const int m = this->check_tokens(seqs, key, value);
     this->check_advance(seqs, m, std::int64_t{1} << 40);
-    layer_.pool().allocator().require(this->pages_to_flush(seqs, m));
+    layer_.pool().allocator().require(this->pages_to_flush(this->idle_slots(seqs), m));
     maintain(seqs, stream);
     if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config_.tail_capacity - tail_length(seq); })) {
       append(seqs, key, value, stream);

@@ -223,53 +223,56 @@ struct BasisColumns {
       for (int q = 0; q < parts; ++q) x[j][q] = fmaf(-dot, done[q], x[j][q]);
     }
   }
+  /// Every column in turn: put(i, shared) in the warp whose column i it is, then, when all can see what was put, seen(i, column, shared). @param buffers  two columns in shared memory
+  template <class Put, class Seen>
+  static __device__ __forceinline__ void pass_columns(int rank, float (&buffers)[2][kMaxHeadDim], Put&& put, Seen&& seen) {
+    #pragma unroll
+    for (int i = 0; i < columns; ++i) {
+      for (int owner = 0; owner < kWarps; ++owner) {
+        const int c = owner + kWarps * i;
+        if (c >= rank) break;
+        float* shared = buffers[c % 2];
+        if (static_cast<int>(threadIdx.x) / 32 == owner) put(i, shared);
+        __syncthreads();
+        seen(i, c, shared);
+      }
+    }
+  }
   /// Gram-Schmidt, one column after the other, what is left of the others in registers. Returns, to this warp, whether its columns had a finite length.
   /// @param buffers  two columns in shared memory  @param least  of the squared length that is left of a column
   __device__ __forceinline__ bool orthonormalise(int rank, int dim, float (&buffers)[2][kMaxHeadDim], float least = 1e-12F) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     bool usable = true;
-    #pragma unroll
-    for (int i = 0; i < columns; ++i) {
-      for (int owner = 0; owner < kWarps; ++owner) {
-        const int c = owner + kWarps * i;
-        if (c >= rank) break;
-        float* shared = buffers[c % 2];
-        if (warp == owner) {
-          float norm = 0.0F;
-          #pragma unroll
-          for (int q = 0; q < parts; ++q) norm = fmaf(x[i][q], x[i][q], norm);
-          for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
-          const float inverse = rsqrtf(norm);
-          usable = usable && norm > least && norm < 3e38F;
-          #pragma unroll
-          for (int q = 0; q < parts; ++q) {
-            x[i][q] *= inverse;
-            if (lane + 32 * q < dim) shared[lane + 32 * q] = x[i][q];
-          }
-        }
-        __syncthreads();
-        remove(shared, dim, [&](int j) { return j >= i && warp + kWarps * j > c && warp + kWarps * j < rank; });
+    const auto normalise = [&](int i, float* shared) {
+      float norm = 0.0F;
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) norm = fmaf(x[i][q], x[i][q], norm);
+      for (int distance = 16; distance > 0; distance /= 2) norm += __shfl_xor_sync(~0U, norm, distance);
+      const float inverse = rsqrtf(norm);
+      usable = usable && norm > least && norm < 3e38F;
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) {
+        x[i][q] *= inverse;
+        if (lane + 32 * q < dim) shared[lane + 32 * q] = x[i][q];
       }
-    }
+    };
+    pass_columns(rank, buffers, normalise, [&](int i, int c, const float* shared) {
+      remove(shared, dim, [&](int j) { return j >= i && warp + kWarps * j > c && warp + kWarps * j < rank; });
+    });
     return usable;
   }
   /// Takes the space of an orthonormal basis out: (I - U U^T) x.
   __device__ void leave_space(const BasisColumns& u, int rank, int dim, float (&buffers)[2][kMaxHeadDim]) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    #pragma unroll
-    for (int i = 0; i < columns; ++i) {
-      for (int owner = 0; owner < kWarps; ++owner) {
-        const int c = owner + kWarps * i;
-        if (c >= rank) break;
-        float* shared = buffers[c % 2];
-        #pragma unroll
-        for (int q = 0; q < parts; ++q) {
-          if (warp == owner && lane + 32 * q < dim) shared[lane + 32 * q] = u.x[i][q];
-        }
-        __syncthreads();
-        remove(shared, dim, [&](int j) { return warp + kWarps * j < rank; });
+    const auto copy = [&](int i, float* shared) {
+      #pragma unroll
+      for (int q = 0; q < parts; ++q) {
+        if (lane + 32 * q < dim) shared[lane + 32 * q] = u.x[i][q];
       }
-    }
+    };
+    pass_columns(rank, buffers, copy, [&](int, int, const float* shared) {
+      remove(shared, dim, [&](int j) { return warp + kWarps * j < rank; });
+    });
     __syncthreads();
   }
 };

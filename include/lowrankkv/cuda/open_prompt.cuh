@@ -66,7 +66,7 @@ class OpenPrompt {
     grow(keys_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
     grow(values_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
     grow(queries_, static_cast<std::size_t>(num_queries_) * query, (std::min)(num_queries_ + queries, window), window, query, stream);
-    if (num_queries_ + queries > window) grow(older_queries_, 0, window, window, query, stream);
+    if (window < most && num_queries_ + queries > window) grow(older_queries_, 0, window, window, query, stream);  // else a chunk has no more
     if (weighs) grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most, heads, stream);
   }
   /// @brief Adds rows, for which there is room.

@@ -146,7 +146,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
 
   /// A chunk that has come at once.
   void take_chunk(int slot, const PromptTokens& tokens, cudaStream_t stream) {
-    const ScoreQueries queries = score_queries(tokens.query, layer_.sequence(slot).tail_length + tokens.count());
+    const ScoreQueries queries = score_queries(slot, tokens.query, tokens.count());
     const CompressScratch scratch = pack(slot, tokens.key, tokens.value, queries.columns(), stream);
     if (tokens.attends) {
       DeviceOutput out = tokens.out;
@@ -184,15 +184,14 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   /// Packs the rows that wait.
   CompressScratch pack_part(int slot, cudaStream_t stream) const {
     const OpenPrompt& waiting = prompts_.of(slot);
-    const int columns = score_queries(waiting.queries(config_.shape), layer_.sequence(slot).tail_length + waiting.rows()).columns();
-    return pack(slot, waiting.keys(config_.shape, config_.full_type), waiting.values(config_.shape, config_.full_type), columns, stream);
+    return pack(slot, waiting.keys(config_.shape, config_.full_type), waiting.values(config_.shape, config_.full_type), score_queries(slot, waiting.queries(config_.shape), waiting.rows()).columns(), stream);
   }
   /// Stores them; the next chunk begins.
   void store_part(int slot, const CompressScratch& scratch, cudaStream_t stream) {
     OpenPrompt& waiting = prompts_.of(slot);
     const QueryView query = waiting.queries(config_.shape);
     if constexpr (Rows::keeps_masses) weigh_rows(slot, mass_queries(layer_, query, waiting.lse(), config_.shape.num_qo_heads, static_cast<int>(waiting.rows()), 0), scratch, stream);
-    store_prompt(slot, waiting.rows(), scratch, score_queries(query, layer_.sequence(slot).tail_length + waiting.rows()), stream);
+    store_prompt(slot, waiting.rows(), scratch, score_queries(slot, query, waiting.rows()), stream);
     waiting.clear();
   }
 
@@ -211,9 +210,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     const std::int64_t n = query.num_tokens;
     const std::int32_t tiles = layer_.packed_tiles(scratch.rows);
     const int at_once = static_cast<int>((std::min)(n, kQueriesAtOnce));
-    Batch batch;
-    batch.count = 1;
-    batch.slots[0] = slot;
+    const Batch batch{1, {slot}};
     for (std::int64_t first = 0; first < n; first += at_once) {
       AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
@@ -226,9 +223,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   /// What full rows, those of the tail and of a packed chunk receive from the queries of its tokens.
   void weigh_rows(int slot, const MassQueries& queries, const CompressScratch& scratch, cudaStream_t stream) const {
     const HostSequence& now = layer_.sequence(slot);
-    Batch batch;
-    batch.count = 1;
-    batch.slots[0] = slot;
+    const Batch batch{1, {slot}};
     enqueue_masses(layer_, batch, queries, {scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores}, {}, 0, now.rows.num_full, stream);
   }
   /// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
@@ -249,9 +244,9 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     now.tail_length = kept;
     now.num_tokens = tokens + n;
   }
-  /// What scores a chunk that is packed in `rows` rows.
-  ScoreQueries score_queries(const QueryView& window, std::int64_t rows) const {
-    const std::int64_t count = (std::min)(window.num_tokens, std::int64_t{this->scoring_window()});
+  /// What scores a chunk of n tokens, packed behind its sequence's tail.
+  ScoreQueries score_queries(int slot, const QueryView& window, std::int64_t n) const {
+    const std::int64_t rows = layer_.sequence(slot).tail_length + n, count = (std::min)(window.num_tokens, std::int64_t{this->scoring_window()});
     if (count == 0) return {};
     return {device_rows(window.tokens(window.num_tokens - count, count)), static_cast<std::int32_t>(count), config_.shape.group_size(), static_cast<std::int32_t>(rows), config_.scale() * 1.44269504F};
   }

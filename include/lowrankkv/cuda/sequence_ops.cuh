@@ -37,21 +37,11 @@ inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_
 /// @brief What the shifts of a sequence are after the tokens from `first` on have moved by `delta`.
 /// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError beyond farthest_shift() in all, CapacityError beyond kMaxShifts pieces
 inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t first, std::int64_t delta) {
-  using ::lowrankkv::detail::fail;
   const HostSequence& now = layer.sequence(slot);
-  if (!layer.tables().rotary.turns()) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
-  if (first < 0 || first > now.num_tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", now.num_tokens, " tokens");
-  const std::int64_t limit = farthest_shift(layer.config().max_tokens);
-  const auto check_offset = [&](std::int64_t offset) {
-    if (delta > 2 * limit || delta < -2 * limit || offset + delta > limit || offset + delta < -limit) fail<ValueError>("shift_positions: by ", delta, " after ", offset, ", at most ", limit, " in all");
-  };
-  check_offset(now.shifts.offset(first));
-  for (const PositionShift& piece : now.shifts.pieces()) {
-    if (piece.first > first) check_offset(piece.offset);
-  }
+  ::lowrankkv::detail::check_shift(now.shifts, layer.tables().rotary.turns(), now.num_tokens, first, delta, farthest_shift(layer.config().max_tokens));
   PositionShifts moved = now.shifts;
   moved.add(first, delta);
-  if (moved.pieces().size() > kMaxShifts) fail<CapacityError>("shift_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
+  if (moved.pieces().size() > kMaxShifts) ::lowrankkv::detail::fail<CapacityError>("shift_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
   return moved;
 }
 

@@ -77,20 +77,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   }
 
   void check_shift(int slot, std::int64_t first, std::int64_t delta) const {
-    if (!layer_.stores_unrotated()) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
-    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (first < 0 || first > tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", tokens, " tokens");
-    constexpr std::int64_t limit = PositionShifts::kLimit;
-    const auto check = [&](std::int64_t offset) {
-      if (delta > 2 * limit || delta < -2 * limit || offset + delta > limit || offset + delta < -limit) {
-        fail<ValueError>("shift_positions: by ", delta, " after ", offset, ", at most ", limit, " in all");
-      }
-    };
-    const PositionShifts& shifts = layer_.sequence(slot).shifts;
-    check(shifts.offset(first));
-    for (const PositionShift& piece : shifts.pieces()) {
-      if (piece.first > first) check(piece.offset);
-    }
+    detail::check_shift(layer_.sequence(slot).shifts, layer_.stores_unrotated(), layer_.table.lengths(slot).num_tokens, first, delta, PositionShifts::kLimit);
   }
 
   bool flush_due(int slot) const {
