@@ -23,6 +23,8 @@ namespace detail {
 
 /// Shared memory that a block may have so that two share a multiprocessor; and the most there is.
 inline constexpr int kRingBytes = 103 * 1024, kMaxRingBytes = 200 * 1024;
+/// Rows of a list that is long, or may be.
+inline constexpr std::int64_t kManyRows = std::int64_t{1} << 30;
 
 /// How many warps a block of an attention kernel has: as many as its shared memory has room for. @param warp_bytes  of a warp's rings and states; at least 4 warps
 /// may take more than leaves room for a second block  @throws CapacityError where not even one warp fits
@@ -48,9 +50,17 @@ void with_column_blocks(int blocks, Function&& function) {
   }
 }
 
-/// Attention over plain rows of one kind.
+/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but for a latent's where there are none.
+template <CodedForm form, bool joint, class Function>
+void with_maps(const LayerState& layer, Part part, Function&& function) {
+  if constexpr (form == CodedForm::none) function(std::false_type{});
+  else if constexpr (form == CodedForm::codes && !joint) function(std::true_type{});
+  else with_bool(layer.wide_maps(part), function);
+}
+
+/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel before it ends  @param most_rows  of a list: short ones need no deep rings, and more blocks share a multiprocessor
 template <PlainRows which>
-void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
+void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, std::int64_t most_rows, bool early, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   int units = 0, bytes = 0, channels = 0;
   for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
@@ -65,10 +75,11 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
         const auto kernel = attend_plain_kernel<type(), which, max_units(), column_blocks()>;
-        const int warp_bytes = (std::max)(kPlainStages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)));  // states lie where rings were
-        const int warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
-        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), which != PlainRows::recent && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
-                     first_sequence);
+        const auto warp_bytes = [&](int stages) { return (std::max)(stages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))); };  // states lie where rings were
+        const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());  // the order of sums depends on it: whatever the rows
+        const int stages = static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows), std::int64_t{1}, std::int64_t{kPlainStages}));
+        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
+                     first_sequence, stages);
       });
     });
   });
@@ -107,20 +118,34 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 
 /// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
 template <CodedForm form, int scale_groups, bool joint, bool segmented>
-void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
+void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
-  if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
-  if (form == CodedForm::none || compressed_splits == 0) return;
-  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-  const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>(batch.count), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-  with_type(layer.tiles().coded_type, [&](auto coded_type) {
-    launch_early(project_query_kernel<coded_type()>, projection, kStepThreads, project_query_bytes((std::min)(step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(),
-                 "project_query_kernel", stream, tables, step, batch, queries, key_channels, form, first_sequence);
-  });
-  if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
-  else if constexpr (form == CodedForm::codes) attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
-  else if constexpr (form == CodedForm::plain) attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  const bool projects = form != CodedForm::none && compressed_splits > 0;
+  if constexpr (form != CodedForm::none) {
+    const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+    const int together = project_sequences(step.columns(), tables.max_segments > 1);
+    const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+    const auto project = [&](auto* kernel) {
+      launch_early(kernel, projection, kStepThreads, project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(), "project_query_kernel", stream, tables, step,
+                   batch, queries, key_channels, first_sequence);
+    };
+    if (projects) {
+      with_maps<form, false>(layer, Part::key, [&](auto wide) {
+        with_bool(together > 1, [&](auto packs) {
+          if constexpr (form == CodedForm::codes) project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
+          else with_type(layer.tiles().coded_type, [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
+        });
+      });
+    }
+  }
+  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + splits_of(full_rows), (std::max)(full_rows, std::int64_t{tables.ring_rows()}), projects, stream);
+  if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
+  if (!projects) return;
+  if constexpr (form != CodedForm::none) {
+    if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
+    else if constexpr (form == CodedForm::codes) attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
+    else attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, kManyRows, true, stream);
+  }
 }
 
 }  // namespace detail
@@ -130,22 +155,31 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 ///
 /// Recent rows, a prompt's own and the projection of the queries need nothing from each other and run together; compressed rows wait for them.
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
-/// @param compressed_splits, full_splits  bounds of what the sequences' lists need
+/// @param compressed_splits, full_rows  bounds of what the sequences' lists need, or have
 /// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may
 /// have epochs of their own
 template <CodedForm form, bool may_turn, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
-                        int compressed_splits, int full_splits, cudaStream_t stream) {
+                        int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
-  else if constexpr (may_turn) detail::attend_turned<form>(layer, step, batch, queries, first_sequence, compressed_splits, full_splits, stream);
+  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
+  else if constexpr (may_turn) detail::attend_turned<form>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
-  const auto kernel = combine_kernel<joint ? 1 : scale_groups>;
-  detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
-                       first_row, first_sequence);
+  const auto combine = [&](auto* kernel) {
+    detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
+                         first_row, first_sequence);
+  };
+  detail::with_maps<form, joint>(layer, Part::value, [&](auto wide) {
+    constexpr int groups = joint ? 1 : scale_groups;
+    detail::with_bool(step.columns() == 1, [&](auto single) {
+      constexpr int columns = single() ? 1 : kBlockColumns;
+      if (tables.head_dim > 8 * kStepWarps) combine(combine_kernel<groups, columns, 2, wide()>);
+      else combine(combine_kernel<groups, columns, 1, wide()>);
+    });
+  });
 }
 
 }  // namespace cuda

@@ -330,27 +330,29 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
       }
     };
     if (alone) {
+      // The first chunk's state is taken as it is, which is what folding it would give; the last one's, folded, leaves.
       const bool begins = used.chunk == 0, ends = used.chunk == last_chunk;
       #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
-        const float total = column_sum(sum[block]), before = begins ? -INFINITY : parked_top[block], best = fmaxf(before, top[block]);
-        const float a = detail::state_factor(before, best), b = detail::state_factor(top[block], best);
+        const float total = column_sum(sum[block]), best = begins ? top[block] : fmaxf(parked_top[block], top[block]);
+        const float a = begins ? 0.0F : detail::state_factor(parked_top[block], best), b = begins ? 1.0F : detail::state_factor(top[block], best);
         parked_top[block] = best;
-        parked_sum[block] = detail::fold(begins ? 0.0F : parked_sum[block], a, total, b);
+        parked_sum[block] = begins ? total : detail::fold(parked_sum[block], a, total, b);
         #pragma unroll
-        for (int group = 0; group < groups; ++group) parked_weight[group][block] = detail::fold(begins ? 0.0F : parked_weight[group][block], a, weight[group][block], b);
-        float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
-        const bool writes = ends && block < used_blocks;
-        for_each_value(block, [&](int channel, int place, float value) {
-          const float folded = detail::fold(begins ? 0.0F : parked[place * 32], a, value, b);
-          if (writes) target[(3 + channel) * kBlockColumns + t] = folded;
-          else parked[place * 32] = folded;
-        });
-        if (writes && g == 0) {
-          target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
-          target[kBlockColumns + t] = parked_sum[block];
-          target[2 * kBlockColumns + t] = parked_weight[0][block];
-          if constexpr (groups == 2) target[(3 + channels) * kBlockColumns + t] = parked_weight[1][block];
+        for (int group = 0; group < groups; ++group) parked_weight[group][block] = begins ? weight[group][block] : detail::fold(parked_weight[group][block], a, weight[group][block], b);
+        if (!ends && begins) {
+          for_each_value(block, [&](int, int place, float value) { parked[place * 32] = value; });
+        } else if (!ends) {
+          for_each_value(block, [&](int, int place, float value) { parked[place * 32] = detail::fold(parked[place * 32], a, value, b); });
+        } else if (block < used_blocks) {
+          float* target = step.state(row, step.first_entry(Source::compressed) + used.split, first_block + block);
+          for_each_value(block, [&](int channel, int place, float value) { target[(3 + channel) * kBlockColumns + t] = begins ? value : detail::fold(parked[place * 32], a, value, b); });
+          if (g == 0) {
+            target[t] = parked_top[block] + scale_of(block).shift;  // the means shift every logit of a column alike
+            target[kBlockColumns + t] = parked_sum[block];
+            target[2 * kBlockColumns + t] = parked_weight[0][block];
+            if constexpr (groups == 2) target[(3 + channels) * kBlockColumns + t] = parked_weight[1][block];
+          }
         }
       }
       continue;

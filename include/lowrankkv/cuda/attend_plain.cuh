@@ -14,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tiles of a warp's ring.
+/// @brief Tiles of a warp's ring, at most.
 inline constexpr int kPlainStages = 3;
 
 /// @brief The rows that one launch attends to: compressed ones, if their tiles are plain; the tails and the full rows; a prompt's own.
@@ -22,13 +22,14 @@ enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 
 /// @brief Partial states of plain rows. Grid: splits (recent: 1 for the tail, then those of the full rows; prompt: 1) x column
 /// groups, heads, sequences.
-/// Rows at full rank meet the queries as they are: recent ones are attended to first, a prompt's own at the same time. Compressed ones wait for
-/// the kernel before this one, which projects the queries.
+/// Rows at full rank meet the queries as they are: recent ones and a prompt's own are attended to while queries are projected. Compressed ones wait for
+/// the kernels before this one.
 /// @tparam type           of the tiles  @tparam which  rows
 /// @tparam max_units      units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
+/// @param  stages         tiles of a warp's ring
 template <DType type, PlainRows which, int max_units, int column_blocks>
-__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence) {
+__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence, int stages) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kPlainStages];
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   }
   const int rows = range.end, splits = range.splits, split = place - range.first_split;
   if (split >= splits) {
-    if (which != PlainRows::recent) wait_for_last_kernel();
+    end_after_last_kernel();
     return;
   }
   const std::int32_t* table = tables.page_table(list, slot, head);
@@ -70,14 +71,26 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
-  TileRing<kPlainStages> ring(memory + warp * kPlainStages * layout.bytes, barriers[warp], layout.bytes);
+  TileRing<kPlainStages> ring(memory + warp * stages * layout.bytes, barriers[warp], layout.bytes, stages);
   PageWalk walk(tables, table, layout, first + warp);
-  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
+  // The first of every warps-th tile that holds a row: of a tail, few may.
+  const auto with_rows = [&](int tile) {
+    const auto empty = [&](int place) {
+      const int index = (place - lengths.tail_first + rows) % rows;
+      return index >= lengths.tail_length && (index + tile_rows <= rows || lengths.tail_length == 0);
+    };
+    while (tail && tile < last && empty(tile * tile_rows)) tile += warps;
+    return tile;
+  };
+  int fetched = first + warp;
+  const auto next_tile = [&]() -> const std::uint8_t* {
+    const int tile = with_rows(fetched);
+    fetched = tile + warps;
     if (tile >= last) return nullptr;
     if (prompt) return step.prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes);
     return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes) : walk.next(warps);
   };
-  for (int stage = 0; stage < kPlainStages; ++stage) ring.fetch(tile_at(first + warp + stage * warps), layout.bytes);
+  for (int stage = 0; stage < stages; ++stage) ring.fetch(next_tile(), layout.bytes);
   if (coded) wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   const std::size_t block_row = coded ? step.query_row(sequence, tables.num_heads, head, segment) + static_cast<std::size_t>(first_block) : 0;
@@ -109,8 +122,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     const int index = (at - lengths.tail_first + rows) % rows;
     return index < limit[block];
   };
-  for (int tile = first + warp; tile < last; tile += warps) {
-    const std::uint8_t* next = tile_at(tile + kPlainStages * warps);
+  for (int tile = with_rows(first + warp); tile < last; tile = with_rows(tile + warps)) {
+    const std::uint8_t* next = next_tile();
     const std::uint8_t* here = ring.wait();
     const uint4* words = reinterpret_cast<const uint4*>(here + layout.key_offset) + lane;
     float s[column_blocks][steps][4] = {};
@@ -203,7 +216,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
       merge_warps(states, channels, scale[block].shift, factors, step.state(row, target, first_block + block));  // lane t has column t
     }
   }
-  if (prompt) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  if (!coded) end_after_last_kernel();  // what comes after this kernel comes after the one before it too
 }
 
 }  // namespace cuda

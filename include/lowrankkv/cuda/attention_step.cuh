@@ -18,6 +18,7 @@ namespace cuda {
 inline constexpr int kBlockColumns = 4;   ///< of a block of columns
 inline constexpr int kAttendThreads = 256;  ///< of a block of the attention kernels, at most
 inline constexpr int kStepThreads = 512;  ///< of the kernels before and after attention, whose blocks are few
+inline constexpr int kStepWarps = kStepThreads / 32;
 inline constexpr int kAttendWarps = kAttendThreads / 32;  ///< at most; fewer where tiles are large
 
 /// @brief Which rows a partial state is of. Prompt: rows of the chunk that is being prefilled, which are stored nowhere yet.

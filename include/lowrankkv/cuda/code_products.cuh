@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/code_products.cuh  Products of a tile's codes, straight from its words, with queries and with weights of 16 bits.
 ///
-/// Four codes become one operand register by one AND; a code that stands at bit p of its byte counts 2^p times (tile_layout.cuh).
+/// Four codes become one operand register by one AND; a code that stands at bit p of its byte counts 2^p times (tile_layout.cuh). The AND leaves what is below the
+/// code in its byte: the topmost need none, and differences of sums are what codes one by one would give, exactly while sums are integers.
 #pragma once
 
 #include <cstdint>
@@ -69,13 +70,13 @@ __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count un
       if constexpr (bits == 8) {
         a = words[m];
       } else if constexpr (bits == 4) {
-        const std::uint32_t mask = m % 2 == 0 ? 0x0f0f0f0fU : 0xf0f0f0f0U;
+        const std::uint32_t mask = m % 2 == 0 ? 0x0f0f0f0fU : ~0U;
         a = {words[m / 2].x & mask, words[m / 2].y & mask, words[m / 2].z & mask, words[m / 2].w & mask};
       } else if constexpr (bits == 2) {
-        const std::uint32_t mask = 0x03030303U << (2 * m);
+        const std::uint32_t mask = 0x01010101U * ((4U << (2 * m)) - 1);
         a = {words[0].x & mask, words[0].y & mask, words[0].z & mask, words[0].w & mask};
       } else {
-        const std::uint32_t low = 0x01010101U << (2 * m), high = 0x02020202U << (2 * m);
+        const std::uint32_t low = 0x01010101U * ((2U << (2 * m)) - 1), high = 0x01010101U * ((4U << (2 * m)) - 1);
         a = {words[0].x & low, words[0].x & high, words[0].y & low, words[0].y & high};
       }
       #pragma unroll
@@ -92,17 +93,24 @@ __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count un
   for (int i = 1; i < units; ++i) add(Constant<0>{});
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
+    int sums[4][2];  // whole bytes of 255, 256 channels and queries of 32512 stay below 2^31
     #pragma unroll
     for (int m = 0; m < 4; ++m) {
+      sums[m][0] = c[block][m][0] * 256 + c[block][m][1];
+      sums[m][1] = c[block][m][2] * 256 + c[block][m][3];
       const int shift = bits == 8 ? 0 : bits == 4 ? 4 * (m % 2) : 2 * m;
       const float factor = 1.0F / static_cast<float>(1 << shift);
-      logits[block][m][0] = fmaf(static_cast<float>(c[block][m][0] * 256 + c[block][m][1]), factor * scale[block], logits[block][m][0]);
-      logits[block][m][1] = fmaf(static_cast<float>(c[block][m][2] * 256 + c[block][m][3]), (bits == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][1]);
+      #pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int below = bits == 8 || (bits == 4 && m % 2 == 0) || (m == 0 && (bits == 2 || r == 0)) ? 0 : bits != 1 ? sums[m - 1][r] : r == 1 ? sums[m][0] : sums[m - 1][1];
+        logits[block][m][r] = fmaf(static_cast<float>(sums[m][r] - below), (bits == 1 && r == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][r]);
+      }
     }
   }
 }
 
-/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at bit p of their bytes count 2^p times.
+/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at bit p of their bytes count 2^p times, and of 2 and 4 bits those below in
+/// the byte are still in (channel_below()): whoever reads the sums takes differences.
 template <int column_blocks>
 __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bits, const std::uint32_t (&weights)[column_blocks][4], const float (&scale)[column_blocks],
                                                float (&out)[column_blocks][2][2]) {
@@ -116,7 +124,7 @@ __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bit
     const uint4 w = words[0];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::uint32_t low = 0x03030303U << (4 * half), high = 0x0c0c0c0cU << (4 * half);
+      const std::uint32_t low = 0x01010101U * ((4U << (4 * half)) - 1), high = 0x01010101U * ((16U << (4 * half)) - 1);
       #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         int c[4];
@@ -132,8 +140,8 @@ __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bit
       #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         int c[4];
-        mma_codes_new(c, w.x & 0x0f0f0f0fU, w.x & 0xf0f0f0f0U, w.y & 0x0f0f0f0fU, w.y & 0xf0f0f0f0U, weights[block][0], weights[block][1]);
-        mma_codes(c, w.z & 0x0f0f0f0fU, w.z & 0xf0f0f0f0U, w.w & 0x0f0f0f0fU, w.w & 0xf0f0f0f0U, weights[block][2], weights[block][3]);
+        mma_codes_new(c, w.x & 0x0f0f0f0fU, w.x, w.y & 0x0f0f0f0fU, w.y, weights[block][0], weights[block][1]);
+        mma_codes(c, w.z & 0x0f0f0f0fU, w.z, w.w & 0x0f0f0f0fU, w.w, weights[block][2], weights[block][3]);
         add(block, half, c, 1.0F);
       }
     }

@@ -263,7 +263,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), cuda::splits_of(full), stream);
+      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), full, stream);
       if constexpr (weighs) {
         if (mass.data == nullptr) return;
         const cuda::MassQueries measured = cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m);

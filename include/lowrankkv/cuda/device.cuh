@@ -112,6 +112,21 @@ struct DeviceRows {
     if (dtype == DType::f16) return __half2float(static_cast<const __half*>(data)[index]);
     return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
   }
+  /// @brief Channels first, first + step, ... of a row as f32, all on their way at once; zeros from `channels` on.
+  template <int count>
+  __device__ void gather(std::int64_t token, int head, int first, int step, int channels, float (&values)[count]) const {
+    const std::int64_t row = token * token_stride + head * head_stride;
+    if (dtype == DType::f32) {
+      #pragma unroll
+      for (int i = 0; i < count; ++i) values[i] = first + i * step < channels ? static_cast<const float*>(data)[row + (first + i * step) * element_stride] : 0.0F;
+      return;
+    }
+    std::uint16_t words[count];  // zeros of either type
+    #pragma unroll
+    for (int i = 0; i < count; ++i) words[i] = first + i * step < channels ? static_cast<const std::uint16_t*>(data)[row + (first + i * step) * element_stride] : std::uint16_t{0};
+    #pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = dtype == DType::f16 ? __half2float(__ushort_as_half(words[i])) : __uint_as_float(static_cast<std::uint32_t>(words[i]) << 16);
+  }
   /// @brief The rows from a token on.
   DeviceRows from(std::int64_t token) const {
     DeviceRows rest = *this;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
@@ -57,6 +58,14 @@ inline void write_as(DType type, float value, std::uint8_t* target) {
   for (std::size_t byte = 0; byte < size_of(type); ++byte) target[byte] = static_cast<std::uint8_t>(word >> (8 * byte));
 }
 
+namespace detail {
+
+/// Four neighbours of a map that is f32, or of 16 bits.
+template <bool wide>
+using MapWords = std::conditional_t<wide, float4, uint2>;
+
+}  // namespace detail
+
 /// @brief A map in device memory, elements at place_in_map().
 struct MapElements {
   const void* data = nullptr;
@@ -66,6 +75,12 @@ struct MapElements {
   __device__ __forceinline__ float4 quad(int index) const {
     if (type == DType::f32) return __ldg(static_cast<const float4*>(data) + index);
     return widened(__ldg(static_cast<const uint2*>(data) + index));
+  }
+  /// @brief The same of a map that is known to be f32, or known to be 16 bits.
+  template <bool wide>
+  __device__ __forceinline__ float4 quad_of(int index) const {
+    if constexpr (wide) return __ldg(static_cast<const float4*>(data) + index);
+    else return widened(__ldg(static_cast<const uint2*>(data) + index));
   }
   /// @brief Four neighbours of a map of 16 bits, as f32.
   __device__ __forceinline__ float4 widened(const uint2& words) const {

@@ -311,6 +311,8 @@ class LayerState {
   int multiprocessors() const { return multiprocessors_; }
   /// @brief Shared memory that a block may have on this device.
   int shared_bytes() const { return shared_bytes_; }
+  /// @brief Whether maps from tiles to rows are f32, in all heads and epochs; else 16 bits.
+  bool wide_maps(Part part) const { return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32; }
   /// @brief Memory that attention works in.
   Workspace& workspace() { return workspace_; }
   const Workspace& workspace() const { return workspace_; }

@@ -12,8 +12,8 @@ namespace cuda {
 
 /// @brief Columns of a block of project_query_kernel, at most.
 inline constexpr int kProjectColumns = 16;
-/// @brief Its warps, and operands of the map that a warp has in flight before the queries arrive.
-inline constexpr int kStepWarps = kStepThreads / 32, kMapTiles = 8;
+/// @brief Operands of the map that a lane has in flight before the queries arrive.
+inline constexpr int kMapTiles = 4;
 
 /// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
 inline std::size_t project_query_bytes(int columns, int head_dim, int channels) {
@@ -35,13 +35,14 @@ struct MapShare {
 };
 
 /// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so that f32 is what it comes to. `map` holds
-/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end.
-__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, const float4 (&map)[kMapTiles], float4* scratch,
+/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end. @tparam wide  the map is f32, else 16 bits
+template <bool wide>
+__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, const MapWords<wide> (&map)[kMapTiles], float4* scratch,
                                        float* coded, int* largest) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, width = 16 * share.channel_blocks, steps = share.end - share.first;
   for (int base = 0; base < share.channel_blocks; base += kStepWarps) {  // once, unless there are more than 256 channels
     const int own = base + share.channel_block;
-    const auto operand = [&](int step) { return maps.reader.quad((own * share.steps + share.first + step) * 32 + lane); };
+    const auto operand = [&](int step) { return maps.reader.template quad_of<wide>((own * share.steps + share.first + step) * 32 + lane); };
     for (int block = 0; block < blocks; ++block) {
       float sums[4] = {};
       if (own < share.channel_blocks) {
@@ -55,7 +56,10 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
         };
         #pragma unroll
         for (int i = 0; i < kMapTiles; ++i) {
-          if (i < steps) add(base == 0 ? map[i] : operand(i), i);
+          if (i >= steps) break;
+          if (base > 0) add(operand(i), i);
+          else if constexpr (wide) add(map[i], i);
+          else add(maps.reader.widened(map[i]), i);
         }
         #pragma unroll 4
         for (int i = kMapTiles; i < steps; ++i) add(operand(i), i);
@@ -85,29 +89,31 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
 
 }  // namespace detail
 
-/// @brief Writes the operands and scales of a step for the compressed rows, for every segment. Grid: (KV heads x segments) x sequences x groups of
+/// @brief Sequences that a block of project_query_kernel projects for: where a block of columns has room and all sequences have the same maps, several.
+__host__ __device__ constexpr int project_sequences(int columns, bool segmented) { return segmented ? 1 : kBlockColumns / columns > 1 ? kBlockColumns / columns : 1; }
+
+/// @brief Writes the operands and scales of a step for the compressed rows, for every segment. Grid: (KV heads x segments) x groups of project_sequences() x groups of
 /// kProjectColumns columns.
-/// @param channels  largest number of key channels of a head's tiles
-template <DType coded_type>
-__global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int channels, CodedForm form, int first_sequence) {
+/// @tparam wide  maps are f32, else 16 bits  @tparam packs  whether project_sequences() is more than one  @param channels  largest number of key channels of a head's tiles
+template <DType coded_type, CodedForm form, bool wide, bool packs>
+__global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int channels, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  release_next_kernel();  // it fetches tiles while this one runs
-  const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, slot = batch.slots[blockIdx.y], head_dim = tables.head_dim;
-  const int list_rows = tables.num_rows(RowList::compressed, slot, head);
-  if (index >= tables.num_segments(slot, list_rows)) {
-    wait_for_last_kernel();
-    return;
-  }
-  const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, columns = min(kProjectColumns, step.columns() - first_column);
+  release_next_kernel();  // rows at full rank are attended to at the same time
+  const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, head_dim = tables.head_dim;
+  // Everything that depends on nothing is on its way before anything is waited for. Where nobody has an epoch of his own there is nothing to look up: an empty list is projected for in vain.
+  const bool segmented = tables.max_segments > 1;
+  const int together = packs ? project_sequences(step.columns(), segmented) : 1, first_in_batch = static_cast<int>(blockIdx.y) * together, sequences = packs ? min(together, batch.count - first_in_batch) : 1, slot = batch.slots[first_in_batch];
+  const int list_rows = segmented ? tables.num_rows(RowList::compressed, slot, head) : 0;
+  if (segmented && index >= tables.num_segments(slot, list_rows)) return;
+  const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, own_columns = min(kProjectColumns, step.columns() - first_column), columns = sequences * own_columns;
   const int blocks = (columns + kBlockColumns - 1) / kBlockColumns, thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   float4* scratch = reinterpret_cast<float4*>(shared_memory);                            // [warps, 16]
   float* plain = reinterpret_cast<float*>(scratch + kStepWarps * 16);                    // [blocks, head_dim, columns]
   float* coded = plain + blocks * head_dim * kBlockColumns;                              // [blocks, channels, columns]
   __shared__ int largest[kProjectColumns];                                               // bits of numbers that are not negative
   __shared__ float shifts[kProjectColumns][kMaxHeadDim / 16];
-  __shared__ unsigned long long twice_centres[2][kProjectColumns];  // by scale group
+  __shared__ int twice_centres[2][kProjectColumns];  // by scale group: up to 256 channels x 32512 x 255, which 31 bits hold
   __shared__ HeadTiles layout;
-  // Everything that depends on nothing is on its way before anything is waited for.
   copy_tiles(tables.compressed + head, &layout);
   const PartMaps maps = tables.maps[tables.segment(slot, list_rows, index, 0).epoch * heads + head].key;
   if (thread < kProjectColumns) {
@@ -115,15 +121,15 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
     twice_centres[0][thread] = twice_centres[1][thread] = 0;
   }
   const detail::MapShare share(maps.width, head_dim);
-  float4 map[kMapTiles];
+  detail::MapWords<wide> map[kMapTiles];
+  const auto* words = static_cast<const detail::MapWords<wide>*>(maps.reader.data) + (share.channel_block * share.steps + share.first) * 32 + lane;
   #pragma unroll
   for (int i = 0; i < kMapTiles; ++i) {
-    const bool mine = share.channel_block < share.channel_blocks && share.first + i < share.end;
-    map[i] = mine ? maps.reader.quad((share.channel_block * share.steps + share.first + i) * 32 + lane) : float4{};
+    if (share.channel_block < share.channel_blocks && share.first + i < share.end) map[i] = __ldg(words + 32 * i);
   }
   for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
     const int own = item / head_dim, channel = item % head_dim;
-    const float value = own < columns ? queries.at(step, static_cast<int>(blockIdx.y), head, first_column + own, channel) : 0.0F;
+    const float value = own < columns ? queries.at(step, first_in_batch + (packs ? own / own_columns : 0), head, first_column + (packs ? own % own_columns : own), channel) : 0.0F;
     plain[(own / kBlockColumns * head_dim + channel) * kBlockColumns + own % kBlockColumns] = value;
     if (maps.mean == nullptr) continue;
     float product = value * maps.mean[channel];
@@ -131,38 +137,46 @@ __global__ void __launch_bounds__(kStepThreads) project_query_kernel(Tables tabl
     if (lane % 16 == 0) shifts[own][channel / 16] = product;
   }
   __syncthreads();
-  detail::project_columns(plain, blocks, head_dim, channels, share, maps, map, scratch, coded, largest);
-  const std::size_t block_row = step.query_row(first_sequence + static_cast<int>(blockIdx.y), heads, head, index) + static_cast<std::size_t>(first_column / kBlockColumns);
-  uint2* target = step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32;
-  for (int item = thread; item < blocks * layout.key_units * 32; item += kStepThreads) {
-    const int unit = item / 32 % layout.key_units, block = item / 32 / layout.key_units;
+  detail::project_columns<wide>(plain, blocks, head_dim, channels, share, maps, map, scratch, coded, largest);
+  // Blocks of columns as attention wants them: those of a sequence, or one of every sequence, whose columns are its own; the others are zeros.
+  const int targets = packs ? sequences : blocks;
+  const auto block_row = [&](int target) {
+    const int sequence = first_sequence + first_in_batch + (packs ? target : 0);
+    return step.query_row(sequence, heads, head, index) + static_cast<std::size_t>(first_column / kBlockColumns + (packs ? 0 : target));
+  };
+  const auto column_of = [&](int target, int column) { return !packs ? target * kBlockColumns + column : column < own_columns ? target * own_columns + column : -1; };
+  for (int item = thread; item < targets * layout.key_units * 32; item += kStepThreads) {
+    const int unit = item / 32 % layout.key_units, target = item / 32 / layout.key_units, column = column_of(target, lane / 8), block = packs ? 0 : target;
     const float* values = coded + block * channels * kBlockColumns;
-    uint2& operand = target[(block * step.coded_units + unit) * 32 + lane];
-    if (form == CodedForm::plain) {
-      operand = detail::plain_operand<coded_type>(values, maps.width, unit, lane, largest + block * kBlockColumns);
+    const int source = packs ? max(0, column) * 8 + lane % 8 : lane;  // the lane whose operand it would be
+    uint2 operand;
+    if constexpr (form == CodedForm::plain) {
+      operand = detail::plain_operand<coded_type>(values, maps.width, unit, source, largest + block * kBlockColumns);
     } else {
       int sum = 0;
-      operand = detail::code_operand(values, unit, lane, largest + block * kBlockColumns, sum);
+      operand = detail::code_operand(values, unit, source, largest + block * kBlockColumns, sum);
       // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2. Summed over the integers that the products use, in any order.
       sum += __shfl_xor_sync(~0U, sum, 1);
       sum += __shfl_xor_sync(~0U, sum, 2);
-      const long long twice = -static_cast<long long>(sum) * ((1 << layout.key_widths[unit]) - 1);
-      if (lane % 8 == 0) atomicAdd(twice_centres[unit < layout.first_key_units ? 0 : 1] + block * kBlockColumns + lane / 8, static_cast<unsigned long long>(twice));
+      if (lane % 8 == 0 && column >= 0) atomicAdd(twice_centres[unit < layout.first_key_units ? 0 : 1] + column, -sum * ((1 << layout.key_widths[unit]) - 1));
     }
+    step.coded_queries[(block_row(target) * static_cast<std::size_t>(step.coded_units) + static_cast<std::size_t>(unit)) * 32 + static_cast<std::size_t>(lane)] = column < 0 ? uint2{0, 0} : operand;
   }
   __syncthreads();
-  if (thread < blocks * kBlockColumns) {
+  if (thread < targets * kBlockColumns) {
+    const int column = column_of(thread / kBlockColumns, thread % kBlockColumns);
     ColumnScale scale;
-    scale.unit = __int_as_float(largest[thread]);
-    for (int i = 0; maps.mean != nullptr && i < head_dim / 16; ++i) scale.shift += shifts[thread][i];
-    if (form == CodedForm::codes) {
-      scale.unit /= 32512.0F;
-      scale.constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[0][thread])) * scale.unit;
-      scale.second_constant = 0.5F * static_cast<float>(static_cast<long long>(twice_centres[1][thread])) * scale.unit;
+    if (column >= 0) {
+      scale.unit = __int_as_float(largest[column]);
+      for (int i = 0; maps.mean != nullptr && i < head_dim / 16; ++i) scale.shift += shifts[column][i];
     }
-    step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(thread)] = scale;
+    if (form == CodedForm::codes && column >= 0) {
+      scale.unit /= 32512.0F;
+      scale.constant = 0.5F * static_cast<float>(twice_centres[0][column]) * scale.unit;
+      scale.second_constant = 0.5F * static_cast<float>(twice_centres[1][column]) * scale.unit;
+    }
+    step.coded_scales[block_row(thread / kBlockColumns) * kBlockColumns + static_cast<std::size_t>(thread % kBlockColumns)] = scale;
   }
-  wait_for_last_kernel();  // rows at full rank are attended to at the same time; what comes after this kernel comes after that one too
 }
 
 }  // namespace cuda

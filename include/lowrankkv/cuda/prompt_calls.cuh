@@ -214,7 +214,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     for (std::int64_t first = 0; first < n; first += at_once) {
       AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
-      attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Rule::adapts>(layer_, step, batch, device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), splits_of(now.rows.num_full), stream);
+      attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Rule::adapts>(layer_, step, batch, device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), now.rows.num_full, stream);
       if constexpr (Rows::keeps_masses && Rows::compresses) {
         enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
       }

@@ -19,18 +19,19 @@ struct StepQueries {
 
   /// @brief Channel of a column of a sequence of the launch, times the factor.
   __device__ float at(const AttentionStep& step, int sequence, int kv_head, int column, int channel) const {
-    return factor * rows.at(first_row + static_cast<std::int64_t>(sequence) * step.m + column / step.group, kv_head * step.group + column % step.group, channel);
+    return factor * rows.at(row(step, sequence, column), kv_head * step.group + column % step.group, channel);
   }
+  /// @brief Channels first, first + 32, ... of it, up to `channels`.
+  template <int count>
+  __device__ void gather(const AttentionStep& step, int sequence, int kv_head, int column, int first, int channels, float (&values)[count]) const {
+    rows.gather(row(step, sequence, column), kv_head * step.group + column % step.group, first, 32, channels, values);
+    #pragma unroll
+    for (int i = 0; i < count; ++i) values[i] *= factor;
+  }
+  __device__ std::int64_t row(const AttentionStep& step, int sequence, int column) const { return first_row + static_cast<std::int64_t>(sequence) * step.m + column / step.group; }
 };
 
 namespace detail {
-
-/// Raises a shared maximum of magnitudes, as bits, to those of `value` over half a warp. The order does not matter.
-__device__ inline void raise_largest(float value, int* largest) {
-  float top = fabsf(value);
-  for (int distance = 8; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
-  if (threadIdx.x % 16 == 0 && top > 0.0F) atomicMax(largest, __float_as_int(top));
-}
 
 /// Two numbers of magnitude up to 1, rounded to 16 bits each, and, if `low`, what that loses instead.
 template <DType type>
@@ -87,18 +88,28 @@ __device__ __forceinline__ uint2 code_operand(const float* values, int unit, int
 /// @param raw  shared memory of column_blocks x head_dim x kBlockColumns numbers  @param largest of column_blocks x kBlockColumns
 template <DType type, int column_blocks>
 __device__ inline void make_plain_queries(const StepQueries& queries, const AttentionStep& step, int sequence, int kv_head, int first_block, int head_dim, float* raw, int* largest, uint2* shared) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  if (thread < column_blocks * kBlockColumns) largest[thread] = 0;
-  __syncthreads();
-  for (int item = thread; item < column_blocks * kBlockColumns * head_dim; item += threads) {  // sixteen lanes have one column: head_dim is a multiple
-    const int own = item / head_dim, column = first_block * kBlockColumns + own, channel = item % head_dim;
-    const float value = column < step.columns() ? queries.at(step, sequence, kv_head, column, channel) : 0.0F;
-    raw[(own / kBlockColumns * head_dim + channel) * kBlockColumns + own % kBlockColumns] = value;
-    detail::raise_largest(value, largest + own);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), lane = thread % 32;
+  for (int own = thread / 32; own < column_blocks * kBlockColumns; own += threads / 32) {  // a column a warp
+    const int column = first_block * kBlockColumns + own;
+    float top = 0.0F;
+    #pragma unroll 1
+    for (int first = lane; first < head_dim; first += 128) {
+      float values[4] = {};
+      if (column < step.columns()) queries.gather(step, sequence, kv_head, column, first, head_dim, values);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + 32 * i >= head_dim) break;
+        raw[(own / kBlockColumns * head_dim + first + 32 * i) * kBlockColumns + own % kBlockColumns] = values[i];
+        top = fmaxf(top, fabsf(values[i]));
+      }
+    }
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
+    if (lane == 0) largest[own] = __float_as_int(top);
   }
   __syncthreads();
   for (int item = thread; item < column_blocks * head_dim / kPlainUnit * 32; item += threads) {
-    const int lane = item % 32, block = item / 32 % column_blocks, unit = item / 32 / column_blocks;
+    const int block = item / 32 % column_blocks, unit = item / 32 / column_blocks;
     shared[item] = detail::plain_operand<type>(raw + block * head_dim * kBlockColumns, head_dim, unit, lane, largest + block * kBlockColumns);
   }
   __syncthreads();

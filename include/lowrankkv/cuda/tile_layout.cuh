@@ -146,6 +146,11 @@ __host__ __device__ constexpr int value_weight(int bits, int channel) {
   return 1 << (bits == 8 ? 0 : bits == 4 ? 4 * (eighth % 2) : bits * eighth);
 }
 
+/// @brief The channel of values of 4 or 2 bits whose code stands below a channel's in its byte; -1: none, or none that sums over a tile still hold.
+__host__ __device__ constexpr int channel_below(int bits, int channel) {
+  return (bits == 4 && channel % 16 >= 8) || (bits == 2 && channel % kCodeUnit >= 8) ? channel - 8 : -1;
+}
+
 /// @brief A split of a list is so many rows, or one in kMaxSplits parts of a longer list: points that depend on the list alone, so
 /// that results do not depend on the batch.
 inline constexpr int kSplitRows = 2048;

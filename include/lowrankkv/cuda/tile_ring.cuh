@@ -17,7 +17,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) { r
 template <int stages>
 class TileRing {
  public:
-  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's  @param used  of the stages: all, or one fewer
+  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's  @param used  of the stages
   __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int most_bytes, int used = stages) : memory_(memory), barriers_(barriers), most_bytes_(most_bytes), used_(used) {
 #if __CUDA_ARCH__ >= 900
     // Tiles are read once a step: they must not push maps and partial states out of the cache.
@@ -56,7 +56,8 @@ class TileRing {
                  ::"r"(shared_address(barriers_ + using_)), "r"(phase_) : "memory");
 #else
     if (used_ == stages) asm volatile("cp.async.wait_group %0;" ::"n"(stages - 1) : "memory");
-    else asm volatile("cp.async.wait_group %0;" ::"n"(stages - 2) : "memory");
+    else if (used_ == stages - 1 && stages > 1) asm volatile("cp.async.wait_group %0;" ::"n"(stages > 1 ? stages - 2 : 0) : "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncwarp();
 #endif
     const std::uint8_t* tile = memory_ + using_ * most_bytes_;
@@ -94,6 +95,11 @@ __device__ __forceinline__ void wait_for_last_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+/// @brief The same for a grid as a whole: when it is done, the kernel before it is, though only its first block has waited. For kernels that need nothing of that one.
+__device__ __forceinline__ void end_after_last_kernel() {
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) wait_for_last_kernel();
 }
 
 /// @brief 2^x; 0 below 2^-126.
