@@ -125,9 +125,9 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
     const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
     const int together = project_sequences(step.columns(), tables.max_segments > 1);
     const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-    const auto project = [&](auto* kernel) {
-      launch_early(kernel, projection, kStepThreads, project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels), layer.overlaps(), "project_query_kernel", stream, tables, step,
-                   batch, queries, key_channels, first_sequence);
+    const auto project = [&](auto* kernel) {  // not early: with it the whole step waits for what comes before it in the stream
+      launch_early(kernel, projection, kStepThreads, project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels), false, "project_query_kernel", stream, tables, step, batch,
+                   queries, key_channels, first_sequence);
     };
     if (projects) {
       with_maps<form, false>(layer, Part::key, [&](auto wide) {

@@ -93,17 +93,17 @@ __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count un
   for (int i = 1; i < units; ++i) add(Constant<0>{});
   #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    int sums[4][2];  // whole bytes of 255, 256 channels and queries of 32512 stay below 2^31
+    std::uint32_t sums[4][2];  // of whole bytes: beyond 2^31 they wrap, and differences are right again
     #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      sums[m][0] = c[block][m][0] * 256 + c[block][m][1];
-      sums[m][1] = c[block][m][2] * 256 + c[block][m][3];
+      #pragma unroll
+      for (int r = 0; r < 2; ++r) sums[m][r] = static_cast<std::uint32_t>(c[block][m][2 * r]) * 256U + static_cast<std::uint32_t>(c[block][m][2 * r + 1]);
       const int shift = bits == 8 ? 0 : bits == 4 ? 4 * (m % 2) : 2 * m;
       const float factor = 1.0F / static_cast<float>(1 << shift);
       #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int below = bits == 8 || (bits == 4 && m % 2 == 0) || (m == 0 && (bits == 2 || r == 0)) ? 0 : bits != 1 ? sums[m - 1][r] : r == 1 ? sums[m][0] : sums[m - 1][1];
-        logits[block][m][r] = fmaf(static_cast<float>(sums[m][r] - below), (bits == 1 && r == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][r]);
+        const std::uint32_t below = bits == 8 || (bits == 4 && m % 2 == 0) || (m == 0 && (bits == 2 || r == 0)) ? 0U : bits != 1 ? sums[m - 1][r] : r == 1 ? sums[m][0] : sums[m - 1][1];
+        logits[block][m][r] = fmaf(static_cast<float>(static_cast<int>(sums[m][r] - below)), (bits == 1 && r == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][r]);
       }
     }
   }

@@ -14,8 +14,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Lets blocks of a kernel have so many bytes of shared memory on the current device; asks for it only where it was not asked for as much before, whoever did.
-inline void allow_shared(const void* kernel, std::size_t bytes, const char* name) {
+/// Lets blocks of a kernel have so many bytes of shared memory on the current device; asks for it only where it was not asked for as much before, whoever did. @param again  ask anyway
+inline void allow_shared(const void* kernel, std::size_t bytes, const char* name, bool again = false) {
   struct Allowed {
     const void* kernel;
     int device;
@@ -27,7 +27,7 @@ inline void allow_shared(const void* kernel, std::size_t bytes, const char* name
   check(cudaGetDevice(&device), name);
   const std::lock_guard lock(mutex);
   auto own = std::find_if(kernels.begin(), kernels.end(), [&](const Allowed& other) { return other.kernel == kernel && other.device == device; });
-  if (own != kernels.end() && own->bytes >= bytes) return;
+  if (own != kernels.end() && own->bytes >= bytes && !again) return;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
   // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's kernels want it, so that blocks of the next one find room beside this one's.
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
@@ -49,7 +49,13 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::si
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), name);
+  cudaError_t result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  if (result == cudaErrorInvalidValue) {  // what was allowed is gone: the device was reset
+    static_cast<void>(cudaGetLastError());
+    allow_shared(reinterpret_cast<const void*>(kernel), bytes, name, true);
+    result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  }
+  check(result, name);
 }
 
 /// Calls f with true or false as a constant.
