@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# What `cmake --install` puts into a prefix: headers, targets for find_package, a file for pkg-config. The prefix can be moved.
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+set(package_dir "${CMAKE_INSTALL_DATADIR}/cmake/lowrankkv")
+install(DIRECTORY include/lowrankkv DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh")
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DATADIR}/lowrankkv")
+
+# Two files: a consumer without CUDA never reads the second.
+install(TARGETS lowrankkv EXPORT lowrankkvTargets)
+install(TARGETS lowrankkv_cuda EXPORT lowrankkvCudaTargets)
+install(EXPORT lowrankkvTargets NAMESPACE lowrankkv:: DESTINATION "${package_dir}")
+install(EXPORT lowrankkvCudaTargets NAMESPACE lowrankkv:: DESTINATION "${package_dir}")
+
+configure_package_config_file(cmake/lowrankkvConfig.cmake.in "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" INSTALL_DESTINATION "${package_dir}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
+install(FILES "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" "${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" DESTINATION "${package_dir}")
+
+configure_file(cmake/lowrankkv.pc.in lowrankkv.pc @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/lowrankkv.pc" DESTINATION "${CMAKE_INSTALL_DATADIR}/pkgconfig")

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -D BUILD=... -D FIRST=... -D PREFIX=... -P install.cmake: installs a build to one prefix and moves that to another.
+file(REMOVE_RECURSE ${FIRST} ${PREFIX})
+execute_process(COMMAND ${CMAKE_COMMAND} --install ${BUILD} --prefix ${FIRST} COMMAND_ERROR_IS_FATAL ANY OUTPUT_QUIET)
+get_filename_component(parent ${PREFIX} DIRECTORY)
+file(MAKE_DIRECTORY ${parent})
+file(RENAME ${FIRST} ${PREFIX})
+file(GLOB_RECURSE texts ${PREFIX}/*.cmake ${PREFIX}/*.pc)
+foreach(text IN LISTS texts)
+  file(READ ${text} content)
+  foreach(path ${FIRST} ${BUILD})
+    string(FIND "${content}" "${path}" at)
+    if(NOT at EQUAL -1)
+      message(FATAL_ERROR "${text} names ${path}")
+    endif()
+  endforeach()
+endforeach()

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -D COMPILER=... -D SOURCE=... -D BINARY=... -D PREFIX=... -P pkg_config.cmake: a consumer without CMake.
+set(ENV{PKG_CONFIG_PATH} ${PREFIX}/share/pkgconfig)
+execute_process(COMMAND pkg-config --cflags --libs "lowrankkv >= 0.1" COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE)
+separate_arguments(flags UNIX_COMMAND "${flags}")
+file(MAKE_DIRECTORY ${BINARY})
+execute_process(COMMAND ${COMPILER} -std=c++20 ${SOURCE}/main.cpp -o ${BINARY}/consumer ${flags} COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${BINARY}/consumer COMMAND_ERROR_IS_FATAL ANY)
