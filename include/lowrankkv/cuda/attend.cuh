@@ -30,9 +30,7 @@ inline constexpr std::int64_t kManyRows = std::int64_t{1} << 30;
 /// may take more than leaves room for a second block  @throws CapacityError where not even one warp fits
 template <class... Parameters>
 int warps_of(void (*kernel)(Parameters...), int warp_bytes, int most_shared) {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-  const int limit = (std::min)(kMaxRingBytes, most_shared - static_cast<int>(attributes.sharedSizeBytes));
+  const int limit = (std::min)(kMaxRingBytes, free_shared(kernel, most_shared));
   int warps = kAttendWarps;
   while (warps > 4 && warps * warp_bytes > kRingBytes) warps /= 2;
   while (warps > 1 && warps * warp_bytes > limit) warps /= 2;
@@ -78,7 +76,7 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
         const auto warp_bytes = [&](int stages) { return (std::max)(stages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))); };  // states lie where rings were
         const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());  // the order of sums depends on it: whatever the rows
         const int stages = static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows), std::int64_t{1}, std::int64_t{kPlainStages}));
-        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
+        launch_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
                      first_sequence, stages);
       });
     });
@@ -103,7 +101,7 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
         // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
         const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 || segmented ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
         const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
-        launch_early(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
+        launch_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {
@@ -116,32 +114,37 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
   });
 }
 
+/// Projects the queries for compressed rows: every kernel of a step that comes after this one waits for what comes before it in the stream, since this one does.
+template <CodedForm form>
+void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+  const int together = project_sequences(step.columns(), tables.max_segments > 1);
+  const std::size_t bytes = project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
+  const dim3 grid(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+  const auto project = [&](auto* kernel) {
+    launch_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream, tables, step, batch, queries, key_channels, first_sequence);
+  };
+  with_maps<form, false>(layer, Part::key, [&](auto wide) {
+    with_bool(together > 1, [&](auto packs) {
+      if constexpr (form == CodedForm::codes) project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
+      else with_type(layer.tiles().coded_type, [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
+    });
+  });
+}
+
 /// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
 template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
   const bool projects = form != CodedForm::none && compressed_splits > 0;
   if constexpr (form != CodedForm::none) {
-    const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-    const int together = project_sequences(step.columns(), tables.max_segments > 1);
-    const dim3 projection(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
-    const auto project = [&](auto* kernel) {  // not early: with it the whole step waits for what comes before it in the stream
-      launch_early(kernel, projection, kStepThreads, project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels), false, "project_query_kernel", stream, tables, step, batch,
-                   queries, key_channels, first_sequence);
-    };
-    if (projects) {
-      with_maps<form, false>(layer, Part::key, [&](auto wide) {
-        with_bool(together > 1, [&](auto packs) {
-          if constexpr (form == CodedForm::codes) project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
-          else with_type(layer.tiles().coded_type, [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
-        });
-      });
-    }
+    if (projects) project_queries<form>(layer, step, batch, queries, first_sequence, stream);
   }
-  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + splits_of(full_rows), (std::max)(full_rows, std::int64_t{tables.ring_rows()}), projects, stream);
+  const std::int64_t recent_rows = (std::max)(full_rows, std::int64_t{layer.tables().ring_rows()});
+  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + splits_of(full_rows), recent_rows, projects, stream);
   if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
-  if (!projects) return;
   if constexpr (form != CodedForm::none) {
+    if (!projects) return;
     if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
     else if constexpr (form == CodedForm::codes) attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
     else attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, kManyRows, true, stream);
@@ -160,7 +163,7 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 /// have epochs of their own
 template <CodedForm form, bool may_turn, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
-                        int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
+                 int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
@@ -169,7 +172,7 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
   const auto combine = [&](auto* kernel) {
-    detail::launch_early(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
+    detail::launch_kernel(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
                          first_row, first_sequence);
   };
   detail::with_maps<form, joint>(layer, Part::value, [&](auto wide) {

@@ -14,31 +14,47 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Lets blocks of a kernel have so many bytes of shared memory on the current device; asks for it only where it was not asked for as much before, whoever did. @param again  ask anyway
-inline void allow_shared(const void* kernel, std::size_t bytes, const char* name, bool again = false) {
-  struct Allowed {
-    const void* kernel;
-    int device;
-    std::size_t bytes;
-  };
+/// What is known of a kernel on a device.
+struct KernelMemory {
+  const void* kernel = nullptr;
+  int device = 0;
+  int fixed = 0;            ///< bytes of shared memory that every block has, asked for or not
+  std::size_t allowed = 0;  ///< bytes that blocks may ask for beyond those
+};
+
+/// Shared memory of a kernel on the current device. The driver is asked once for what is fixed, and told where blocks want more than was allowed, whoever wanted that.
+/// @param bytes  that blocks want  @param again  tell it anyway  @return bytes that every block has
+inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool again = false) {
   static std::mutex mutex;
-  static std::vector<Allowed> kernels;
+  static std::vector<KernelMemory> kernels;
   int device = 0;
   check(cudaGetDevice(&device), name);
   const std::lock_guard lock(mutex);
-  auto own = std::find_if(kernels.begin(), kernels.end(), [&](const Allowed& other) { return other.kernel == kernel && other.device == device; });
-  if (own != kernels.end() && own->bytes >= bytes && !again) return;
+  auto own = std::find_if(kernels.begin(), kernels.end(), [&](const KernelMemory& other) { return other.kernel == kernel && other.device == device; });
+  if (own == kernels.end()) {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), name);
+    own = kernels.insert(own, {kernel, device, static_cast<int>(attributes.sharedSizeBytes)});
+    again = true;
+  }
+  if (!again && own->allowed >= bytes) return own->fixed;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
   // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's kernels want it, so that blocks of the next one find room beside this one's.
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
-  if (own == kernels.end()) kernels.push_back({kernel, device, bytes});
-  else own->bytes = bytes;
+  own->allowed = bytes;
+  return own->fixed;
 }
 
-/// Launches a kernel that may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on).
+/// Bytes of shared memory that a block of a kernel can ask for, where a block can have `most` in all.
+template <class... Parameters>
+int free_shared(void (*kernel)(Parameters...), int most) {
+  return most - kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes");
+}
+
+/// Launches a kernel. @param early  whether it may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
 template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
-  allow_shared(reinterpret_cast<const void*>(kernel), bytes, name);
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -52,7 +68,7 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, std::si
   cudaError_t result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (result == cudaErrorInvalidValue) {  // what was allowed is gone: the device was reset
     static_cast<void>(cudaGetLastError());
-    allow_shared(reinterpret_cast<const void*>(kernel), bytes, name, true);
+    kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, true);
     result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   }
   check(result, name);

@@ -21,9 +21,7 @@ struct TurnedLaunch {
   /// @param stage_bytes  of a ring's stage  @param state_bytes  of a warp's state  @param operands  of lifting maps  @throws CapacityError where not even one warp fits
   template <class... Parameters>
   TurnedLaunch(void (*kernel)(Parameters...), const LayerState& layer, int stage_bytes, int state_bytes, int lift_operands) : operands(lift_operands) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-    const int room = layer.shared_bytes() - static_cast<int>(attributes.sharedSizeBytes), ring = (std::max)(kTurnedStages * stage_bytes, state_bytes);
+    const int room = free_shared(kernel, layer.shared_bytes()), ring = (std::max)(kTurnedStages * stage_bytes, state_bytes);
     const auto turning = [&] { return turn_bytes(layer.tables().head_dim, operands); };
     const auto fitting = [&] { return (std::min)(kTurnedWarps, (room - turning().block) / (ring + turning().warp)); };
     warps = fitting();
@@ -63,7 +61,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
       const TurnedLaunch launch(kernel, layer, stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), whole ? operands : 0);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_early(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
+      launch_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
                    first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.operands);
     });
   });
@@ -83,7 +81,7 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
     const auto start = [&](auto* kernel, const TurnedLaunch& launch) {
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_early(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
+      launch_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
                    launch.ring_bytes, launch.operands);
     };
     const auto kernel = attend_turned_codes_kernel<max_units(), true>;

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables t
   const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, head_dim = tables.head_dim;
   // Everything that depends on nothing is on its way before anything is waited for. Where nobody has an epoch of his own there is nothing to look up: an empty list is projected for in vain.
   const bool segmented = tables.max_segments > 1;
-  const int together = packs ? project_sequences(step.columns(), segmented) : 1, first_in_batch = static_cast<int>(blockIdx.y) * together, sequences = packs ? min(together, batch.count - first_in_batch) : 1, slot = batch.slots[first_in_batch];
+  const int together = packs ? project_sequences(step.columns(), segmented) : 1, first_in_batch = static_cast<int>(blockIdx.y) * together;
+  const int sequences = packs ? min(together, batch.count - first_in_batch) : 1, slot = batch.slots[first_in_batch];
   const int list_rows = segmented ? tables.num_rows(RowList::compressed, slot, head) : 0;
   if (segmented && index >= tables.num_segments(slot, list_rows)) return;
   const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns, own_columns = min(kProjectColumns, step.columns() - first_column), columns = sequences * own_columns;
