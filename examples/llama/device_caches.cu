@@ -14,15 +14,9 @@ namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda 
 template <class Cache>
 class Caches final : public DeviceCaches {
  public:
-  Caches(CacheConfig config, const std::vector<LayerBasis>& bases, const typename Cache::PolicySet& policies) : shape_(config.shape) {
-    for (const LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, basis, policies));
-  }
-  void create(SequenceId seq) override {
-    for (auto& layer : layers_) layer->create(seq);
-  }
-  void erase(SequenceId seq) override {
-    for (auto& layer : layers_) layer->erase(seq);
-  }
+  Caches(const CacheConfig& config, const std::vector<LayerBasis>& bases, const typename Cache::PolicySet& policies) : shape_(config.shape), stack_(config, bases, policies) {}
+  void create(SequenceId seq) override { stack_.create(seq); }
+  void erase(SequenceId seq) override { stack_.erase(seq); }
   void prefill(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) override {
     send(n, query, key, value);
     cache(layer).prefill(seq, queries(n), keys(n), values(n), outputs(n));
@@ -47,23 +41,13 @@ class Caches final : public DeviceCaches {
     }
     receive(n, out);
   }
-  void maintain(SequenceId seq) override {
-    for (auto& layer : layers_) layer->maintain(seq);
-  }
-  MemoryUsage memory(SequenceId seq) const override {
-    MemoryUsage usage;
-    for (const auto& layer : layers_) usage += layer->memory(seq);
-    return usage;
-  }
-  MemoryUsage memory() const override {
-    MemoryUsage usage;
-    for (const auto& layer : layers_) usage += layer->memory();
-    return usage;
-  }
-  std::int64_t num_tokens(SequenceId seq) const override { return layers_.front()->num_tokens(seq); }
+  void maintain(SequenceId seq) override { stack_.maintain(seq); }
+  MemoryUsage memory(SequenceId seq) const override { return stack_.memory(seq); }
+  MemoryUsage memory() const override { return stack_.memory(); }
+  std::int64_t num_tokens(SequenceId seq) const override { return stack_.num_tokens(seq); }
 
  private:
-  Cache& cache(int layer) { return *layers_[static_cast<std::size_t>(layer)]; }
+  Cache& cache(int layer) { return stack_.layer(layer); }
   std::size_t size(std::int64_t n, int heads) const { return static_cast<std::size_t>(n * heads * shape_.head_dim); }
   static void copy_in(gpu::DeviceArray<float>& target, const float* source, std::size_t size) {
     if (target.size() < size) target = gpu::DeviceArray<float>(size);
@@ -82,7 +66,7 @@ class Caches final : public DeviceCaches {
   OutputView outputs(std::int64_t n) const { return {out_.data(), n, shape_.num_qo_heads, shape_.head_dim}; }
 
   CacheShape shape_;
-  std::vector<std::unique_ptr<Cache>> layers_;
+  LayerStack<Cache> stack_;
   gpu::DeviceArray<float> query_, key_, value_, out_, mass_;
 };
 

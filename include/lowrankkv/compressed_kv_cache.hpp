@@ -39,6 +39,8 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Pool = typename Backend::Pool;
   using Executor = typename Backend::Executor;
+  /// @brief What the layers of a model share besides pages: threads.
+  using Shared = std::shared_ptr<Executor>;
 
   /// @brief Makes an empty cache.
   /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token policy compresses nothing
@@ -60,6 +62,16 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     check(config, basis, policies);
     return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer).page_bytes;
   }
+
+  /// @brief The pool that layers with these bases can ever need. @throws as the constructor
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases, const PolicySet& policies) {
+    PoolSize size{page_bytes(config, bases.front(), policies), 0};
+    for (const LayerBasis& basis : bases) size.num_pages += num_pages(config, basis, policies);
+    return size;
+  }
+  /// @brief Makes what layers share: config.num_threads threads.
+  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>, const PolicySet&) { return std::make_shared<Executor>(config.num_threads); }
+  static std::size_t bytes_of(const Shared&) { return 0; }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
@@ -233,9 +245,9 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(this->idle_slot(seq)); }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and updater state stay.
   TruncateResult truncate(SequenceId seq, std::int64_t length) {
-    const int slot = this->idle_slot(seq);
+    check_truncate(seq, length);
+    const int slot = sequences_.find(seq);
     SequenceLengths& now = layer_.table.lengths(slot);
-    if (length < 0 || length > now.num_tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     const std::int64_t first_tail = layer_.first_tail_position(slot);
     if (length < now.num_tokens) layer_.sequence(slot).shifts.truncate(length);
     if (length < first_tail) {
@@ -246,6 +258,12 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     now.num_tokens = length;
     for (auto& mass : layer_.sequence(slot).mass) mass.recent.resize(static_cast<std::size_t>(now.tail_length));
     return TruncateResult::exact;
+  }
+
+  /// @brief Raises what truncate() would raise for these arguments.
+  void check_truncate(SequenceId seq, std::int64_t length) const {
+    const std::int64_t tokens = layer_.table.lengths(this->idle_slot(seq)).num_tokens;
+    if (length < 0 || length > tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
   }
 
   /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted.
@@ -329,7 +347,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId, int slot) { usage += slot_memory(layer_, slot); });
     usage.shared_bytes = layer_.shared_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + static_cast<std::size_t>(layer_.pool->allocator().num_free()) * layer_.pool->page_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + layer_.pool->idle_bytes();
     return usage;
   }
   /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys).

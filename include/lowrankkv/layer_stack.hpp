@@ -10,31 +10,47 @@
 #include <utility>
 #include <vector>
 
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/page_allocator.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Owns one Cache per layer. Prefill, append and attend go to layer(i), one layer after the other; what concerns a
+/// @brief Owns one Cache per layer, of either backend. Prefill, append and attend go to layer(i), one layer after the other; what concerns a
 /// sequence as a whole (create, fork, erase, truncate, maintain, memory) is done here for all layers or for none.
+///
+/// Calls that the layers enqueue on a stream take it here too, as their last argument (`On`: nothing, or on the Cuda backend a cudaStream_t).
 template <class Cache>
 class LayerStack {
  public:
   using Pool = typename Cache::Pool;
-  using Executor = typename Cache::Executor;
+  using Shared = typename Cache::Shared;
 
   /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0: enough for all layers)
   /// @param bases     one LayerBasis per layer
   /// @param policies  one set for all layers
+  /// @param shared    what all layers work with: on the CPU threads, on the GPU a workspace; null: of their own making
+  /// @param pool      of pool_size(), say; null: of their own making
   /// @throws what the Cache constructor throws; ShapeError if there is no layer
-  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases, const typename Cache::PolicySet& policies = {},
-             std::shared_ptr<Executor> threads = nullptr) {
+  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases, const typename Cache::PolicySet& policies = {}, Shared shared = {}, std::shared_ptr<Pool> pool = nullptr)
+      : pool_(std::move(pool)) {
+    const PoolSize size = pool_size(config, bases, policies);
+    if (pool_ == nullptr) pool_ = std::make_shared<Pool>(size.page_bytes, config.num_pages != 0 ? config.num_pages : size.num_pages);
+    if (!shared) {
+      shared = Cache::make_shared(config, bases, policies);
+      shared_bytes_ = Cache::bytes_of(shared);
+    }
+    for (LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, shared));
+  }
+  /// @brief The pool that the layers can ever need, for one of the caller's making: config.page_bytes, or where that is 0 the size that suits all layers.
+  /// @throws as the constructor
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases, const typename Cache::PolicySet& policies = {}) {
     if (bases.empty()) detail::fail<ShapeError>("LayerStack: num_layers 0, at least 1 needed");
-    for (const LayerBasis& basis : bases) Cache::check(config, basis, policies);
-    std::int64_t pages = 0;
-    for (const LayerBasis& basis : bases) pages += Cache::num_pages(config, basis, policies);
-    pool_ = std::make_shared<Pool>(Cache::page_bytes(config, bases.front(), policies), config.num_pages != 0 ? config.num_pages : pages);
-    if (!threads) threads = std::make_shared<Executor>(config.num_threads);
-    for (LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, threads));
+    return Cache::pool_size(config, bases, policies);
   }
 
   int num_layers() const { return static_cast<int>(layers_.size()); }
@@ -43,20 +59,23 @@ class LayerStack {
   std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }
 
   /// @brief Starts an empty sequence in every layer.
-  void create(SequenceId seq) {
+  template <class... On>
+  void create(SequenceId seq, On... on) {
     check_room(seq);
-    for (auto& layer : layers_) layer->create(seq);
+    for (auto& layer : layers_) layer->create(seq, on...);
   }
   /// @brief Copy-on-write copy of `source` in every layer.
-  void fork(SequenceId source, SequenceId target) {
+  template <class... On>
+  void fork(SequenceId source, SequenceId target, On... on) {
     check_room(target);
     for (auto& layer : layers_) static_cast<void>(layer->rollback_limit(source));  // raises unless known and idle
-    for (auto& layer : layers_) layer->fork(source, target);
+    for (auto& layer : layers_) layer->fork(source, target, on...);
   }
   /// @brief Ends a sequence in every layer.
-  void erase(SequenceId seq) {
+  template <class... On>
+  void erase(SequenceId seq, On... on) {
     for (auto& layer : layers_) static_cast<void>(layer->num_tokens(seq));
-    for (auto& layer : layers_) layer->erase(seq);
+    for (auto& layer : layers_) layer->erase(seq, on...);
   }
   /// @brief The shortest length that truncate() reaches exactly in every layer.
   std::int64_t rollback_limit(SequenceId seq) const {
@@ -64,36 +83,44 @@ class LayerStack {
     for (const auto& layer : layers_) limit = (std::max)(limit, layer->rollback_limit(seq));
     return limit;
   }
-  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of them.
-  TruncateResult truncate(SequenceId seq, std::int64_t length) {
-    static_cast<void>(rollback_limit(seq));
-    for (auto& layer : layers_) {
-      if (length < 0 || length > layer->num_tokens(seq)) {
-        detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", layer->num_tokens(seq), " tokens");
-      }
-    }
+  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of them. Errors as of CompressedKVCache::truncate, before any layer has changed.
+  template <class... On>
+  TruncateResult truncate(SequenceId seq, std::int64_t length, On... on) {
+    for (const auto& layer : layers_) layer->check_truncate(seq, length);
     TruncateResult result = TruncateResult::exact;
     for (auto& layer : layers_) {
-      if (layer->truncate(seq, length) == TruncateResult::inexact) result = TruncateResult::inexact;
+      if (layer->truncate(seq, length, on...) == TruncateResult::inexact) result = TruncateResult::inexact;
     }
     return result;
   }
   /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of CompressedKVCache::shift_positions.
-  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
+  template <class... On>
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, On... on) {
     for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
-    for (auto& layer : layers_) layer->shift_positions(seq, first, delta);
+    for (auto& layer : layers_) layer->shift_positions(seq, first, delta, on...);
   }
   /// @brief Rotary position of a token, or of the next one.
   std::int64_t position(SequenceId seq, std::int64_t token) const { return layers_.front()->position(seq, token); }
 
   /// @brief maintain() in every layer; the pool is checked for all of them before anything is flushed.
-  void maintain(std::span<const SequenceId> seqs) {
+  template <class... On>
+  void maintain(std::span<const SequenceId> seqs, On... on) {
     std::int64_t pages = 0;
     for (const auto& layer : layers_) pages += layer->pages_to_maintain(seqs);
     pool_->allocator().require(pages);
-    for (auto& layer : layers_) layer->maintain(seqs);
+    for (auto& layer : layers_) layer->maintain(seqs, on...);
   }
-  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
+  template <class... On>
+  void maintain(SequenceId seq, On... on) {
+    maintain(std::span<const SequenceId>(&seq, 1), on...);
+  }
+  /// @brief Tells all layers that captured append() calls of m tokens a sequence are about to be replayed. Errors as of CompressedKVCache::advance, before any layer has changed.
+  void advance(std::span<const SequenceId> seqs, int m)
+    requires requires(Cache& layer) { layer.advance(seqs, m); }
+  {
+    for (const auto& layer : layers_) layer->check_advance(seqs, m);
+    for (auto& layer : layers_) layer->advance(seqs, m);
+  }
 
   /// @brief Bytes that save() writes for a sequence.
   std::size_t save_bytes(SequenceId seq) const {
@@ -102,7 +129,8 @@ class LayerStack {
     return bytes;
   }
   /// @brief Writes a sequence of all layers to the caller's buffer. @throws CapacityError if it is smaller than save_bytes()
-  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const {
+  template <class... On>
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer, On... on) const {
     if (buffer.size() < save_bytes(seq)) detail::fail<CapacityError>("save: buffer of ", buffer.size(), " bytes, ", save_bytes(seq), " needed");
     ByteWriter out(buffer);
     out.value(kSavedStack);
@@ -110,12 +138,13 @@ class LayerStack {
     for (const auto& layer : layers_) {
       const std::size_t bytes = layer->save_bytes(seq);
       out.value(static_cast<std::uint64_t>(bytes));
-      layer->save(seq, {out.reserve(bytes), bytes});
+      layer->save(seq, {out.reserve(bytes), bytes}, on...);
     }
     return out.size();
   }
   /// @brief Starts `seq` in every layer from what save() wrote, or in none. Errors as of CompressedKVCache::load.
-  void load(SequenceId seq, std::span<const std::byte> saved) {
+  template <class... On>
+  void load(SequenceId seq, std::span<const std::byte> saved, On... on) {
     check_room(seq);
     ByteReader in(saved);
     const auto magic = in.value<std::uint64_t>();
@@ -136,7 +165,7 @@ class LayerStack {
     } undo{layers_, seq};
     for (; undo.loaded < layers_.size(); ++undo.loaded) {
       Cache& layer = *layers_[undo.loaded];
-      layer.load(seq, parts[undo.loaded]);
+      layer.load(seq, parts[undo.loaded], on...);
       const std::int64_t tokens = layer.num_tokens(seq);
       const bool moved_alike = layer.position_shifts(seq) == layers_.front()->position_shifts(seq);
       if (tokens == layers_.front()->num_tokens(seq) && moved_alike) continue;
@@ -153,15 +182,14 @@ class LayerStack {
     for (const auto& layer : layers_) usage += layer->memory(seq);
     return usage;
   }
-  /// @brief Bytes of all sequences over all layers; the shared pool's free pages are counted once.
+  /// @brief Bytes of all sequences over all layers; the shared pool's free pages and the workspace that layers share are counted once.
   MemoryUsage memory() const {
     MemoryUsage usage;
-    const std::size_t free_bytes = static_cast<std::size_t>(pool_->allocator().num_free()) * pool_->page_bytes();
     for (const auto& layer : layers_) {
       usage += layer->memory();
-      usage.reserved_bytes -= free_bytes;
+      usage.reserved_bytes -= pool_->idle_bytes();
     }
-    usage.reserved_bytes += free_bytes;
+    usage.reserved_bytes += pool_->idle_bytes() + shared_bytes_;
     return usage;
   }
   const Pool& pool() const { return *pool_; }
@@ -178,6 +206,7 @@ class LayerStack {
   }
 
   std::shared_ptr<Pool> pool_;
+  std::size_t shared_bytes_ = 0;  ///< of what layers share and nobody lent
   std::vector<std::unique_ptr<Cache>> layers_;
 };
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,11 +25,14 @@ struct Answer {
   friend bool operator==(const Answer&, const Answer&) = default;
 };
 
+/// @tparam Cache  a reference: of a layer that somebody else owns
 template <class Cache>
 class DeviceCache {
  public:
-  DeviceCache(const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis, const typename Cache::PolicySet& policies, std::shared_ptr<gpu::PagePool> pool = nullptr)
+  using PolicySet = typename std::remove_reference_t<Cache>::PolicySet;
+  DeviceCache(const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis, const PolicySet& policies, std::shared_ptr<gpu::PagePool> pool = nullptr)
       : cache(config, basis, policies, std::move(pool)), shape(config.shape) {}
+  explicit DeviceCache(std::remove_reference_t<Cache>& layer) : cache(layer), shape(layer.config().shape) {}
 
   Answer prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value, lowrankkv::Prompt prompt = lowrankkv::Prompt::complete) {
     const gpu::DeviceArray<float> q(query), k(key), v(value);

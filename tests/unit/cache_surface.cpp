@@ -249,6 +249,30 @@ TEST_CASE("a stack of layers shares a pool and the sequences") {
   CHECK_THROWS_WITH_AS(LayerStack<OjaKV<>>({.shape = kShape}, {}), "LayerStack: num_layers 0, at least 1 needed", ShapeError);
 }
 
+TEST_CASE("stacks may share a pool and threads that somebody else made") {
+  const CacheConfig config{.shape = kShape, .max_sequences = 1, .max_tokens = 300};
+  const std::vector<LayerBasis> bases{basis(), basis(12, 12)};
+  using Stack = LayerStack<OjaKV<>>;
+  const PoolSize size = Stack::pool_size(config, bases);
+  CHECK(Stack(config, bases).pool().allocator().num_pages() == size.num_pages);
+  CHECK(Stack(config, bases).pool().page_bytes() == size.page_bytes);
+  CHECK_THROWS_AS(Stack::pool_size(config, {}), ShapeError);
+  const auto threads = OjaKV<>::make_shared({.shape = kShape, .num_threads = 2}, bases, {});
+  const auto pool = std::make_shared<Stack::Pool>(size.page_bytes, 2 * size.num_pages);
+  Stack one(config, bases, {}, threads, pool), two(config, bases, {}, threads, pool);
+  CHECK(&one.pool() == pool.get());
+  const std::vector<float> rows(200 * 2 * 64, 0.25F);
+  for (Stack* stack : {&one, &two}) {
+    stack->create(0);
+    for (int layer = 0; layer < 2; ++layer) stack->layer(layer).ingest(0, {rows.data(), 200, 2, 64}, {rows.data(), 200, 2, 64}, {rows.data(), 50, 8, 64});
+  }
+  CHECK(pool->allocator().num_free() < 2 * size.num_pages);
+  CHECK(one.memory().reserved_bytes == two.memory().reserved_bytes);
+  one.erase(0);
+  two.erase(0);
+  CHECK(pool->allocator().num_free() == 2 * size.num_pages);
+}
+
 TEST_CASE("the layers of a stack move their tokens together or not at all, and a saved stack whose layers disagree is refused") {
   const CacheShape shape{1, 1, 8};
   CacheConfig config{.shape = shape, .max_sequences = 2};
@@ -260,6 +284,8 @@ TEST_CASE("the layers of a stack move their tokens together or not at all, and a
   stack.layer(1).append(0, {rows.data(), 4, 1, 8}, {rows.data(), 4, 1, 8});
   CHECK_THROWS_WITH_AS(stack.shift_positions(0, 8, 5), "shift_positions: token 8, sequence has 4 tokens", ShapeError);
   CHECK(stack.position(0, 10) == 10);
+  CHECK_THROWS_WITH_AS(stack.truncate(0, 8), "truncate: length 8, sequence has 4 tokens", ShapeError);
+  CHECK(stack.layer(0).num_tokens(0) == 10);
   stack.layer(1).append(0, {rows.data(), 6, 1, 8}, {rows.data(), 6, 1, 8});
   stack.shift_positions(0, 8, 5);
   CHECK(stack.position(0, 9) == 14);

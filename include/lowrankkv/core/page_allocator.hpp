@@ -2,6 +2,7 @@
 /// @file core/page_allocator.hpp  Which pages of a pool are free, and how many sequences share each of the others.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
@@ -11,6 +12,12 @@
 #include "lowrankkv/core/error.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
+
+/// @brief How large a pool is.
+struct PoolSize {
+  std::size_t page_bytes = 0;
+  std::int64_t num_pages = 0;
+};
 
 /// @brief An engine's own block manager: says which pages of a pool are free, and hands them out. Asked on the host, never while a step runs.
 class PageSource {

@@ -27,6 +27,8 @@ class PagePool {
   }
 
   std::size_t page_bytes() const { return page_bytes_; }
+  /// @brief Bytes that no sequence has: free pages.
+  std::size_t idle_bytes() const { return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_; }
   PageAllocator& allocator() { return allocator_; }
   const PageAllocator& allocator() const { return allocator_; }
   std::byte* page(std::int32_t number) { return memory_ + page_bytes_ * static_cast<std::size_t>(number); }

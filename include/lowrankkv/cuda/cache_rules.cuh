@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/core/calls.hpp"
@@ -106,6 +109,24 @@ struct CacheRules {
     const std::int64_t max_rows[2] = {most.full, most.compressed};
     return Workspace::decode_bytes(config, tiles_of(config, basis, policies), limits(policies).segments(), max_rows);
   }
+  /// @brief The pool that layers with these bases can ever need: pages of config.page_bytes, or of the size that wastes least over all of them. @throws as the constructor
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases, const PolicySet& policies) {
+    std::vector<LayerTiles> layers;
+    for (const LayerBasis& basis : bases) layers.push_back(tiles_of(checked(config, basis, policies, nullptr), basis, policies));
+    return pool_of(config, std::move(layers), most_rows(config, policies));
+  }
+  /// @brief Makes what layers share besides pages: a workspace for the largest of them. Allocates on the device.
+  static LentMemory make_shared(const CacheConfig& config, std::span<const LayerBasis> bases, const PolicySet& policies) {
+    std::size_t bytes = 0;
+    for (const LayerBasis& basis : bases) bytes = (std::max)(bytes, decode_bytes(checked(config, basis, policies, nullptr), basis, policies));
+    const auto memory = std::make_shared<DeviceArray<std::uint8_t>>(bytes);
+    return {memory->data(), bytes, memory};
+  }
+  static std::size_t bytes_of(const LentMemory& shared) { return shared.bytes; }
+  /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
+  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return pool_size(config, {&basis, 1}, policies).num_pages; }
+  /// @brief The page size that config.page_bytes = 0 stands for.
+  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return pool_size(config, {&basis, 1}, policies).page_bytes; }
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_rows(config, policies));
   }

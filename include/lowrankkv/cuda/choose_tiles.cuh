@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/cuda/layer_tiles.cuh"
 #include "lowrankkv/cuda/policies.cuh"
 
@@ -34,24 +37,39 @@ inline void fit_pages(LayerTiles& tiles) {
   for (HeadTiles& layout : tiles.compressed) fit(layout);
 }
 
-/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes.
-inline std::size_t least_waste(const CacheConfig& config, LayerTiles tiles, const MostRows& most) {
-  const std::size_t largest = static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes()));
-  std::size_t best = 0, least = 0;
-  const auto consider = [&](int tile_bytes) {
+/// Sets the page size of layers. @return pages that they can need in all  @throws CapacityError if a tile does not fit
+inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerTiles>& layers, const MostRows& most, std::size_t page_bytes) {
+  std::int64_t pages = 0;
+  for (LayerTiles& tiles : layers) {
+    tiles.page_bytes = page_bytes;
+    fit_pages(tiles);
+    pages += pages_needed(config, tiles, most);
+  }
+  return pages;
+}
+
+/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes in all layers.
+inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles> layers, const MostRows& most) {
+  std::size_t largest = 0, best = 0, least = 0;
+  std::vector<int> sizes;  // of tiles
+  for (const LayerTiles& tiles : layers) {
+    largest = (std::max)(largest, static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes())));
+    sizes.push_back(tiles.full.bytes);
+    for (const HeadTiles& layout : tiles.compressed) sizes.push_back(layout.bytes);
+  }
+  std::sort(sizes.begin(), sizes.end());
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  for (const int tile_bytes : sizes) {
     for (std::size_t count = 1; count <= 16; ++count) {
-      tiles.page_bytes = count * static_cast<std::size_t>(tile_bytes);
-      if (tiles.page_bytes < largest || tiles.page_bytes > 4 * largest) continue;
-      fit_pages(tiles);
-      const std::size_t bytes = static_cast<std::size_t>(pages_needed(config, tiles, most)) * tiles.page_bytes;
-      if (best == 0 || bytes < least || (bytes == least && tiles.page_bytes > best)) {
-        best = tiles.page_bytes;
+      const std::size_t page_bytes = count * static_cast<std::size_t>(tile_bytes);
+      if (page_bytes < largest || page_bytes > 4 * largest) continue;
+      const std::size_t bytes = static_cast<std::size_t>(use_page_bytes(config, layers, most, page_bytes)) * page_bytes;
+      if (best == 0 || bytes < least || (bytes == least && page_bytes > best)) {
+        best = page_bytes;
         least = bytes;
       }
     }
-  };
-  consider(tiles.full.bytes);
-  for (const HeadTiles& layout : tiles.compressed) consider(layout.bytes);
+  }
   return best;
 }
 
@@ -94,9 +112,15 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
       tiles.compressed.push_back(tiles.form == CodedForm::codes ? joint_code_tiles(tiles.parts[2 * head + 1], scale_groups_of<Codec>()) : joint_plain_tiles(basis.heads[head].value_rank));
     }
   }
-  if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, tiles, most);
+  if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, {tiles}, most);
   detail::fit_pages(tiles);
   return tiles;
+}
+
+/// @brief A pool that layers share: pages of the configured size, or of that which wastes least over all of them. Shapes and rows of all layers are the same.
+inline PoolSize pool_of(const CacheConfig& config, std::vector<LayerTiles> layers, const MostRows& most) {
+  const std::size_t page_bytes = config.page_bytes != 0 ? config.page_bytes : detail::least_waste(config, layers, most);
+  return {page_bytes, detail::use_page_bytes(config, layers, most, page_bytes)};
 }
 
 }  // namespace cuda

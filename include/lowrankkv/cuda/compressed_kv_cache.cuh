@@ -51,6 +51,12 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
  public:
   using typename Base::PolicySet;
   using Pool = cuda::PagePool;
+  using Shared = cuda::LentMemory;  ///< what the layers of a model share besides pages: a workspace
+  using Base::bytes_of;
+  using Base::make_shared;
+  using Base::num_pages;
+  using Base::page_bytes;
+  using Base::pool_size;
 
   /// @brief Makes an empty cache. Allocates on the device.
   /// @param basis  the calibrated maps; may be empty if the token policy compresses nothing
@@ -59,14 +65,6 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws ShapeError, ValueError, CapacityError naming both values; DeviceError
   explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr, const cuda::LentMemory& workspace = {})
       : Base(config, basis, policies, std::move(pool), workspace) {}
-
-  /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
-  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    const CacheConfig full = Base::checked(config, basis, policies, nullptr);
-    return cuda::pages_needed(full, Base::tiles_of(full, basis, policies), Base::most_rows(full, policies));
-  }
-  /// @brief The page size that config.page_bytes = 0 stands for.
-  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return Base::tiles_of(Base::checked(config, basis, policies, nullptr), basis, policies).page_bytes; }
 
   /// @brief Bytes of the workspace that attend() needs, for a caller who lends it.
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
@@ -143,16 +141,18 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
     const int m = this->check_tokens(seqs, key, value);
     const bool replayed = Base::capturing(stream);
-    if (!replayed) this->check_advance(seqs, m, config_.tail_capacity);
+    if (!replayed) check_advance(seqs, m);
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { this->enqueue_append(batch, key, value, first * m, m, stream); });
     if (!replayed) this->advance_host(seqs, m);
   }
   void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }
   /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) {
-    this->check_advance(seqs, m, config_.tail_capacity);
+    check_advance(seqs, m);
     this->advance_host(seqs, m);
   }
+  /// @brief Raises what advance() would raise for these arguments.
+  void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
   /// needs pages; waits for nothing.
@@ -169,7 +169,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
     Base::refuse_capture("append_maintained", stream);
     const int m = this->check_tokens(seqs, key, value);
-    this->check_advance(seqs, m, std::int64_t{1} << 40);
+    Base::check_advance(seqs, m, std::int64_t{1} << 40);
     layer_.pool().allocator().require(this->pages_to_flush(this->idle_slots(seqs), m));
     maintain(seqs, stream);
     if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config_.tail_capacity - tail_length(seq); })) {
@@ -284,9 +284,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws StateError deeper than the tail, but for 0, where values decided which rows stayed full (the host does not know how many go)
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
-    const int slot = this->idle_slot(seq);
-    return cuda::truncate_sequence(layer_, slot, length, Base::Rows::choice != cuda::RowChoice::none, stream);
+    check_truncate(seq, length);
+    return cuda::truncate_sequence(layer_, sequences_.find(seq), length, stream);
   }
+  /// @brief Raises what truncate() would raise for these arguments.
+  void check_truncate(SequenceId seq, std::int64_t length) const { cuda::check_truncation(layer_.sequence(this->idle_slot(seq)), length, Base::Rows::choice != cuda::RowChoice::none); }
 
   /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted. Queries of a token must arrive rotated to it.
   std::int64_t position(SequenceId seq, std::int64_t token) const {
@@ -372,7 +374,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.shared_map_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + static_cast<std::size_t>(layer_.pool().allocator().num_free()) * layer_.pool().page_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + layer_.pool().idle_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.

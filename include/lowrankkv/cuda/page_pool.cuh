@@ -41,6 +41,8 @@ class PagePool {
     return scratch_.data();
   }
   std::size_t scratch_bytes() const { return scratch_.bytes(); }
+  /// @brief Bytes that no sequence has: free pages, and what calls work in.
+  std::size_t idle_bytes() const { return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_ + scratch_bytes(); }
 
  private:
   static std::int64_t checked(std::size_t page_bytes, std::int64_t num_pages) {

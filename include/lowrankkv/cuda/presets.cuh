@@ -5,3 +5,4 @@
 
 #include "lowrankkv/cuda/compressed_kv_cache.cuh"
 #include "lowrankkv/detail/preset_aliases.hpp"
+#include "lowrankkv/layer_stack.hpp"

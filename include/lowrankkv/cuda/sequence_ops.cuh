@@ -11,15 +11,20 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Forgets the tokens from `length` on. @param chosen  values decided which rows are stored how: the host does not know how many go
-/// @throws ShapeError beyond the sequence, StateError deeper than the tail, but for 0, where rows were chosen; nothing has changed then
-inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, bool chosen, cudaStream_t stream) {
+/// @brief Whether a sequence can forget the tokens from `length` on. @param chosen  values decided which rows are stored how: the host does not know how many go
+/// @throws ShapeError beyond the sequence, StateError deeper than the tail, but for 0, where rows were chosen
+inline void check_truncation(const HostSequence& now, std::int64_t length, bool chosen) {
   using ::lowrankkv::detail::fail;
-  HostSequence& now = layer.sequence(slot);
   if (length < 0 || length > now.num_tokens) fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
   const std::int64_t first_tail = now.num_tokens - now.tail_length;
+  if (length < first_tail && chosen && length > 0) fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
+}
+
+/// @brief Forgets the tokens from `length` on, which check_truncation() has found to be possible.
+inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, cudaStream_t stream) {
+  HostSequence& now = layer.sequence(slot);
+  const std::int64_t first_tail = now.num_tokens - now.tail_length;
   const bool exact = length >= first_tail;
-  if (!exact && chosen && length > 0) fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
   if (length < now.num_tokens && !now.shifts.pieces().empty()) {
     now.shifts.truncate(length);
     layer.rotary().write_shifts(slot, now.shifts, stream);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 
 #include "lowrankkv/core/cache_config.hpp"
@@ -21,6 +22,8 @@ namespace cuda {
 struct LentMemory {
   std::uint8_t* data = nullptr;  ///< 128-byte aligned
   std::size_t bytes = 0;
+  std::shared_ptr<const void> owner = nullptr;  ///< kept while the memory is in use; null: it outlives what uses it
+  explicit operator bool() const { return data != nullptr; }
 };
 
 /// @brief The buffers of a layer's attention calls. Those of decode steps are made for max_sequences and max_query_tokens and never move; those of prompts grow.
@@ -30,8 +33,8 @@ class Workspace {
   /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode steps; null: owned
   /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
   Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
-      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), step_(step_of(config, tiles, max_segments, max_rows)) {
-    decode_bytes_ = carve(step_, config.max_sequences, nullptr);
+      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
+    decode_bytes_ = decode_bytes(config, tiles, max_segments, max_rows);
     if (lent.data == nullptr) {
       decode_ = DeviceArray<std::uint8_t>(decode_bytes_);
     } else {
@@ -39,13 +42,14 @@ class Workspace {
       if (lent.bytes < decode_bytes_) ::lowrankkv::detail::fail<CapacityError>("workspace: ", lent.bytes, " bytes lent, ", decode_bytes_, " needed");
       if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset, " bytes off a multiple of 128");
     }
-    carve(step_, config.max_sequences, lent.data == nullptr ? decode_.data() : lent.data);
-    step_lse_ = DeviceArray<float>(static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(config.max_query_tokens) * static_cast<std::size_t>(qo_heads_));
+    std::uint8_t* base = lent.data == nullptr ? decode_.data() : lent.data;
+    step_lse_ = reinterpret_cast<float*>(base + carve(step_, config.max_sequences, base));
   }
   /// @brief Bytes of decode steps' buffers.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
     AttentionStep step = step_of(config, tiles, max_segments, max_rows);
-    return carve(step, config.max_sequences, nullptr, config.shape.num_kv_heads);
+    const std::size_t queries = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(config.max_query_tokens) * static_cast<std::size_t>(config.shape.num_qo_heads);
+    return carve(step, config.max_sequences, nullptr, config.shape.num_kv_heads) + queries * sizeof(float);
   }
 
   /// @brief Splits that a compressed list of so many rows may have, over all its segments; that of joint values, where there are some.
@@ -77,7 +81,7 @@ class Workspace {
   }
 
   /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], for masses that are asked for without it.
-  float* step_lse() const { return step_lse_.data(); }
+  float* step_lse() const { return step_lse_; }
   /// @brief The same for so many queries of a prompt, where masses are kept; grown if it is too small, which allocates and waits.
   float* prompt_lse(std::int64_t tokens) {
     const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(qo_heads_);
@@ -86,7 +90,7 @@ class Workspace {
   }
 
   /// @brief Device memory that is owned.
-  std::size_t bytes() const { return decode_.bytes() + prompt_.bytes() + step_lse_.bytes() + prompt_lse_.bytes(); }
+  std::size_t bytes() const { return decode_.bytes() + prompt_.bytes() + prompt_lse_.bytes(); }
   /// @brief Bytes that decode steps work in, owned or lent.
   std::size_t decode_bytes() const { return decode_bytes_; }
 
@@ -133,7 +137,9 @@ class Workspace {
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;
   DeviceArray<std::uint8_t> decode_, prompt_;
-  DeviceArray<float> step_lse_, prompt_lse_;
+  DeviceArray<float> prompt_lse_;
+  float* step_lse_ = nullptr;
+  LentMemory lent_;
 };
 
 }  // namespace cuda
