@@ -18,7 +18,7 @@ check() {  # name, cmake arguments...
 }
 
 mkdir -p build
-install_dependencies clang libclang-rt-dev python3 doctest-dev
+install_dependencies clang libclang-rt-dev python3 python3-venv doctest-dev
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
 [[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
@@ -31,7 +31,13 @@ if [[ ${1:-} == --cuda ]]; then
   exit 0
 fi
 [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
-check check-gcc -DCMAKE_CXX_COMPILER=g++ "${cuda[@]}"
+tools=$PWD/build/tools
+if [[ ! -x $tools/bin/conan ]]; then
+  { python3 -m venv "$tools" && timeout 300 "$tools/bin/pip" install 'conan>=2,<3'; } > build/tools.log 2>&1 || echo "No Conan: its recipe is not tested (build/tools.log)."
+fi
+conan=()
+[[ ! -x $tools/bin/conan ]] || conan=("-DLOWRANKKV_CONAN=$tools/bin/conan")
+check check-gcc -DCMAKE_CXX_COMPILER=g++ "${cuda[@]}" "${conan[@]}"
 if [[ ${1:-} != --fast ]]; then
   # Without -march=native: the portable paths are compiled and tested here, with Eigen's assertions.
   check check-clang -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -40,7 +41,7 @@ struct BudgetOptions {
 /// @brief What a Budgeted cache of every layer is made from.
 struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
-  Budgeted<Cpu>::PolicySet policies;
+  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;  ///< of Budgeted<Backend>, whatever the backend
   BudgetOptions options;          ///< what it was made for
 
   /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages. (The Cuda backend has neither: set
@@ -63,12 +64,14 @@ struct CodedPart {
   Eigen::VectorXd mean;
 };
 
-inline CodedPart coded_part(const Moments& rows, const Eigen::MatrixXd& metric, double queries, double floor) {
+template <class Real = double>
+CodedPart coded_part(const Moments& rows, const std::type_identity_t<Eigen::MatrixX<Real>>& metric, double queries, double floor) {
   CodedPart part;
   part.unit = metric.trace() / static_cast<double>(metric.rows()) / (std::max)(queries, 1.0);
   // A head that no query reads has no metric: its rows may be coded as nothing.
-  part.metric = part.unit > 0.0 ? metric_root(metric, floor) : MetricRoot{Eigen::MatrixXd::Identity(metric.rows(), metric.cols()), Eigen::MatrixXd::Identity(metric.rows(), metric.cols())};
-  part.spectrum = principal_axes(part.metric.root * rows.centred() * part.metric.root / (std::max)(rows.count, 1.0));
+  part.metric = part.unit > 0.0 ? metric_root(metric, floor) : MetricRoot{Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols()), Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols())};
+  const Eigen::MatrixX<Real> root = part.metric.root, centred = rows.centred();
+  part.spectrum = principal_axes(root * centred * root / (std::max)(rows.count, 1.0));
   part.mean = rows.mean();
   return part;
 }
@@ -85,13 +88,15 @@ inline int coded_channels(const std::vector<std::uint8_t>& bits) {
   return static_cast<int>((std::max)(std::ptrdiff_t{1}, std::count_if(bits.begin(), bits.end(), [](std::uint8_t width) { return width > 0; })));
 }
 
-inline CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bits) {
+template <class Real = double>
+CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bits) {
   CodedMaps maps;
   maps.rank = coded_channels(bits);
   maps.bits.assign(bits.begin(), bits.begin() + maps.rank);
-  const Eigen::MatrixXd axes = part.spectrum.vectors.leftCols(maps.rank);
-  maps.down = cpu::to_row_major(part.metric.root * axes);
-  maps.up = cpu::to_row_major(part.metric.inverse * axes);
+  const Eigen::MatrixX<Real> axes = part.spectrum.vectors.leftCols(maps.rank);
+  const Eigen::MatrixX<Real>&root = part.metric.root, &inverse = part.metric.inverse;
+  maps.down = cpu::to_row_major(root * axes);
+  maps.up = cpu::to_row_major(inverse * axes);
   maps.metric = cpu::to_row_major(part.metric.root);
   maps.inverse = cpu::to_row_major(part.metric.inverse);
   maps.mean = cpu::to_row_major(part.mean);
@@ -133,11 +138,12 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std:
 /// @throws ValueError if the budget is smaller than what is stored at full rank anyway or a layer has no coding statistics,
 /// ShapeError without layers
 /// Cost: four eigendecompositions of head_dim per layer and head.
-inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
+template <class Real = double>
+BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
   if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
   std::vector<detail::CodedPart> parts;  // layer by layer, head by head: keys, values
-  std::vector<Eigen::VectorXd> energies;
+  std::vector<Eigen::VectorX<Real>> energies;
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
     if (!(layer.num_queries() > 0.0)) {
@@ -149,7 +155,10 @@ inline BudgetedModel budgeted(std::span<const LayerMoments> layers, const Budget
       parts.push_back(detail::coded_part(head.value, head.value_metric, layer.num_queries(), options.metric_floor));
     }
   }
-  for (const detail::CodedPart& part : parts) energies.push_back(part.unit * part.spectrum.values);
+  for (const detail::CodedPart& part : parts) {
+    const Eigen::VectorX<Real>& values = part.spectrum.values;
+    energies.push_back(part.unit * values);
+  }
   // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits whose bytes fit.
   const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);

@@ -13,10 +13,10 @@ LAYERS = [
     {"version.hpp", "config.hpp"},
     {"core", "io"},
     {"fwd.hpp", "basis", "updater", "token_policy", "quantizer"},
-    {"concepts"},
+    {"concepts", "layer_stack.hpp"},
     {"cpu", "diagnostics"},
     {"calibrate", "detail", "cuda", "compressed_kv_cache.hpp"},
-    {"layer_stack.hpp", "presets.hpp"},
+    {"presets.hpp"},
     {"budgeted.hpp"},
     {"lowrankkv.hpp"},
 ]

@@ -30,7 +30,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
 /// @brief Writes the moments of all layers. @param metadata more entries for the file's metadata, for example `source`.
-inline void save_moments(const std::string& path, const std::vector<LayerMoments>& layers, const std::map<std::string, std::string>& metadata = {}) {
+template <class = void>
+void save_moments(const std::string& path, const std::vector<LayerMoments>& layers, const std::map<std::string, std::string>& metadata = {}) {
   if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: num_layers 0, at least 1 needed");
   io::SafetensorsWriter writer;
   const CacheShape& shape = layers.front().shape();
@@ -106,7 +107,8 @@ inline void save_moments(const std::string& path, const std::vector<LayerMoments
 
 /// @brief Reads a bundle for a model of `num_layers` layers of `shape`.
 /// @throws FormatError if the file is damaged or of another kind, ShapeError if it belongs to another model
-inline std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape, int num_layers) {
+template <class = void>
+std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape, int num_layers) {
   const io::Safetensors file = io::Safetensors::read(path);
   const auto metadata = [&](const std::string& key) {
     const auto entry = file.metadata().find(key);

@@ -15,7 +15,8 @@ namespace calibrate {
 
 /// @brief The smallest rank whose leading sigma^2 reach `share` of their sum (OjaKV A.2; sigma^2, not sigma).
 /// @param spectrum  sigma^2, descending  @throws ValueError unless 0 < share <= 1
-inline int rank_by_energy(const Eigen::VectorXd& spectrum, double share) {
+template <class = void>
+int rank_by_energy(const Eigen::VectorXd& spectrum, double share) {
   if (!(share > 0.0) || share > 1.0) ::lowrankkv::detail::fail<ValueError>("energy share: in (0, 1], given ", share);
   const double wanted = share * spectrum.sum();
   double sum = 0.0;

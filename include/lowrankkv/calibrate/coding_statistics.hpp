@@ -44,6 +44,7 @@ class CodingStatistics {
   CodingStatistics() = default;
   /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are extreme, and left out
   /// @param rope    with Rope::pre, keys come unrotated and statistics are of them
+  template <class = void>
   explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32) : shape_(shape), exempt_(exempt) {
     if (rope.keys == Rope::pre) rotary_ = cpu::RotaryTable(rope, shape.head_dim);
     const Eigen::MatrixXd zero = Eigen::MatrixXd::Zero(shape.head_dim, shape.head_dim);
@@ -51,6 +52,7 @@ class CodingStatistics {
     grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixXd::Identity(shape.head_dim, shape.head_dim));
   }
   /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is used.
+  template <class = void>
   void set_output_grams(std::vector<Eigen::MatrixXd> grams) {
     ::lowrankkv::detail::check_equal("num_qo_heads", "cache", static_cast<std::size_t>(shape_.num_qo_heads), "output_grams", grams.size());
     for (const Eigen::MatrixXd& gram : grams) ::lowrankkv::detail::check_equal("head_dim", "cache", Eigen::Index{shape_.head_dim}, "output_gram", gram.rows());
@@ -71,8 +73,9 @@ class CodingStatistics {
   /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a KV head
   /// @throws ShapeError if extents differ or context is not in [1, n]
   /// Cost: 6 n head_dim products per query used and head. Memory: 64 n floats.
-  template <class Run>
+  template <class Run, class Real = float>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride, Run&& run) {
+    using Rows = RowsOf<Real>;
     const std::int64_t n = key.num_tokens;
     ::lowrankkv::detail::check_rows("query", query, n, shape_.num_qo_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("key", key, n, shape_.num_kv_heads, shape_.head_dim);
@@ -83,17 +86,17 @@ class CodingStatistics {
     const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
     run(shape_.num_kv_heads, [&](int index) {
       CodingHead& head = heads_[static_cast<std::size_t>(index)];
-      Rows keys = load(key, index);
-      const Rows values = load(value, index);
+      Rows keys = load<Rows>(key, index);
+      const Rows values = load<Rows>(value, index);
       head.key.add({keys.data() + first * shape_.head_dim, context - first, shape_.head_dim});
       head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
       if (turns()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
         // v N v of every stored row: the same for all readers.
-        const Eigen::MatrixXf gram = grams_[static_cast<std::size_t>(which)].cast<float>();
+        const Eigen::MatrixX<Real> gram = grams_[static_cast<std::size_t>(which)].template cast<Real>();
         const auto stored = values.middleRows(first, context - first);
-        const Eigen::VectorXf energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
+        const Eigen::VectorX<Real> energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
         for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
           const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
           const auto to = readers.begin() + static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
@@ -104,6 +107,7 @@ class CodingStatistics {
     num_queries_ += static_cast<double>(readers.size());
   }
   /// @brief The same on the calling thread.
+  template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride = 1) {
     add(query, key, value, context, query_stride, [](int count, auto&& function) {
       for (int index = 0; index < count; ++index) function(index);
@@ -111,24 +115,26 @@ class CodingStatistics {
   }
 
  private:
-  using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  template <class Real>
+  using RowsOf = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   static constexpr std::size_t kBlock = 64;
 
-  template <class View>
+  template <class Rows, class View>
   Rows load(const View& view, int head) const {
     Rows rows(view.num_tokens, shape_.head_dim);
     for (std::int64_t token = 0; token < view.num_tokens; ++token) cpu::load_row(view, token, head, rows.data() + token * shape_.head_dim);
     return rows;
   }
 
+  template <class Rows, class Matrix, class Vector>
   void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers, const Rows& keys, const Rows& values,
-                 const Eigen::MatrixXf& gram, const Eigen::VectorXf& energies, std::int64_t first, std::int64_t context, CodingHead& head) const {
+                 const Matrix& gram, const Vector& energies, std::int64_t first, std::int64_t context, CodingHead& head) const {
     const Eigen::Index count = static_cast<Eigen::Index>(readers.size());
     Rows queries(count, shape_.head_dim);
     for (Eigen::Index i = 0; i < count; ++i) cpu::load_row(query, readers[static_cast<std::size_t>(i)], which, queries.data() + i * shape_.head_dim);
     queries /= std::sqrt(static_cast<float>(shape_.head_dim));
     const Eigen::Index seen = readers.back() + 1;
-    Eigen::MatrixXf weights = keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
+    Matrix weights = keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
     for (Eigen::Index i = 0; i < count; ++i) {
       auto column = weights.col(i).array();
       const Eigen::Index own = readers[static_cast<std::size_t>(i)] + 1;
@@ -136,13 +142,13 @@ class CodingStatistics {
       column.tail(seen - own) = 0.0F;
       column /= column.sum();
     }
-    const Eigen::MatrixXf outputs = values.topRows(seen).transpose() * weights;  // [head_dim, count]
+    const Matrix outputs = values.topRows(seen).transpose() * weights;  // [head_dim, count]
     const auto stored = values.middleRows(first, context - first);
-    const Eigen::MatrixXf squares = weights.middleRows(first, context - first).cwiseAbs2();
+    const Matrix squares = weights.middleRows(first, context - first).cwiseAbs2();
     // sum_j w (v - o) N (v - o) = sum_j w v N v - 2 o N (sum_j w v) + (sum_j w) o N o
-    const Eigen::MatrixXf means = stored.transpose() * squares;
-    const Eigen::VectorXf sums = squares.colwise().sum();
-    const Eigen::MatrixXf seen_by = gram * outputs;  // o N of every query
+    const Matrix means = stored.transpose() * squares;
+    const Vector sums = squares.colwise().sum();
+    const Matrix seen_by = gram * outputs;  // o N of every query
     Eigen::VectorXd spread(count);
     for (Eigen::Index i = 0; i < count; ++i) {
       spread[i] = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(seen_by.col(i).dot(means.col(i))) +
@@ -150,14 +156,14 @@ class CodingStatistics {
       spread[i] = (std::max)(spread[i], 0.0);
     }
     if (turns()) {
-      const Eigen::MatrixXf cross = stored * seen_by;
+      const Matrix cross = stored * seen_by;
       for (Eigen::Index i = 0; i < count; ++i) {
         const float own = seen_by.col(i).dot(outputs.col(i));
-        const Eigen::VectorXf shares = squares.col(i).cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix()).cwiseMax(0.0F);
+        const Vector shares = squares.col(i).cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix()).cwiseMax(0.0F);
         add_turned(queries.row(i), shares, first, head.key_metric);
       }
     } else {
-      const Eigen::MatrixXd wide = queries.cast<double>();
+      const Eigen::MatrixXd wide = queries.template cast<double>();
       head.key_metric.noalias() += wide.transpose() * spread.asDiagonal() * wide;
     }
     head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
@@ -166,11 +172,12 @@ class CodingStatistics {
   bool turns() const { return rotary_.num_pairs() > 0; }
 
   /// metric += sum_j share_j (q R_j)^T (q R_j), sampled; share 0 belongs to position `first`.
-  void add_turned(const Eigen::RowVectorXf& query, const Eigen::VectorXf& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
+  template <class Query, class Vector>
+  void add_turned(const Query& query, const Vector& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
     constexpr int kDraws = 64;
-    const double total = shares.cast<double>().sum();
+    const double total = shares.template cast<double>().sum();
     if (!(total > 0.0)) return;
-    Rows drawn(kDraws, shape_.head_dim);
+    RowsOf<typename Vector::Scalar> drawn(kDraws, shape_.head_dim);
     Eigen::Index rows = 0;
     int draws = 0;
     double passed = 0.0;
@@ -184,8 +191,8 @@ class CodingStatistics {
       draws += hits;
       ++rows;
     }
-    const Eigen::MatrixXf product = drawn.topRows(rows).transpose() * drawn.topRows(rows);
-    metric += product.cast<double>();
+    const Eigen::MatrixX<typename Vector::Scalar> product = drawn.topRows(rows).transpose() * drawn.topRows(rows);
+    metric += product.template cast<double>();
   }
 
   CacheShape shape_;

@@ -12,6 +12,7 @@
 #include <Eigen/Core>
 
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/calibrate/moments.hpp"
@@ -31,7 +32,8 @@ struct JointValueMaps {
 /// @param moments of stacked values, [num_kv_heads head_dim]: Moments::add on rows [n, num_kv_heads head_dim], or weight_moments
 /// @throws ShapeError unless num_kv_heads divides the width and 1 <= rank <= width, ValueError on NaN or Inf
 /// Cost: O((num_kv_heads head_dim)^3).
-inline JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) {
+template <class = void>
+JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) {
   const Eigen::Index width = moments.second.rows();
   const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
   if (rank < 1 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
@@ -45,7 +47,8 @@ inline JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int
 
 /// @brief The squared error sum ||v - v^||^2 of the best joint maps of `rank`: the sum of the joint sigma^2 beyond it, in
 /// the unit of moments.second. @throws ShapeError unless 0 <= rank <= width. Cost: O((num_kv_heads head_dim)^3).
-inline double joint_error(const Moments& moments, int rank) {
+template <class = void>
+double joint_error(const Moments& moments, int rank) {
   const Eigen::Index width = moments.second.rows();
   if (rank < 0 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
   return principal_axes(moments.second).values.tail(width - rank).sum();
@@ -53,7 +56,8 @@ inline double joint_error(const Moments& moments, int rank) {
 
 /// @brief The same for the best maps of each head alone, `rank_per_head` each: joint_error(num_kv_heads rank_per_head) is
 /// never above it (lemma 4.2). @throws ShapeError as above, for head_dim. Cost: O(num_kv_heads head_dim^3).
-inline double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_head) {
+template <class = void>
+double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_head) {
   double error = 0.0;
   for (const Moments& head : head_moments(moments, num_kv_heads)) {
     const Eigen::Index dim = head.second.rows();
@@ -68,7 +72,8 @@ inline double head_wise_error(const Moments& moments, int num_kv_heads, int rank
 /// @param output_up  [rank, head_dim] of the KV head that the query head reads
 /// @param projection [head_dim, hidden] of the query head, applied from the right: its columns of a torch.nn.Linear.weight, transposed
 /// @return [rank, hidden]. @throws ShapeError if head_dim differs. Cost: O(rank head_dim hidden).
-inline Eigen::MatrixXd absorb_output(const Eigen::Ref<const Eigen::MatrixXd>& output_up, const Eigen::Ref<const Eigen::MatrixXd>& projection) {
+template <class Real = double>
+Eigen::MatrixXd absorb_output(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& output_up, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& projection) {
   ::lowrankkv::detail::check_equal("head_dim", "output_up", output_up.cols(), "projection", projection.rows());
   return output_up * projection;
 }

@@ -80,6 +80,7 @@ class LayerMoments {
   LayerMoments() = default;
   /// @param rope  which form of the keys the statistics are of. Unrotated keys meet queries turned back by the key's position:
   /// the moments of queries are then of queries turned back by that of a key before them, evenly chosen
+  template <class = void>
   explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {}) : shape_(shape), rope_(rope) {
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads));
     const RowSample sample(shape.head_dim, kSampleRows);
@@ -102,6 +103,7 @@ class LayerMoments {
 
   /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim], rotated; key, value [n, num_kv_heads, head_dim], keys in
   /// their form. @param first_position  of the first token; counts for unrotated keys alone
+  template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t first_position = 0) {
     ::lowrankkv::detail::check_rows("query", query, key.num_tokens, shape_.num_qo_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("key", key, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
@@ -134,32 +136,38 @@ class LayerMoments {
   }
 
   /// @brief The spectrum of the key rows that `options` asks for, in their metric: what a key rank is chosen from.
+  template <class Real = double>
   Spectrum key_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
-    const Eigen::MatrixXd keys = options.policy.centred ? moments.key.centred() : moments.key.second;
+    const Eigen::MatrixX<Real> keys = options.policy.centred ? moments.key.centred() : moments.key.second;
     if (options.policy.key_metric == KeyMetric::query_aware) {
-      const Eigen::MatrixXd root = metric_root(moments.query.second).root;
+      const Eigen::MatrixX<Real> root = metric_root(moments.query.second).root;
       return principal_axes(root * keys * root);
     }
-    return principal_axes(options.key_source == KeySource::keys ? keys : keys + moments.query.second);
+    const Eigen::MatrixX<Real>& queries = moments.query.second;
+    return principal_axes(options.key_source == KeySource::keys ? keys : keys + queries);
   }
   /// @brief The spectrum of the value rows.
+  template <class = void>
   Spectrum value_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
     return principal_axes(options.policy.centred ? moments.value.centred() : moments.value.second);
   }
 
   /// @brief The rank that `options` gives all heads of this layer: by ratio, or by energy (OjaKV A.2).
+  template <class = void>
   int key_rank(const BasisOptions& options) const {
     return options.key_energy > 0.0 ? rank_over_heads([&](int head) { return key_spectrum(head, options); }, options.key_energy)
                                     : rank_by_ratio(shape_.head_dim, options.key_ratio);
   }
+  template <class = void>
   int value_rank(const BasisOptions& options) const {
     return options.value_energy > 0.0 ? rank_over_heads([&](int head) { return value_spectrum(head, options); }, options.value_energy)
                                       : rank_by_ratio(shape_.head_dim, options.value_ratio);
   }
 
   /// @brief The maps of all heads at the options' ranks. Cost: a few eigendecompositions of head_dim per head.
+  template <class Real = double>
   LayerBasis basis(const BasisOptions& options) const {
     LayerBasis layer;
     const int of_keys = key_rank(options);
@@ -169,12 +177,13 @@ class LayerMoments {
       HeadBasis maps;
       maps.key_rank = of_keys;
       maps.value_rank = of_values;
-      const Eigen::MatrixXd keys = key_spectrum(head, options).vectors.leftCols(maps.key_rank);
+      const Eigen::MatrixX<Real> keys = key_spectrum(head, options).vectors.leftCols(maps.key_rank);
       maps.value_down = cpu::to_row_major(value_spectrum(head, options).vectors.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
         const MetricRoot metric = metric_root(moments.query.second);
-        maps.key_down = cpu::to_row_major(metric.root * keys);
-        maps.query_down = cpu::to_row_major(metric.inverse * keys);
+        const Eigen::MatrixX<Real>&root = metric.root, &inverse = metric.inverse;
+        maps.key_down = cpu::to_row_major(root * keys);
+        maps.query_down = cpu::to_row_major(inverse * keys);
         maps.key_metric = cpu::to_row_major(metric.root);
         maps.key_metric_inverse = cpu::to_row_major(metric.inverse);
       } else {
@@ -197,6 +206,7 @@ class LayerMoments {
     return max_over_heads(ranks);
   }
   /// Turns query rows [n, head_dim] back by positions spread over those up to their own.
+  template <class = void>
   void turn_back(float* rows, std::int64_t n, std::int64_t first_position) const {
     constexpr double kGolden = 0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
     for (std::int64_t token = 0; token < n; ++token) {

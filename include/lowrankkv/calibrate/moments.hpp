@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
@@ -23,17 +24,20 @@ struct Moments {
   double count = 0.0;
 
   Moments() = default;
+  template <class = void>
   explicit Moments(int head_dim) : second(Eigen::MatrixXd::Zero(head_dim, head_dim)), first(Eigen::VectorXd::Zero(head_dim)) {}
 
   /// @brief Adds rows [n, head_dim]. @throws ShapeError if head_dim differs. Cost: n head_dim^2.
+  template <class Real = double>
   void add(MatrixView rows) {
     ::lowrankkv::detail::check_equal("head_dim", "moments", static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
-    const Eigen::MatrixXd wide = cpu::to_matrix(rows);
+    const Eigen::MatrixX<Real> wide = cpu::to_matrix(rows);
     second.noalias() += wide.transpose() * wide;
     first += wide.colwise().sum().transpose();
     count += static_cast<double>(rows.rows);
   }
   /// @brief The moments of both streams together: bases of row-stacked [Q; K] come from the sum of their moments.
+  template <class Real = double>
   Moments& operator+=(const Moments& other) {
     ::lowrankkv::detail::check_equal("head_dim", "moments", second.rows(), "other", other.second.rows());
     second += other.second;
@@ -41,9 +45,17 @@ struct Moments {
     count += other.count;
     return *this;
   }
-  Eigen::VectorXd mean() const { return first / (std::max)(count, 1.0); }
+  template <class Real = double>
+  Eigen::VectorXd mean() const {
+    const Eigen::VectorX<Real>& sum = first;
+    return sum / (std::max)(count, 1.0);
+  }
   /// @brief Sum of (x - mean)(x - mean)^T.
-  Eigen::MatrixXd centred() const { return second - first * first.transpose() / (std::max)(count, 1.0); }
+  template <class Real = double>
+  Eigen::MatrixXd centred() const {
+    const Eigen::VectorX<Real>& sum = first;
+    return second - sum * sum.transpose() / (std::max)(count, 1.0);
+  }
 };
 
 /// @brief Eigenvectors of a symmetric matrix, largest eigenvalue first.
@@ -54,9 +66,10 @@ struct Spectrum {
 
 /// @brief Principal axes of rows with second moment `matrix`: the right singular vectors of the stacked rows.
 /// @throws ValueError if the matrix is not finite. Cost: O(head_dim^3).
-inline Spectrum principal_axes(const Eigen::MatrixXd& matrix) {
+template <class Real = double>
+Spectrum principal_axes(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix) {
   if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ", matrix.trace(), ", finite expected");
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(matrix);
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixX<Real>> solver(matrix);
   return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
 }
 
@@ -66,11 +79,12 @@ struct MetricRoot {
 };
 /// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
 /// raised to it: directions that no query uses must not make the inverse explode. @throws ValueError without energy
-inline MetricRoot metric_root(const Eigen::MatrixXd& matrix, double floor = 1e-3) {
+template <class Real = double>
+MetricRoot metric_root(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
   const double mean = spectrum.values.mean();
   if (!(mean > 0.0)) ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean, ", must be positive");
-  const Eigen::VectorXd roots = (spectrum.values / mean).cwiseMax(floor).cwiseSqrt();
+  const Eigen::VectorX<Real> roots = (spectrum.values / mean).cwiseMax(floor).cwiseSqrt();
   return {spectrum.vectors * roots.asDiagonal() * spectrum.vectors.transpose(),
           spectrum.vectors * roots.cwiseInverse().asDiagonal() * spectrum.vectors.transpose()};
 }

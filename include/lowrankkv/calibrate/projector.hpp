@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstddef>
 #include <span>
+#include <type_traits>
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/calibrate/choose_rank.hpp"
@@ -23,7 +24,8 @@ namespace calibrate {
 
 /// @brief D^1 D^2 ... D^N (DLRP eq. 11). @throws ShapeError if the chain is empty or neighbours do not fit
 /// Cost: N - 1 products.
-inline Eigen::MatrixXd fold(std::span<const Eigen::MatrixXd> chain) {
+template <class Real = double>
+Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
   if (chain.empty()) ::lowrankkv::detail::fail<ShapeError>("projector: num_factors ", chain.size(), ", at least 1 needed");
   for (std::size_t n = 1; n < chain.size(); ++n) {
     if (chain[n - 1].cols() != chain[n].rows()) {
@@ -31,13 +33,14 @@ inline Eigen::MatrixXd fold(std::span<const Eigen::MatrixXd> chain) {
                                             " rows");
     }
   }
-  Eigen::MatrixXd product = chain.front();
+  Eigen::MatrixX<Real> product = chain.front();
   for (std::size_t n = 1; n < chain.size(); ++n) product = product * chain[n];
   return product;
 }
 
 /// @brief ||D||_*: the sum of the singular values. @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
-inline double nuclear_norm(const Eigen::Ref<const Eigen::MatrixXd>& matrix) { return diagnostics::singular_values(matrix).sum(); }
+template <class Real = double>
+double nuclear_norm(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) { return diagnostics::singular_values(matrix).sum(); }
 
 /// @brief ((sum_n ||D^n||_F) / N)^N >= ||D^1 ... D^N||_*, the regulariser's meaning (DLRP theorem 3.1, whose printed factor
 /// 1/N instead of N^-N is loose).
@@ -45,18 +48,20 @@ inline double nuclear_norm(const Eigen::Ref<const Eigen::MatrixXd>& matrix) { re
 /// ||A B||_* <= ||A||_F ||B||_F and ||A B||_F <= ||A||_F ||B||_F give the product of the norms, and that is at most the power
 /// of their mean. Equality: N = 2 and D^2 = (D^1)^T, or rank-one factors of equal norm whose inner vectors agree.
 /// @throws ValueError for fewer than two factors: ||D||_* exceeds ||D||_F. Cost: one pass over the factors.
-inline double nuclear_norm_bound(std::span<const Eigen::MatrixXd> chain) {
+template <class Real = double>
+double nuclear_norm_bound(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
   if (chain.size() < 2) ::lowrankkv::detail::fail<ValueError>("projector: num_factors ", chain.size(), ", the nuclear-norm bound needs at least 2");
   double sum = 0.0;
-  for (const Eigen::MatrixXd& factor : chain) sum += factor.norm();
+  for (const Eigen::MatrixX<Real>& factor : chain) sum += factor.norm();
   const double count = static_cast<double>(chain.size());
   return std::pow(sum / count, count);
 }
 
 /// @brief The smallest rank of two paired projectors that keeps `energy` of sigma^2 in both, the larger of their own ranks:
 /// r_qk from (D_Q, D_K), r_vo from (D_V, D_O) (DLRP section 3.2, step 1). @throws ValueError unless 0 < energy <= 1, or on NaN or Inf
-inline int paired_rank(const Eigen::Ref<const Eigen::MatrixXd>& first, const Eigen::Ref<const Eigen::MatrixXd>& second, double energy) {
-  const auto rank = [&](const Eigen::Ref<const Eigen::MatrixXd>& matrix) { return rank_by_energy(diagnostics::singular_values(matrix).cwiseAbs2(), energy); };
+template <class Real = double>
+int paired_rank(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& first, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& second, double energy) {
+  const auto rank = [&](const Eigen::Ref<const Eigen::MatrixX<Real>>& matrix) { return rank_by_energy(diagnostics::singular_values(matrix).cwiseAbs2(), energy); };
   return (std::max)(rank(first), rank(second));
 }
 
@@ -65,8 +70,9 @@ inline int paired_rank(const Eigen::Ref<const Eigen::MatrixXd>& first, const Eig
 /// @param query  D_Q [head_dim, r_qk]   @param key    D_K [head_dim, r_qk]
 /// @param value  D_V [head_dim, r_vo]   @param output D_O [r_vo, head_dim]
 /// @throws ShapeError if extents differ or a rank exceeds head_dim, ValueError if a map is not finite in f32
-inline HeadBasis make_projector_head(const Eigen::Ref<const Eigen::MatrixXd>& query, const Eigen::Ref<const Eigen::MatrixXd>& key,
-                                     const Eigen::Ref<const Eigen::MatrixXd>& value, const Eigen::Ref<const Eigen::MatrixXd>& output) {
+template <class Real = double>
+HeadBasis make_projector_head(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& query, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& key,
+                                     const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& value, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& output) {
   const Eigen::Index dim = key.rows();
   using ::lowrankkv::detail::check_equal;
   check_equal("head_dim", "key", dim, "query", query.rows());
@@ -79,8 +85,8 @@ inline HeadBasis make_projector_head(const Eigen::Ref<const Eigen::MatrixXd>& qu
   };
   check_rank("key_rank", key.cols());
   check_rank("value_rank", value.cols());
-  const auto stored = [](const char* name, const Eigen::Ref<const Eigen::MatrixXd>& map) {
-    if (!map.cast<float>().allFinite()) ::lowrankkv::detail::fail<ValueError>("projector: ", name, " holds ", map.cwiseAbs().maxCoeff(), ", not finite in f32");
+  const auto stored = [](const char* name, const Eigen::Ref<const Eigen::MatrixX<Real>>& map) {
+    if (!map.template cast<float>().allFinite()) ::lowrankkv::detail::fail<ValueError>("projector: ", name, " holds ", map.cwiseAbs().maxCoeff(), ", not finite in f32");
     return cpu::to_row_major(map);
   };
   HeadBasis head;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/basis/per_head.hpp"
@@ -22,10 +23,11 @@ namespace calibrate {
 
 /// @brief The norm ||x - P x|| that a share `percentile` of the rows stays below, P the projection onto orthonormal columns.
 /// @param rows [n, head_dim], n >= 1  @param basis [head_dim, rank]  @throws ValueError unless 0 <= percentile <= 1, ShapeError without rows
-inline double residual_percentile(const Eigen::Ref<const Eigen::MatrixXd>& rows, const Eigen::Ref<const Eigen::MatrixXd>& basis, double percentile) {
+template <class Real = double>
+double residual_percentile(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& rows, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& basis, double percentile) {
   if (!(percentile >= 0.0 && percentile <= 1.0)) ::lowrankkv::detail::fail<ValueError>("residual percentile: in [0, 1], given ", percentile);
   if (rows.rows() == 0) ::lowrankkv::detail::fail<ShapeError>("residual percentile: num_rows ", rows.rows(), ", at least 1 needed");
-  const Eigen::VectorXd norms = (rows - (rows * basis) * basis.transpose()).rowwise().norm();
+  const Eigen::VectorX<Real> norms = (rows - (rows * basis) * basis.transpose()).rowwise().norm();
   std::vector<double> sorted(norms.data(), norms.data() + norms.size());
   std::sort(sorted.begin(), sorted.end());
   const auto index = static_cast<std::size_t>(std::ceil(percentile * static_cast<double>(sorted.size())));
@@ -35,7 +37,8 @@ inline double residual_percentile(const Eigen::Ref<const Eigen::MatrixXd>& rows,
 /// @brief Fills key_threshold and value_threshold of every head of `basis` from the layer's sample of rows, in the metric of
 /// `policy` (SubSpace-A section 4.1: thresholds from calibration residual percentiles).
 /// @throws ShapeError if the moments hold no sample
-inline void set_residual_thresholds(const LayerMoments& moments, const PerHead& policy, double percentile, LayerBasis& basis) {
+template <class = void>
+void set_residual_thresholds(const LayerMoments& moments, const PerHead& policy, double percentile, LayerBasis& basis) {
   const int dim = moments.shape().head_dim;
   for (std::size_t index = 0; index < basis.heads.size(); ++index) {
     HeadBasis& head = basis.heads[index];

@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <span>
+#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
 
@@ -18,22 +19,25 @@ namespace calibrate {
 /// @brief Th_s(x; alpha) = x tanh(s (x - alpha)) for x >= alpha, else 0 (STAR-KV eq. 2 with c = 0): the differentiable
 /// stand-in for the cut at alpha, which it approaches as s grows; never above x.
 /// @param sigma x, a singular value  @param sharpness s, per unit of sigma  @throws ValueError unless s > 0 and alpha is a number
-inline double soft_threshold(double sigma, double alpha, double sharpness) {
+template <class = void>
+double soft_threshold(double sigma, double alpha, double sharpness) {
   if (!(sharpness > 0.0)) ::lowrankkv::detail::fail<ValueError>("soft threshold: sharpness above 0, given ", sharpness);
   if (std::isnan(alpha)) ::lowrankkv::detail::fail<ValueError>("soft threshold: alpha is ", alpha, ", a number expected");
   return sigma >= alpha ? sigma * std::tanh(sharpness * (sigma - alpha)) : 0.0;
 }
 
 /// @brief The same for every singular value, [p]. @throws ValueError as above
-inline Eigen::VectorXd soft_threshold(const Eigen::VectorXd& singular_values, double alpha, double sharpness) {
-  Eigen::VectorXd soft(singular_values.size());
+template <class Real = double>
+Eigen::VectorXd soft_threshold(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, double alpha, double sharpness) {
+  Eigen::VectorX<Real> soft(singular_values.size());
   for (Eigen::Index i = 0; i < soft.size(); ++i) soft[i] = soft_threshold(singular_values[i], alpha, sharpness);
   return soft;
 }
 
 /// @brief r_eff = #{sigma_i >= alpha} (STAR-KV eq. 1): the rank once training is over; 0 if alpha is above all of them.
 /// @throws ValueError if alpha is NaN
-inline int rank_by_threshold(const Eigen::VectorXd& singular_values, double alpha) {
+template <class Real = double>
+int rank_by_threshold(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, double alpha) {
   if (std::isnan(alpha)) ::lowrankkv::detail::fail<ValueError>("threshold: alpha is ", alpha, ", a number expected");
   return static_cast<int>((singular_values.array() >= alpha).count());
 }
@@ -41,7 +45,8 @@ inline int rank_by_threshold(const Eigen::VectorXd& singular_values, double alph
 /// @brief An alpha for which rank_by_threshold is `rank`: half way between sigma_rank and the next, so that rounding on
 /// either side does not change the rank. @param singular_values descending, [p]
 /// @throws ValueError unless 0 <= rank <= p and the values descend, or if sigma_rank equals the next: no threshold can part them
-inline double threshold_for_rank(const Eigen::VectorXd& singular_values, int rank) {
+template <class Real = double>
+double threshold_for_rank(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, int rank) {
   const Eigen::Index size = singular_values.size();
   if (rank < 0 || rank > size) ::lowrankkv::detail::fail<ValueError>("threshold: rank in [0, ", size, "], given ", rank);
   for (Eigen::Index i = 0; i < size; ++i) {

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/calibrate/moments.hpp"
@@ -42,17 +43,18 @@ namespace calibrate {
 /// @param input   moments of x [hidden]: second, first and count as Moments::add collects them
 /// @param bias    b [channels]; empty: none
 /// @throws ShapeError if hidden or channels differ. Cost: O(channels hidden^2). In f64.
-inline Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
+template <class Real = double>
+Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
   ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment", std::int64_t{input.second.rows()});
   ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "sum", std::int64_t{input.first.size()});
   if (!bias.empty()) ::lowrankkv::detail::check_equal("channels", "weight", static_cast<std::size_t>(weight.rows), "bias", bias.size());
-  const Eigen::MatrixXd w = cpu::to_matrix(weight);
+  const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
   Moments moments;
   moments.count = input.count;
   moments.second = w * input.second * w.transpose();
   moments.first = w * input.first;
   if (!bias.empty()) {
-    const Eigen::VectorXd b = Eigen::Map<const Eigen::VectorXf>(bias.data(), weight.rows).cast<double>();
+    const Eigen::VectorX<Real> b = Eigen::Map<const Eigen::VectorXf>(bias.data(), weight.rows).template cast<double>();
     moments.second += moments.first * b.transpose() + b * moments.first.transpose() + input.count * b * b.transpose();
     moments.first += input.count * b;
   }
@@ -61,22 +63,24 @@ inline Moments weight_moments(MatrixView weight, const Moments& input, std::span
 
 /// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of rows it stands for; no
 /// mean is known, so the sum is 0 and centring does nothing. @throws ShapeError if a size differs, ValueError if count < 0
-inline Moments weight_moments(MatrixView weight, const Eigen::Ref<const Eigen::MatrixXd>& mean_second_moment, double count) {
+template <class Real = double>
+Moments weight_moments(MatrixView weight, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& mean_second_moment, double count) {
   if (mean_second_moment.rows() != mean_second_moment.cols()) {
     ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(), " rows, ", mean_second_moment.cols(), " columns");
   }
   if (!(count >= 0.0)) ::lowrankkv::detail::fail<ValueError>("count: at least 0, given ", count);
   Moments input;
   input.second = mean_second_moment * count;
-  input.first = Eigen::VectorXd::Zero(mean_second_moment.rows());
+  input.first = Eigen::VectorX<Real>::Zero(mean_second_moment.rows());
   input.count = count;
   return weight_moments(weight, input);
 }
 
 /// @brief Without whitening: W W^T, as if the input were one row of white noise. Its spectrum is the squared singular
 /// values of W (STAR-KV eq. 1 thresholds their roots, calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
-inline Moments weight_moments(MatrixView weight) {
-  const Eigen::MatrixXd w = cpu::to_matrix(weight);
+template <class Real = double>
+Moments weight_moments(MatrixView weight) {
+  const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
   Moments moments(static_cast<int>(weight.rows));
   moments.second = w * w.transpose();
   moments.count = 1.0;
@@ -85,15 +89,16 @@ inline Moments weight_moments(MatrixView weight) {
 
 /// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of some distances: what unrotated
 /// keys meet of queries. Centring goes with it. @param rotary  of head_dim  @param distances  spread over a context
-inline Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
+template <class Real = double>
+Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
   using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   Moments result(static_cast<int>(moments.second.rows()));
   result.count = moments.count;
   for (const std::int64_t distance : distances) {
-    const auto turn = [&](const Eigen::MatrixXd& rows) {  // every row
-      Rows turned = rows.cast<float>();
+    const auto turn = [&](const Eigen::MatrixX<Real>& rows) {  // every row
+      Rows turned = rows.template cast<float>();
       for (Eigen::Index row = 0; row < turned.rows(); ++row) rotary.rotate_row(distance, turned.row(row).data());
-      return Eigen::MatrixXd(turned.cast<double>());
+      return Eigen::MatrixX<Real>(turned.template cast<double>());
     };
     const double share = 1.0 / static_cast<double>(distances.size());
     result.second += share * turn(turn(moments.second).transpose());
@@ -104,7 +109,8 @@ inline Moments turned_moments(const Moments& moments, const cpu::RotaryTable& ro
 
 /// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.
 /// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless num_kv_heads divides it
-inline std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
+template <class = void>
+std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
   const Eigen::Index width = joint.second.rows();
   const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
   std::vector<Moments> heads(static_cast<std::size_t>(num_kv_heads));

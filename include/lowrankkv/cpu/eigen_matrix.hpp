@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/core/views.hpp"
@@ -13,16 +14,18 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief The values of a view as a matrix [view.rows, view.cols] in f64; exact. Cost: one copy.
-inline Eigen::MatrixXd to_matrix(MatrixView view) {
-  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  return Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>(view.data, view.rows, view.cols, Eigen::OuterStride<>(view.row_stride)).cast<double>();
+template <class Real = float>
+Eigen::MatrixXd to_matrix(MatrixView view) {
+  using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  return Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>(view.data, view.rows, view.cols, Eigen::OuterStride<>(view.row_stride)).template cast<double>();
 }
 
 /// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost: one copy.
-inline std::vector<float> to_row_major(const Eigen::Ref<const Eigen::MatrixXd>& matrix) {
+template <class Real = double>
+std::vector<float> to_row_major(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) {
   using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   std::vector<float> values(static_cast<std::size_t>(matrix.size()));
-  Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.cast<float>();
+  Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.template cast<float>();
   return values;
 }
 

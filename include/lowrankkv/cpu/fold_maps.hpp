@@ -52,20 +52,21 @@ void undo_rotation(const State& state, int head, Part part, std::vector<float>& 
 /// @param basis  [head_dim, rank], turned in place
 /// @param rms    the calibrated rms of the channels, or empty; replaced by that of the rows. `rank` calibrated rows weigh
 ///               with them, in axes and rms, against chance in short batches; without rms, nothing is done without rows
-inline void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
-  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+template <class Real = double, class Stored = float>
+void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
+  using RowMajor = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
   Eigen::Map<RowMajor> columns(basis.data(), rows.cols, rank);
   if (rms.empty() && rows.rows == 0) return;
-  const Eigen::MatrixXd coefficients = (batch * columns).template cast<double>();
-  Eigen::MatrixXd gram = coefficients.transpose() * coefficients;
+  const Eigen::MatrixX<Real> coefficients = (batch * columns).template cast<double>();
+  Eigen::MatrixX<Real> gram = coefficients.transpose() * coefficients;
   for (std::size_t channel = 0; channel < rms.size(); ++channel) {
     const Eigen::Index index = static_cast<Eigen::Index>(channel);
     gram(index, index) += rank * static_cast<double>(rms[channel]) * rms[channel];
   }
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(gram);
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixX<Real>> solver(gram);
   columns = (columns.template cast<double>() * solver.eigenvectors().rowwise().reverse()).template cast<float>().eval();
-  const Eigen::VectorXd energy = solver.eigenvalues().reverse().cwiseMax(0.0);
+  const Eigen::VectorX<Real> energy = solver.eigenvalues().reverse().cwiseMax(0.0);
   for (std::size_t channel = 0; channel < rms.size(); ++channel) {
     rms[channel] = (std::max)(1e-20F, static_cast<float>(std::sqrt(energy[static_cast<Eigen::Index>(channel)] / static_cast<double>(rows.rows + rank))));
   }

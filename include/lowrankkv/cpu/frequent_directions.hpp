@@ -76,17 +76,18 @@ struct StoredSketch {
 /// The buffer is compressed when it is full and at no other time: the state depends on the rows and their order, never
 /// on how they were split into calls or on when the sketch was read. All readers are const and work on a copy. One that
 /// was stored() in between depends on where, too.
-class FrequentDirectionsSketch {
+template <class Real>
+class BasicSketch {
  public:
   /// @brief An empty sketch. @param sketch_rows l, at least 1: the most rows of B; twice as many are buffered
   /// @throws ShapeError unless both extents are at least 1
-  FrequentDirectionsSketch(int sketch_rows, int head_dim) : limit_(sketch_rows), dim_(head_dim) {
+  BasicSketch(int sketch_rows, int head_dim) : limit_(sketch_rows), dim_(head_dim) {
     if (sketch_rows < 1) ::lowrankkv::detail::fail<ShapeError>("sketch_rows: at least 1, given ", sketch_rows);
     if (head_dim < 1) ::lowrankkv::detail::fail<ShapeError>("head_dim: at least 1, given ", head_dim);
     buffer_ = Rows::Zero(2 * Eigen::Index{sketch_rows}, head_dim);
   }
   /// @brief Goes on where stored() left off. @throws ShapeError as above
-  explicit FrequentDirectionsSketch(const StoredSketch& stored) : FrequentDirectionsSketch(stored.sketch_rows, stored.head_dim) {
+  explicit BasicSketch(const StoredSketch& stored) : BasicSketch(stored.sketch_rows, stored.head_dim) {
     held_ = stored.held();
     for (Eigen::Index i = 0; i < held_ * dim_; ++i) buffer_.data()[i] = static_cast<double>(stored.rows[static_cast<std::size_t>(i)]);
     shrinkage_ = stored.shrinkage;
@@ -112,7 +113,7 @@ class FrequentDirectionsSketch {
 
   /// @brief Makes this the sketch of both streams (this one's rows first); the bounds above hold for their union.
   /// @throws ShapeError if head_dim or sketch_rows differ. Cost: as adding 2 sketch_rows rows.
-  void merge(const FrequentDirectionsSketch& other) {
+  void merge(const BasicSketch& other) {
     ::lowrankkv::detail::check_equal("head_dim", "sketch", dim_, "other", other.dim_);
     ::lowrankkv::detail::check_equal("sketch_rows", "sketch", limit_, "other", other.limit_);
     const Rows theirs = other.buffer_.topRows(other.held_);  // a copy: other may be this very sketch
@@ -123,17 +124,17 @@ class FrequentDirectionsSketch {
 
   /// @brief B [<= sketch_rows, head_dim], compressed: orthogonal rows, longest first. As long as no more than sketch_rows
   /// rows were seen, B^T B = A^T A. Cost: O(m n min(m, n)) with m, n = buffered rows, head_dim.
-  Eigen::MatrixXd sketch() const { return compressed(buffer_.topRows(held_)).rows; }
+  Eigen::MatrixX<Real> sketch() const { return compressed(buffer_.topRows(held_)).rows; }
 
   /// @brief The top right singular vectors of B, [head_dim, rank] with orthonormal columns. If B has fewer than `rank`
   /// rows, arbitrary but always the same directions complete them. For rank k < l it loses at most l / (l - k) times the
   /// energy that the best subspace of rank k loses. @throws ShapeError unless 1 <= rank <= head_dim. Cost: as sketch().
-  Eigen::MatrixXd basis(int rank) const {
+  Eigen::MatrixX<Real> basis(int rank) const {
     if (rank < 1 || rank > dim_) ::lowrankkv::detail::fail<ShapeError>("rank: in [1, head_dim], given ", rank, ", head_dim ", dim_);
-    const Eigen::MatrixXd rows = sketch();
+    const Eigen::MatrixX<Real> rows = sketch();
     const Eigen::Index known = (std::min)(Eigen::Index{rank}, rows.rows());
     // The rows of B are orthogonal, so QR only normalises them; its reflectors turn zero columns into the complement.
-    Eigen::MatrixXd columns = Eigen::MatrixXd::Zero(dim_, rank);
+    Eigen::MatrixX<Real> columns = Eigen::MatrixX<Real>::Zero(dim_, rank);
     columns.leftCols(known) = rows.topRows(known).transpose();
     return orthonormal_columns(columns);
   }
@@ -154,7 +155,7 @@ class FrequentDirectionsSketch {
   std::size_t bytes() const { return static_cast<std::size_t>(buffer_.size()) * sizeof(double); }
 
  private:
-  using Rows = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  using Rows = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   struct Compressed {
     Rows rows;
     double delta = 0.0;
@@ -179,21 +180,21 @@ class FrequentDirectionsSketch {
   Compressed compressed(const Eigen::Ref<const Rows>& rows) const {
     Compressed result;
     const bool by_rows = rows.rows() <= rows.cols();
-    const Eigen::MatrixXd gram = by_rows ? Eigen::MatrixXd(rows * rows.transpose()) : Eigen::MatrixXd(rows.transpose() * rows);
+    const Eigen::MatrixX<Real> gram = by_rows ? Eigen::MatrixX<Real>(rows * rows.transpose()) : Eigen::MatrixX<Real>(rows.transpose() * rows);
     if (gram.size() == 0) return {Rows(0, dim_), 0.0};
-    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(gram);
-    const Eigen::VectorXd squares = solver.eigenvalues().reverse();  // sigma^2, descending
-    const Eigen::MatrixXd vectors = solver.eigenvectors().rowwise().reverse();
+    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixX<Real>> solver(gram);
+    const Eigen::VectorX<Real> squares = solver.eigenvalues().reverse();  // sigma^2, descending
+    const Eigen::MatrixX<Real> vectors = solver.eigenvectors().rowwise().reverse();
     if (rows.rows() > limit_ && squares.size() >= limit_) result.delta = (std::max)(squares[limit_ - 1], 0.0);
     Eigen::Index kept = 0;
     while (kept < (std::min)(Eigen::Index{limit_}, squares.size()) && squares[kept] > result.delta) ++kept;
-    const Eigen::ArrayXd top = squares.head(kept).array();
+    const Eigen::ArrayX<Real> top = squares.head(kept).array();
     if (by_rows) {
       // diag(sqrt(1 - delta / sigma^2)) U^T A: contractions of A only, so rounding never makes B heavier than A.
-      const Eigen::VectorXd factors = (1.0 - result.delta / top).sqrt();
+      const Eigen::VectorX<Real> factors = (1.0 - result.delta / top).sqrt();
       result.rows = factors.asDiagonal() * (vectors.leftCols(kept).transpose() * rows);
     } else {
-      const Eigen::VectorXd lengths = (top - result.delta).sqrt();
+      const Eigen::VectorX<Real> lengths = (top - result.delta).sqrt();
       result.rows = lengths.asDiagonal() * vectors.leftCols(kept).transpose();
     }
     return result;
@@ -206,6 +207,9 @@ class FrequentDirectionsSketch {
   double shrinkage_ = 0.0;  // sum of delta so far
   double squared_frobenius_ = 0.0;
 };
+
+/// @brief The sketch as everything here uses it, in f64.
+using FrequentDirectionsSketch = BasicSketch<double>;
 
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

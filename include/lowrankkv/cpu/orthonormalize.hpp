@@ -6,6 +6,7 @@
 #include <Eigen/QR>
 
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/config.hpp"
@@ -15,9 +16,10 @@ namespace cpu {
 
 /// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
 /// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
-inline Eigen::MatrixXd orthonormal_columns(const Eigen::MatrixXd& matrix) {
-  const Eigen::HouseholderQR<Eigen::MatrixXd> qr(matrix);
-  Eigen::MatrixXd q = qr.householderQ() * Eigen::MatrixXd::Identity(matrix.rows(), matrix.cols());
+template <class Real = double>
+Eigen::MatrixXd orthonormal_columns(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix) {
+  const Eigen::HouseholderQR<Eigen::MatrixX<Real>> qr(matrix);
+  Eigen::MatrixX<Real> q = qr.householderQ() * Eigen::MatrixX<Real>::Identity(matrix.rows(), matrix.cols());
   for (Eigen::Index column = 0; column < q.cols(); ++column) {
     if (qr.matrixQR()(column, column) < 0.0) q.col(column) = -q.col(column);
   }
@@ -25,10 +27,11 @@ inline Eigen::MatrixXd orthonormal_columns(const Eigen::MatrixXd& matrix) {
 }
 
 /// @brief The same in place for a row-major f32 basis [dim, basis.size() / dim].
-inline void orthonormalize(std::vector<float>& basis, int dim) {
-  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+template <class Real = float>
+void orthonormalize(std::vector<float>& basis, int dim) {
+  using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   Eigen::Map<RowMajor> matrix(basis.data(), dim, static_cast<Eigen::Index>(basis.size()) / dim);
-  matrix = orthonormal_columns(matrix.cast<double>()).cast<float>();
+  matrix = orthonormal_columns(matrix.template cast<double>()).template cast<float>();
 }
 
 }  // namespace cpu

@@ -24,19 +24,20 @@ namespace cpu {
 /// The last num_queries keys are the queries' own tokens: query i sees the keys up to n - num_queries + i.
 /// @return n scores; they sum to num_queries x group_size.
 /// Cost: 2 n products of head_dim per query row, in blocks of 64 rows; memory 64 n floats besides the result.
-inline std::vector<float> snapkv_scores(MatrixView queries, int group_size, MatrixView keys, float scale) {
+template <class Real = float>
+std::vector<float> snapkv_scores(MatrixView queries, int group_size, MatrixView keys, float scale) {
   const std::int64_t n = keys.rows;
   const std::int64_t num_queries = queries.rows / group_size;
   if (queries.cols != keys.cols) ::lowrankkv::detail::fail<ShapeError>("head_dim: queries ", queries.cols, ", keys ", keys.cols);
   if (num_queries > n) ::lowrankkv::detail::fail<ShapeError>("snapkv_scores: ", num_queries, " queries, ", n, " keys");
-  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> key_matrix(keys.data, n, keys.cols, Eigen::OuterStride<>(keys.row_stride));
   const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> query_matrix(queries.data, queries.rows, queries.cols, Eigen::OuterStride<>(queries.row_stride));
   std::vector<float> scores(static_cast<std::size_t>(n), 0.0F);
-  Eigen::Map<Eigen::ArrayXf> sum(scores.data(), n);
+  Eigen::Map<Eigen::ArrayX<Real>> sum(scores.data(), n);
   const auto seen_by = [&](std::int64_t row) { return n - num_queries + row / group_size + 1; };
   constexpr std::int64_t block = 64;
-  Eigen::MatrixXf logits(n, (std::min)(block, queries.rows));
+  Eigen::MatrixX<Real> logits(n, (std::min)(block, queries.rows));
   for (std::int64_t first = 0; first < queries.rows; first += block) {
     const std::int64_t rows = (std::min)(block, queries.rows - first);
     const std::int64_t most = seen_by(first + rows - 1);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
 
@@ -14,7 +15,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
 /// Raises ValueError unless every entry of `spectrum` (sigma^2) is finite and at least 0.
-inline void check_spectrum(const Eigen::VectorXd& spectrum) {
+template <class Real = double>
+void check_spectrum(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
   for (Eigen::Index i = 0; i < spectrum.size(); ++i) {
     if (!(spectrum[i] >= 0.0) || !std::isfinite(spectrum[i])) {
       fail<ValueError>("spectrum: entry ", i, " is ", spectrum[i], ", finite and at least 0 expected");
@@ -27,16 +29,18 @@ namespace diagnostics {
 
 /// @brief The singular values of a matrix, descending, [min(rows, cols)]: exact to eps sigma_1 each, where roots of the Gram
 /// matrix's eigenvalues are so only to sqrt(eps) sigma_1. @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
-inline Eigen::VectorXd singular_values(const Eigen::Ref<const Eigen::MatrixXd>& matrix) {
+template <class Real = double>
+Eigen::VectorXd singular_values(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) {
   if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("singular values: the matrix's norm is ", matrix.norm(), ", finite expected");
   if (matrix.size() == 0) return {};
-  return Eigen::JacobiSVD<Eigen::MatrixXd>(matrix).singularValues();
+  return Eigen::JacobiSVD<Eigen::MatrixX<Real>>(matrix).singularValues();
 }
 
 /// @brief Entropy rank: exp(-sum p_i ln p_i), p_i = sigma_i^2 / sum sigma^2 (Roy and Vetterli 2007, on energies). n for n
 /// equal values, 1 for a single one, 0 without energy. @param spectrum sigma^2, any order, any unit
 /// @throws ValueError on a negative or non-finite entry
-inline double effective_rank(const Eigen::VectorXd& spectrum) {
+template <class Real = double>
+double effective_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
   if (total == 0.0) return 0.0;
@@ -50,7 +54,8 @@ inline double effective_rank(const Eigen::VectorXd& spectrum) {
 
 /// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2; never above the rank, 0 without energy.
 /// @param spectrum sigma^2, any order  @throws ValueError on a negative or non-finite entry
-inline double stable_rank(const Eigen::VectorXd& spectrum) {
+template <class Real = double>
+double stable_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double largest = spectrum.size() == 0 ? 0.0 : spectrum.maxCoeff();
   return largest == 0.0 ? 0.0 : (spectrum / largest).sum();
@@ -58,11 +63,12 @@ inline double stable_rank(const Eigen::VectorXd& spectrum) {
 
 /// @brief Entry i is the share of sum sigma^2 that the first i + 1 values hold: what rank i + 1 keeps; all 1 without energy.
 /// @param spectrum sigma^2, descending, [d]  @throws ValueError on a negative or non-finite entry
-inline Eigen::VectorXd energy_curve(const Eigen::VectorXd& spectrum) {
+template <class Real = double>
+Eigen::VectorXd energy_curve(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
-  if (total == 0.0) return Eigen::VectorXd::Ones(spectrum.size());
-  Eigen::VectorXd curve(spectrum.size());
+  if (total == 0.0) return Eigen::VectorX<Real>::Ones(spectrum.size());
+  Eigen::VectorX<Real> curve(spectrum.size());
   double sum = 0.0;
   for (Eigen::Index i = 0; i < spectrum.size(); ++i) curve[i] = (sum += spectrum[i]) / total;
   return curve;
@@ -74,14 +80,15 @@ inline Eigen::VectorXd energy_curve(const Eigen::VectorXd& spectrum) {
 /// 2002). The arc cosine alone could not see angles below 1e-8, the arc sine none that close to pi/2: both are used.
 /// @param first [d, r1], @param second [d, r2], orthonormal columns, r1, r2 <= d
 /// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2). Absolute error: a few eps.
-inline Eigen::VectorXd principal_angles(const Eigen::Ref<const Eigen::MatrixXd>& first, const Eigen::Ref<const Eigen::MatrixXd>& second) {
+template <class Real = double>
+Eigen::VectorXd principal_angles(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& first, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& second) {
   if (first.rows() != second.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ", second.rows());
   if (first.cols() < second.cols()) return principal_angles(second, first);  // the residual has to be that of the smaller one
   if (second.cols() == 0) return {};
-  const Eigen::MatrixXd inner = first.transpose() * second;
-  const Eigen::VectorXd cosines = singular_values(inner);
-  const Eigen::VectorXd sines = singular_values(second - first * inner).reverse();
-  Eigen::VectorXd angles(second.cols());
+  const Eigen::MatrixX<Real> inner = first.transpose() * second;
+  const Eigen::VectorX<Real> cosines = singular_values(inner);
+  const Eigen::VectorX<Real> sines = singular_values(second - first * inner).reverse();
+  Eigen::VectorX<Real> angles(second.cols());
   for (Eigen::Index i = 0; i < angles.size(); ++i) angles[i] = std::atan2(sines[i], cosines[i]);
   return angles;
 }
@@ -90,7 +97,8 @@ inline Eigen::VectorXd principal_angles(const Eigen::Ref<const Eigen::MatrixXd>&
 /// ||A^T A - B^T B||_2 <= ||A - A_k||_F^2 / (sketch_rows - k)  (cpu/frequent_directions.hpp; SubSpace section 3.5).
 /// @param spectrum sigma^2 of A, descending; the result is in its unit
 /// @throws ValueError unless 0 <= k < sketch_rows, or on a negative or non-finite entry
-inline double fd_bound(const Eigen::VectorXd& spectrum, int sketch_rows, int k) {
+template <class Real = double>
+double fd_bound(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum, int sketch_rows, int k) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   if (k < 0 || k >= sketch_rows) ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ", sketch_rows);
   // The tail is summed itself: as a difference of large sums it would lose its digits.
@@ -105,7 +113,8 @@ struct FdBound {
 
 /// @brief The smallest fd_bound over all k < sketch_rows; the smallest such k on a tie.
 /// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d sketch_rows).
-inline FdBound best_fd_bound(const Eigen::VectorXd& spectrum, int sketch_rows) {
+template <class Real = double>
+FdBound best_fd_bound(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum, int sketch_rows) {
   FdBound best{fd_bound(spectrum, sketch_rows, 0), 0};
   for (int k = 1; k < sketch_rows; ++k) {
     const double bound = fd_bound(spectrum, sketch_rows, k);

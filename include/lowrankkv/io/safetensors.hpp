@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <map>
 #include <string>
@@ -79,10 +78,11 @@ class Safetensors {
   static Safetensors read(const std::string& path) {
     std::ifstream stream(path, std::ios::binary | std::ios::ate);
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot open ", path);
-    const std::int64_t size = std::filesystem::is_regular_file(path) ? static_cast<std::int64_t>(stream.tellg()) : -1;
-    if (size < 0) ::lowrankkv::detail::fail<FormatError>("safetensors: ", path, " is no regular file, one is expected");
-    std::vector<std::byte> bytes(static_cast<std::size_t>(size));
+    const std::int64_t size = static_cast<std::int64_t>(stream.tellg());
     stream.seekg(0);
+    const bool readable = size == 0 || (size > 0 && stream.peek() != std::ifstream::traits_type::eof());  // a folder has a size too
+    if (!readable) ::lowrankkv::detail::fail<FormatError>("safetensors: ", path, " is no regular file, one is expected");
+    std::vector<std::byte> bytes(static_cast<std::size_t>(size));
     stream.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot read ", bytes.size(), " bytes from ", path);
     return Safetensors(std::move(bytes));

@@ -12,6 +12,7 @@ struct Impl<JointValues, Cpu> {
   static constexpr bool fixed = true;
   static void validate(const JointValues& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
   static int heads_per_group(const JointValues& policy, int num_kv_heads) { return policy.group_of(num_kv_heads); }
+  template <class = void>
   static void to_metric(const JointValues& policy, const HeadBasis& head, int head_dim, Part part, float* rows, int count) {
     Impl<PerHead, Cpu>::to_metric(policy.keys, head, head_dim, part, rows, count);
   }

@@ -14,14 +14,17 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<PerHead, Cpu> {
-  using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  using ConstMap = Eigen::Map<const RowMajor>;
+  template <class Real>
+  using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  template <class Real>
+  using ConstMap = Eigen::Map<const RowMajor<Real>>;
 
   static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) {
     ::lowrankkv::validate(policy, basis, shape);
   }
 
   /// U [head_dim, rank]: the encoder taken back through the metric, R^-1 (R U).
+  template <class = void>
   static std::vector<float> working_basis(const PerHead& policy, const HeadBasis& head, int head_dim, Part part) {
     const std::vector<float>& down = part == Part::key ? head.key_down : head.value_down;
     if (!has_metric(policy, part)) return down;
@@ -30,15 +33,17 @@ struct Impl<PerHead, Cpu> {
   }
 
   /// x <- (x - mean) R, where there is a mean or a metric.
+  template <class Real = float>
   static void to_metric(const PerHead& policy, const HeadBasis& head, int head_dim, Part part, float* rows, int count) {
-    Eigen::Map<RowMajor> matrix(rows, count, head_dim);
+    Eigen::Map<RowMajor<Real>> matrix(rows, count, head_dim);
     const std::vector<float>& mean = part == Part::key ? head.key_mean : head.value_mean;
-    if (!mean.empty()) matrix.rowwise() -= Eigen::Map<const Eigen::RowVectorXf>(mean.data(), head_dim);
+    if (!mean.empty()) matrix.rowwise() -= Eigen::Map<const Eigen::RowVectorX<Real>>(mean.data(), head_dim);
     if (!has_metric(policy, part)) return;
     const std::vector<float>& metric = part == Part::key ? head.key_metric : head.value_metric;
-    matrix = (matrix * ConstMap(metric.data(), head_dim, head_dim)).eval();
+    matrix = (matrix * ConstMap<Real>(metric.data(), head_dim, head_dim)).eval();
   }
 
+  template <class Real = float>
   static HeadBasis with_working_bases(const PerHead& policy, const HeadBasis& head, int head_dim, std::vector<float> key_basis,
                                       std::vector<float> value_basis) {
     HeadBasis moved;
@@ -59,8 +64,8 @@ struct Impl<PerHead, Cpu> {
     if (has_metric(policy, Part::value)) {
       moved.value_down = product(head.value_metric, value_basis, head_dim, head.value_rank);
       moved.output_up.resize(value_basis.size());
-      Eigen::Map<RowMajor>(moved.output_up.data(), head.value_rank, head_dim) =
-          ConstMap(value_basis.data(), head_dim, head.value_rank).transpose() * ConstMap(head.value_metric_inverse.data(), head_dim, head_dim);
+      Eigen::Map<RowMajor<Real>>(moved.output_up.data(), head.value_rank, head_dim) =
+          ConstMap<Real>(value_basis.data(), head_dim, head.value_rank).transpose() * ConstMap<Real>(head.value_metric_inverse.data(), head_dim, head_dim);
     } else {
       moved.value_down = std::move(value_basis);
     }
@@ -72,9 +77,10 @@ struct Impl<PerHead, Cpu> {
     return part == Part::key ? policy.key_metric == KeyMetric::query_aware : policy.value_metric == ValueMetric::output_aware;
   }
   /// metric [dim, dim] times basis [dim, rank].
+  template <class Real = float>
   static std::vector<float> product(const std::vector<float>& metric, const std::vector<float>& basis, int dim, int rank) {
     std::vector<float> result(basis.size());
-    Eigen::Map<RowMajor>(result.data(), dim, rank) = ConstMap(metric.data(), dim, dim) * ConstMap(basis.data(), dim, rank);
+    Eigen::Map<RowMajor<Real>>(result.data(), dim, rank) = ConstMap<Real>(metric.data(), dim, dim) * ConstMap<Real>(basis.data(), dim, rank);
     return result;
   }
 };

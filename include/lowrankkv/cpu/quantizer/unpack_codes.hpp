@@ -68,7 +68,7 @@ inline void unpack_halves(const float* halves, int count, const float* scales, f
     // Copies of fixed sizes: a call for every line would cost as much as its codes.
     const float* from = rest;
     for (const int size : {8, 4, 2, 1}) {
-      if (((count - i) & size) == 0) continue;
+      if (size >= kLanes || ((count - i) & size) == 0) continue;
       for (int lane = 0; lane < size; ++lane) target[i + lane] = from[lane];
       from += size;
       i += size;

@@ -42,17 +42,19 @@ struct Impl<FrequentDirections, Cpu> {
   }
 
   /// Cost: an eigendecomposition of the smaller Gram matrix of l + rows.rows rows, besides O(head_dim^2) a row.
+  template <class Real = double>
   static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis, Phase) {
     cpu::FrequentDirectionsSketch sketch(state.sketch);
     sketch.add(rows);
     state.sketch = sketch.stored();
     state.chunk_rows += rows.rows;
-    const Eigen::MatrixXd x = cpu::to_matrix(rows);
-    const Eigen::MatrixXd u = cpu::to_matrix(basis);
-    const Eigen::VectorXd residual = (x - (x * u) * u.transpose()).rowwise().norm();
+    const Eigen::MatrixX<Real> x = cpu::to_matrix(rows);
+    const Eigen::MatrixX<Real> u = cpu::to_matrix(basis);
+    const Eigen::VectorX<Real> residual = (x - (x * u) * u.transpose()).rowwise().norm();
     state.exceeded = state.exceeded || residual.maxCoeff() > state.threshold;
   }
 
+  template <class = void>
   static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase) {
     if (!state.exceeded && state.chunk_rows < policy.chunk_length) return false;
     const std::vector<float> moved = cpu::to_row_major(cpu::FrequentDirectionsSketch(state.sketch).basis(static_cast<int>(basis.cols)));

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
@@ -19,22 +20,23 @@ namespace cpu {
 /// @brief One Oja step. moment = K^T K of the batch [d, d]; basis [d, r] with orthonormal columns.
 /// @return the new basis, orthonormal; the old one if the batch has no energy or no step is safe (printed_normalised).
 /// Equation and source: updater/oja.hpp. Cost: O(d^2 r). Accumulates in f64.
-inline Eigen::MatrixXd oja_step(const Eigen::MatrixXd& moment, const Eigen::MatrixXd& basis, double rate, OjaForm form) {
+template <class Real = double>
+Eigen::MatrixXd oja_step(const std::type_identity_t<Eigen::MatrixX<Real>>& moment, const std::type_identity_t<Eigen::MatrixX<Real>>& basis, double rate, OjaForm form) {
   const double energy = moment.trace();
   if (!(energy > 0.0) || !(rate > 0.0) || !std::isfinite(energy)) return basis;
-  const Eigen::MatrixXd pull = moment * basis;  // K^T K U
+  const Eigen::MatrixX<Real> pull = moment * basis;  // K^T K U
   const double scale = form == OjaForm::printed_raw ? 1.0 : static_cast<double>(moment.rows()) / energy;
   if (form == OjaForm::power) {
     // Divided by (1 + rate): the same span, and no overflow however large the rate, infinity included.
     const double keep = 1.0 / (1.0 + rate);
     return orthonormal_columns(keep * basis + ((1.0 - keep) * scale) * pull);
   }
-  const Eigen::MatrixXd residual = pull - basis * (basis.transpose() * pull);  // (I - U U^T) K^T K U
+  const Eigen::MatrixX<Real> residual = pull - basis * (basis.transpose() * pull);  // (I - U U^T) K^T K U
   if (form == OjaForm::printed_raw) return orthonormal_columns(basis + rate * residual);
-  const auto captured = [&](const Eigen::MatrixXd& u) { return (u.transpose() * moment * u).trace(); };
+  const auto captured = [&](const Eigen::MatrixX<Real>& u) { return (u.transpose() * moment * u).trace(); };
   const double before = captured(basis);
   for (int attempt = 0; attempt < 20; ++attempt, rate *= 0.5) {
-    const Eigen::MatrixXd moved = orthonormal_columns(basis + rate * scale * residual);
+    const Eigen::MatrixX<Real> moved = orthonormal_columns(basis + rate * scale * residual);
     if (captured(moved) >= before) return moved;
   }
   return basis;
@@ -42,7 +44,8 @@ inline Eigen::MatrixXd oja_step(const Eigen::MatrixXd& moment, const Eigen::Matr
 
 /// @brief The same from the batch itself: rows [n, d], for use on a matrix of one's own.
 /// `basis = lowrankkv::cpu::oja_update(keys, basis, 0.1);`
-inline Eigen::MatrixXd oja_update(const Eigen::Ref<const Eigen::MatrixXd>& rows, const Eigen::MatrixXd& basis, double rate,
+template <class Real = double>
+Eigen::MatrixXd oja_update(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& rows, const std::type_identity_t<Eigen::MatrixX<Real>>& basis, double rate,
                                   OjaForm form = OjaForm::power) {
   if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
   if (basis.cols() > basis.rows()) ::lowrankkv::detail::fail<ShapeError>("rank: ", basis.cols(), ", head_dim ", basis.rows());
@@ -63,20 +66,22 @@ struct Impl<Oja, Cpu> {
   static void validate(const Oja& policy) { check_oja(policy); }
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
 
+  template <class Real = double>
   static void observe(const Oja&, State& state, MatrixView rows, MatrixView, Phase) {
-    const Eigen::MatrixXd wide = cpu::to_matrix(rows);
-    if (state.moment.size() == 0) state.moment = Eigen::MatrixXd::Zero(rows.cols, rows.cols);
+    const Eigen::MatrixX<Real> wide = cpu::to_matrix(rows);
+    if (state.moment.size() == 0) state.moment = Eigen::MatrixX<Real>::Zero(rows.cols, rows.cols);
     state.moment.noalias() += wide.transpose() * wide;
   }
 
+  template <class Real = double>
   static bool maybe_update(const Oja& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase phase) {
     if (state.moment.size() == 0) return false;
     using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     double rate = policy.prefill_rate;
     if (phase == Phase::decode) rate = policy.decode_rate / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(state.decode_steps++));
-    const Eigen::MatrixXd moved = cpu::oja_step(state.moment, cpu::to_matrix(basis), rate, policy.form);
+    const Eigen::MatrixX<Real> moved = cpu::oja_step(state.moment, cpu::to_matrix(basis), rate, policy.form);
     Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>(updated.data, updated.rows, updated.cols, Eigen::OuterStride<>(updated.row_stride)) =
-        moved.cast<float>();
+        moved.template cast<float>();
     state.moment.resize(0, 0);
     return true;
   }

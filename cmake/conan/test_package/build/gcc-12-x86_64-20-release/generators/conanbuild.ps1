@@ -1,0 +1,1 @@
+& "$PSScriptRoot/conanbuildenv-release-x86_64.ps1"

@@ -1,0 +1,1 @@
+& "$PSScriptRoot/conanrunenv-release-x86_64.ps1"

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -D CONAN=... -D RECIPE=... -D HOME=... -D EIGEN=... -P conan.cmake: makes the package and builds a program against it, with the Eigen that is installed and nothing from elsewhere.
+file(REMOVE_RECURSE ${HOME})
+set(ENV{CONAN_HOME} ${HOME})
+execute_process(COMMAND ${CONAN} profile detect COMMAND_ERROR_IS_FATAL ANY)
+file(APPEND ${HOME}/profiles/default "\n[platform_requires]\neigen/${EIGEN}\n")
+execute_process(COMMAND ${CONAN} create ${RECIPE} --no-remote -s compiler.cppstd=20 COMMAND_ERROR_IS_FATAL ANY)
