@@ -5,7 +5,7 @@
     python3 bench/compile_time.py [--runs 5] [--csv FILE] [compiler ...]
 
 Compilers: those of g++ and clang++ that are there, unless named. Each header is compiled with -O2 (medians of some runs, compilers in turn); `floor` includes the
-standard and Eigen headers that the library includes, and nothing of it. The last line is a program of a consumer. The budget is 3 s for lowrankkv.hpp with g++.
+standard and Eigen headers that the library includes, and nothing of it. The last lines are programs: one of a consumer, with FullKV, and an example that calibrates and uses OjaKV. The budget is 3 s for lowrankkv.hpp with g++.
 """
 import argparse
 import csv
@@ -21,7 +21,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEADERS = ["lowrankkv.hpp", "presets.hpp", "compressed_kv_cache.hpp", "layer_stack.hpp", "budgeted.hpp", "updater/oja.hpp", "cpu/updater/oja.hpp", "cpu/updater/frequent_directions.hpp",
            "cpu/quantizer/transform_code.hpp", "token_policy/snapkv.hpp", "io/safetensors.hpp", "calibrate/layer_moments.hpp", "core/views.hpp"]
-PROGRAMS = ["tests/consumers/main.cpp"]
+PROGRAMS = ["tests/consumers/main.cpp", "examples/01_append_attend.cpp"]
 
 
 def seconds(compiler, source):

@@ -150,6 +150,7 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
         changed = rotate_pairs(own[0], own[2], own[1], own[3], squares[0], squares[2], squares[1], squares[3], nothing) || changed;
         changed = rotate_pairs(own[0], own[3], own[1], own[2], squares[0], squares[3], squares[1], squares[2], nothing) || changed;
         turned = turned || changed;
+        __syncwarp();  // all lanes have read the lengths that one of them writes
         #pragma unroll
         for (int row = 0; row < 4; ++row) {
           if (!changed || numbers[row] >= count) continue;
