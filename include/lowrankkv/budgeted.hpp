@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <span>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -65,7 +64,7 @@ struct CodedPart {
 };
 
 template <class Real = double>
-CodedPart coded_part(const Moments& rows, const std::type_identity_t<Eigen::MatrixX<Real>>& metric, double queries, double floor) {
+CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double queries, double floor) {
   CodedPart part;
   part.unit = metric.trace() / static_cast<double>(metric.rows()) / (std::max)(queries, 1.0);
   // A head that no query reads has no metric: its rows may be coded as nothing.

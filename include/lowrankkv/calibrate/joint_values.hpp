@@ -12,12 +12,12 @@
 #include <Eigen/Core>
 
 #include <cstddef>
-#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -73,7 +73,7 @@ double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_he
 /// @param projection [head_dim, hidden] of the query head, applied from the right: its columns of a torch.nn.Linear.weight, transposed
 /// @return [rank, hidden]. @throws ShapeError if head_dim differs. Cost: O(rank head_dim hidden).
 template <class Real = double>
-Eigen::MatrixXd absorb_output(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& output_up, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& projection) {
+Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up, const cpu::MatrixRef<Real>& projection) {
   ::lowrankkv::detail::check_equal("head_dim", "output_up", output_up.cols(), "projection", projection.rows());
   return output_up * projection;
 }

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
@@ -67,7 +66,7 @@ struct Spectrum {
 /// @brief Principal axes of rows with second moment `matrix`: the right singular vectors of the stacked rows.
 /// @throws ValueError if the matrix is not finite. Cost: O(head_dim^3).
 template <class Real = double>
-Spectrum principal_axes(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix) {
+Spectrum principal_axes(const cpu::MatrixIn<Real>& matrix) {
   if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ", matrix.trace(), ", finite expected");
   const Eigen::SelfAdjointEigenSolver<Eigen::MatrixX<Real>> solver(matrix);
   return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
@@ -80,7 +79,7 @@ struct MetricRoot {
 /// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
 /// raised to it: directions that no query uses must not make the inverse explode. @throws ValueError without energy
 template <class Real = double>
-MetricRoot metric_root(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix, double floor = 1e-3) {
+MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
   const double mean = spectrum.values.mean();
   if (!(mean > 0.0)) ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean, ", must be positive");

@@ -40,7 +40,7 @@ Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>>
 
 /// @brief ||D||_*: the sum of the singular values. @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
 template <class Real = double>
-double nuclear_norm(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) { return diagnostics::singular_values(matrix).sum(); }
+double nuclear_norm(const cpu::MatrixRef<Real>& matrix) { return diagnostics::singular_values(matrix).sum(); }
 
 /// @brief ((sum_n ||D^n||_F) / N)^N >= ||D^1 ... D^N||_*, the regulariser's meaning (DLRP theorem 3.1, whose printed factor
 /// 1/N instead of N^-N is loose).
@@ -60,7 +60,7 @@ double nuclear_norm_bound(std::type_identity_t<std::span<const Eigen::MatrixX<Re
 /// @brief The smallest rank of two paired projectors that keeps `energy` of sigma^2 in both, the larger of their own ranks:
 /// r_qk from (D_Q, D_K), r_vo from (D_V, D_O) (DLRP section 3.2, step 1). @throws ValueError unless 0 < energy <= 1, or on NaN or Inf
 template <class Real = double>
-int paired_rank(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& first, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& second, double energy) {
+int paired_rank(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second, double energy) {
   const auto rank = [&](const Eigen::Ref<const Eigen::MatrixX<Real>>& matrix) { return rank_by_energy(diagnostics::singular_values(matrix).cwiseAbs2(), energy); };
   return (std::max)(rank(first), rank(second));
 }
@@ -71,8 +71,8 @@ int paired_rank(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>
 /// @param value  D_V [head_dim, r_vo]   @param output D_O [r_vo, head_dim]
 /// @throws ShapeError if extents differ or a rank exceeds head_dim, ValueError if a map is not finite in f32
 template <class Real = double>
-HeadBasis make_projector_head(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& query, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& key,
-                                     const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& value, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& output) {
+HeadBasis make_projector_head(const cpu::MatrixRef<Real>& query, const cpu::MatrixRef<Real>& key,
+                              const cpu::MatrixRef<Real>& value, const cpu::MatrixRef<Real>& output) {
   const Eigen::Index dim = key.rows();
   using ::lowrankkv::detail::check_equal;
   check_equal("head_dim", "key", dim, "query", query.rows());

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/basis/per_head.hpp"
@@ -24,7 +23,7 @@ namespace calibrate {
 /// @brief The norm ||x - P x|| that a share `percentile` of the rows stays below, P the projection onto orthonormal columns.
 /// @param rows [n, head_dim], n >= 1  @param basis [head_dim, rank]  @throws ValueError unless 0 <= percentile <= 1, ShapeError without rows
 template <class Real = double>
-double residual_percentile(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& rows, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& basis, double percentile) {
+double residual_percentile(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis, double percentile) {
   if (!(percentile >= 0.0 && percentile <= 1.0)) ::lowrankkv::detail::fail<ValueError>("residual percentile: in [0, 1], given ", percentile);
   if (rows.rows() == 0) ::lowrankkv::detail::fail<ShapeError>("residual percentile: num_rows ", rows.rows(), ", at least 1 needed");
   const Eigen::VectorX<Real> norms = (rows - (rows * basis) * basis.transpose()).rowwise().norm();

@@ -9,9 +9,9 @@
 
 #include <cmath>
 #include <span>
-#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -28,7 +28,7 @@ double soft_threshold(double sigma, double alpha, double sharpness) {
 
 /// @brief The same for every singular value, [p]. @throws ValueError as above
 template <class Real = double>
-Eigen::VectorXd soft_threshold(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, double alpha, double sharpness) {
+Eigen::VectorXd soft_threshold(const cpu::VectorIn<Real>& singular_values, double alpha, double sharpness) {
   Eigen::VectorX<Real> soft(singular_values.size());
   for (Eigen::Index i = 0; i < soft.size(); ++i) soft[i] = soft_threshold(singular_values[i], alpha, sharpness);
   return soft;
@@ -37,7 +37,7 @@ Eigen::VectorXd soft_threshold(const std::type_identity_t<Eigen::VectorX<Real>>&
 /// @brief r_eff = #{sigma_i >= alpha} (STAR-KV eq. 1): the rank once training is over; 0 if alpha is above all of them.
 /// @throws ValueError if alpha is NaN
 template <class Real = double>
-int rank_by_threshold(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, double alpha) {
+int rank_by_threshold(const cpu::VectorIn<Real>& singular_values, double alpha) {
   if (std::isnan(alpha)) ::lowrankkv::detail::fail<ValueError>("threshold: alpha is ", alpha, ", a number expected");
   return static_cast<int>((singular_values.array() >= alpha).count());
 }
@@ -46,7 +46,7 @@ int rank_by_threshold(const std::type_identity_t<Eigen::VectorX<Real>>& singular
 /// either side does not change the rank. @param singular_values descending, [p]
 /// @throws ValueError unless 0 <= rank <= p and the values descend, or if sigma_rank equals the next: no threshold can part them
 template <class Real = double>
-double threshold_for_rank(const std::type_identity_t<Eigen::VectorX<Real>>& singular_values, int rank) {
+double threshold_for_rank(const cpu::VectorIn<Real>& singular_values, int rank) {
   const Eigen::Index size = singular_values.size();
   if (rank < 0 || rank > size) ::lowrankkv::detail::fail<ValueError>("threshold: rank in [0, ", size, "], given ", rank);
   for (Eigen::Index i = 0; i < size; ++i) {

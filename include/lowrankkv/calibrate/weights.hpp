@@ -15,7 +15,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/calibrate/moments.hpp"
@@ -64,7 +63,7 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
 /// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of rows it stands for; no
 /// mean is known, so the sum is 0 and centring does nothing. @throws ShapeError if a size differs, ValueError if count < 0
 template <class Real = double>
-Moments weight_moments(MatrixView weight, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& mean_second_moment, double count) {
+Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_second_moment, double count) {
   if (mean_second_moment.rows() != mean_second_moment.cols()) {
     ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(), " rows, ", mean_second_moment.cols(), " columns");
   }

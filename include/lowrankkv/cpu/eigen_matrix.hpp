@@ -13,6 +13,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
+/// @brief Parameters of functions that are templates only so that nobody compiles them who does not call them: nothing is deduced from these, whatever converts to them is taken.
+template <class Real>
+using MatrixIn = std::type_identity_t<Eigen::MatrixX<Real>>;
+template <class Real>
+using VectorIn = std::type_identity_t<Eigen::VectorX<Real>>;
+template <class Real>
+using MatrixRef = std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>;
+
 /// @brief The values of a view as a matrix [view.rows, view.cols] in f64; exact. Cost: one copy.
 template <class Real = float>
 Eigen::MatrixXd to_matrix(MatrixView view) {
@@ -22,7 +30,7 @@ Eigen::MatrixXd to_matrix(MatrixView view) {
 
 /// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost: one copy.
 template <class Real = double>
-std::vector<float> to_row_major(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) {
+std::vector<float> to_row_major(const cpu::MatrixRef<Real>& matrix) {
   using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   std::vector<float> values(static_cast<std::size_t>(matrix.size()));
   Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.template cast<float>();

@@ -6,10 +6,10 @@
 #include <Eigen/QR>
 
 #include <cstddef>
-#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -17,7 +17,7 @@ namespace cpu {
 /// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
 /// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
 template <class Real = double>
-Eigen::MatrixXd orthonormal_columns(const std::type_identity_t<Eigen::MatrixX<Real>>& matrix) {
+Eigen::MatrixXd orthonormal_columns(const cpu::MatrixIn<Real>& matrix) {
   const Eigen::HouseholderQR<Eigen::MatrixX<Real>> qr(matrix);
   Eigen::MatrixX<Real> q = qr.householderQ() * Eigen::MatrixX<Real>::Identity(matrix.rows(), matrix.cols());
   for (Eigen::Index column = 0; column < q.cols(); ++column) {

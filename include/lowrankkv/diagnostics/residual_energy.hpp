@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
@@ -12,7 +13,7 @@ namespace diagnostics {
 /// @brief ||X - X U U^T||_F^2 / ||X||_F^2 for rows X [n, d] and a basis U [d, r] with orthonormal columns; 0 if X is 0.
 /// @throws ShapeError if the dimensions differ
 template <class Real = double>
-double residual_energy_ratio(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& rows, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& basis) {
+double residual_energy_ratio(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis) {
   if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
   const double energy = rows.squaredNorm();
   if (energy == 0.0) return 0.0;

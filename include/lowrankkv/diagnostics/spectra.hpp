@@ -7,16 +7,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
 /// Raises ValueError unless every entry of `spectrum` (sigma^2) is finite and at least 0.
 template <class Real = double>
-void check_spectrum(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
+void check_spectrum(const cpu::VectorIn<Real>& spectrum) {
   for (Eigen::Index i = 0; i < spectrum.size(); ++i) {
     if (!(spectrum[i] >= 0.0) || !std::isfinite(spectrum[i])) {
       fail<ValueError>("spectrum: entry ", i, " is ", spectrum[i], ", finite and at least 0 expected");
@@ -30,7 +30,7 @@ namespace diagnostics {
 /// @brief The singular values of a matrix, descending, [min(rows, cols)]: exact to eps sigma_1 each, where roots of the Gram
 /// matrix's eigenvalues are so only to sqrt(eps) sigma_1. @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
 template <class Real = double>
-Eigen::VectorXd singular_values(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& matrix) {
+Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
   if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("singular values: the matrix's norm is ", matrix.norm(), ", finite expected");
   if (matrix.size() == 0) return {};
   return Eigen::JacobiSVD<Eigen::MatrixX<Real>>(matrix).singularValues();
@@ -40,7 +40,7 @@ Eigen::VectorXd singular_values(const std::type_identity_t<Eigen::Ref<const Eige
 /// equal values, 1 for a single one, 0 without energy. @param spectrum sigma^2, any order, any unit
 /// @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-double effective_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
+double effective_rank(const cpu::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
   if (total == 0.0) return 0.0;
@@ -55,7 +55,7 @@ double effective_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum
 /// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2; never above the rank, 0 without energy.
 /// @param spectrum sigma^2, any order  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-double stable_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
+double stable_rank(const cpu::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double largest = spectrum.size() == 0 ? 0.0 : spectrum.maxCoeff();
   return largest == 0.0 ? 0.0 : (spectrum / largest).sum();
@@ -64,7 +64,7 @@ double stable_rank(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
 /// @brief Entry i is the share of sum sigma^2 that the first i + 1 values hold: what rank i + 1 keeps; all 1 without energy.
 /// @param spectrum sigma^2, descending, [d]  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-Eigen::VectorXd energy_curve(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum) {
+Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
   if (total == 0.0) return Eigen::VectorX<Real>::Ones(spectrum.size());
@@ -81,7 +81,7 @@ Eigen::VectorXd energy_curve(const std::type_identity_t<Eigen::VectorX<Real>>& s
 /// @param first [d, r1], @param second [d, r2], orthonormal columns, r1, r2 <= d
 /// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2). Absolute error: a few eps.
 template <class Real = double>
-Eigen::VectorXd principal_angles(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& first, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& second) {
+Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {
   if (first.rows() != second.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ", second.rows());
   if (first.cols() < second.cols()) return principal_angles(second, first);  // the residual has to be that of the smaller one
   if (second.cols() == 0) return {};
@@ -98,7 +98,7 @@ Eigen::VectorXd principal_angles(const std::type_identity_t<Eigen::Ref<const Eig
 /// @param spectrum sigma^2 of A, descending; the result is in its unit
 /// @throws ValueError unless 0 <= k < sketch_rows, or on a negative or non-finite entry
 template <class Real = double>
-double fd_bound(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum, int sketch_rows, int k) {
+double fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows, int k) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   if (k < 0 || k >= sketch_rows) ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ", sketch_rows);
   // The tail is summed itself: as a difference of large sums it would lose its digits.
@@ -114,7 +114,7 @@ struct FdBound {
 /// @brief The smallest fd_bound over all k < sketch_rows; the smallest such k on a tie.
 /// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d sketch_rows).
 template <class Real = double>
-FdBound best_fd_bound(const std::type_identity_t<Eigen::VectorX<Real>>& spectrum, int sketch_rows) {
+FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
   FdBound best{fd_bound(spectrum, sketch_rows, 0), 0};
   for (int k = 1; k < sketch_rows; ++k) {
     const double bound = fd_bound(spectrum, sketch_rows, k);

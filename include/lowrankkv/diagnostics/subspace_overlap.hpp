@@ -5,6 +5,7 @@
 #include <Eigen/Core>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cpu/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
@@ -12,7 +13,7 @@ namespace diagnostics {
 /// @brief tr(U1^T U2 U2^T U1) / r for bases [d, r] with orthonormal columns: the mean squared cosine of the principal
 /// angles, 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError if the shapes differ
 template <class Real = double>
-double subspace_overlap(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& first, const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& second) {
+double subspace_overlap(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {
   if (first.rows() != second.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ", second.rows());
   if (first.cols() != second.cols()) ::lowrankkv::detail::fail<ShapeError>("rank: first ", first.cols(), ", second ", second.cols());
   return (first.transpose() * second).squaredNorm() / static_cast<double>(first.cols());

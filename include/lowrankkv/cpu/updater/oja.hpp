@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
@@ -21,7 +20,7 @@ namespace cpu {
 /// @return the new basis, orthonormal; the old one if the batch has no energy or no step is safe (printed_normalised).
 /// Equation and source: updater/oja.hpp. Cost: O(d^2 r). Accumulates in f64.
 template <class Real = double>
-Eigen::MatrixXd oja_step(const std::type_identity_t<Eigen::MatrixX<Real>>& moment, const std::type_identity_t<Eigen::MatrixX<Real>>& basis, double rate, OjaForm form) {
+Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<Real>& basis, double rate, OjaForm form) {
   const double energy = moment.trace();
   if (!(energy > 0.0) || !(rate > 0.0) || !std::isfinite(energy)) return basis;
   const Eigen::MatrixX<Real> pull = moment * basis;  // K^T K U
@@ -45,7 +44,7 @@ Eigen::MatrixXd oja_step(const std::type_identity_t<Eigen::MatrixX<Real>>& momen
 /// @brief The same from the batch itself: rows [n, d], for use on a matrix of one's own.
 /// `basis = lowrankkv::cpu::oja_update(keys, basis, 0.1);`
 template <class Real = double>
-Eigen::MatrixXd oja_update(const std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>& rows, const std::type_identity_t<Eigen::MatrixX<Real>>& basis, double rate,
+Eigen::MatrixXd oja_update(const cpu::MatrixRef<Real>& rows, const cpu::MatrixIn<Real>& basis, double rate,
                                   OjaForm form = OjaForm::power) {
   if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
   if (basis.cols() > basis.rows()) ::lowrankkv::detail::fail<ShapeError>("rank: ", basis.cols(), ", head_dim ", basis.rows());
