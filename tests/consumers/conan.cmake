@@ -3,5 +3,5 @@
 file(REMOVE_RECURSE ${HOME})
 set(ENV{CONAN_HOME} ${HOME})
 execute_process(COMMAND ${CONAN} profile detect COMMAND_ERROR_IS_FATAL ANY)
-file(APPEND ${HOME}/profiles/default "\n[platform_requires]\neigen/${EIGEN}\n")
+file(APPEND ${HOME}/profiles/default "\n[platform_requires]\neigen/${EIGEN}\n\n[conf]\ntools.cmake.cmake_layout:test_folder=${HOME}/test_package\ntools.cmake.cmaketoolchain:user_presets=\n")  # nothing is built beside the recipe
 execute_process(COMMAND ${CONAN} create ${RECIPE} --no-remote -s compiler.cppstd=20 COMMAND_ERROR_IS_FATAL ANY)

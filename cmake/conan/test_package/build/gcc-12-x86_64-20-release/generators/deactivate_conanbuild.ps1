@@ -1,1 +1,0 @@
-& "$PSScriptRoot/deactivate_conanbuildenv-release-x86_64.ps1"

@@ -1,1 +1,0 @@
-. "/work/main/cmake/conan/test_package/build/gcc-12-x86_64-20-release/generators/deactivate_conanbuildenv-release-x86_64.sh"
