@@ -191,14 +191,6 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
   else merge(merge_kernel<false>);
 }
 
-/// @brief Enqueues what reads codes under epochs whose bases were just written; where tiles are plain, that is the basis.
-template <class = void>
-void enqueue_unfolding(const LayerState& layer, const EpochWrites& writes, int count, cudaStream_t stream) {
-  if (layer.tiles().form != CodedForm::codes) return;
-  unfold_maps_kernel<><<<dim3(2, static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(layer.tables(), writes);
-  check(cudaGetLastError(), "unfold_maps_kernel");
-}
-
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
 template <class = void>
 void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
@@ -298,9 +290,6 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     if (dim <= kOjaKept) move(oja_kernel<8, 4, true>);
     else move(oja_kernel<16, 8, true>);
   }
-  EpochWrites writes{};
-  std::copy_n(steps.epoch, count, writes.epochs);
-  enqueue_unfolding(layer, writes, count, stream);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each

@@ -48,11 +48,11 @@ void with_column_blocks(int blocks, Function&& function) {
   }
 }
 
-/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but for a latent's where there are none.
-template <CodedForm form, bool joint, class Function>
+/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but for a latent's where there are none, and bases that move, which are all there is.
+template <CodedForm form, bool joint, bool segmented, class Function>
 void with_maps(const LayerState& layer, Part part, Function&& function) {
   if constexpr (form == CodedForm::none) function(std::false_type{});
-  else if constexpr (form == CodedForm::codes && !joint) function(std::true_type{});
+  else if constexpr (form == CodedForm::codes && !joint && !segmented) function(std::true_type{});
   else with_bool(layer.wide_maps(part), function);
 }
 
@@ -115,17 +115,17 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 }
 
 /// Projects the queries for compressed rows: every kernel of a step that comes after this one waits for what comes before it in the stream, since this one does.
-template <CodedForm form>
+template <CodedForm form, bool segmented>
 void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
-  const int together = project_sequences(step.columns(), tables.max_segments > 1);
+  const int together = project_sequences(step.columns(), segmented);
   const std::size_t bytes = project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
   const dim3 grid(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
   const auto project = [&](auto* kernel) {
     launch_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream, tables, step, batch, queries, key_channels, first_sequence);
   };
-  with_maps<form, false>(layer, Part::key, [&](auto wide) {
+  with_maps<form, false, segmented>(layer, Part::key, [&](auto wide) {
     with_bool(together > 1, [&](auto packs) {
       if constexpr (form == CodedForm::codes) project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
       else with_type(layer.tiles().coded_type, [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
@@ -138,7 +138,7 @@ template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const bool projects = form != CodedForm::none && compressed_splits > 0;
   if constexpr (form != CodedForm::none) {
-    if (projects) project_queries<form>(layer, step, batch, queries, first_sequence, stream);
+    if (projects) project_queries<form, segmented>(layer, step, batch, queries, first_sequence, stream);
   }
   const std::int64_t recent_rows = (std::max)(full_rows, std::int64_t{layer.tables().ring_rows()});
   attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + splits_of(full_rows), recent_rows, projects, stream);
@@ -175,7 +175,7 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
     detail::launch_kernel(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
                          first_row, first_sequence);
   };
-  detail::with_maps<form, joint>(layer, Part::value, [&](auto wide) {
+  detail::with_maps<form, joint, segmented>(layer, Part::value, [&](auto wide) {
     constexpr int groups = joint ? 1 : scale_groups;
     detail::with_bool(step.columns() == 1, [&](auto single) {
       constexpr int columns = single() ? 1 : kBlockColumns;

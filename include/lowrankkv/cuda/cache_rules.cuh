@@ -128,7 +128,7 @@ struct CacheRules {
   /// @brief The page size that config.page_bytes = 0 stands for.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) { return pool_size(config, {&basis, 1}, policies).page_bytes; }
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, joint_heads(config, policies), most_rows(config, policies));
+    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, Rule::adapts, joint_heads(config, policies), most_rows(config, policies));
   }
 };
 

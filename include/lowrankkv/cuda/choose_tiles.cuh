@@ -77,10 +77,10 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
 
 /// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that which wastes least.
 /// @param joint_heads  of a group whose values are one latent; 0: none
-/// @param compresses  whether there are lists of compressed rows  @param most  rows that a sequence may have
+/// @param compresses  whether there are lists of compressed rows  @param moves  whether bases do  @param most  rows that a sequence may have
 /// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
 template <class Quantizer>
-LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, int joint_heads, const MostRows& most) {
+LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, bool moves, int joint_heads, const MostRows& most) {
   using Codec = Impl<Quantizer, Cuda>;
   const bool turns = config.rope.keys == Rope::pre;
   LayerTiles tiles;
@@ -94,8 +94,14 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
     for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), joins ? 0 : plain_units(head.value_rank)});
     for (const HeadBasis& head : basis.heads) {
       if constexpr (Codec::form == CodedForm::codes) {
-        tiles.parts.push_back(Codec::tiles(quantizer, head.key_rank, head.key_bits));
-        if (!joins) tiles.parts.push_back(Codec::tiles(quantizer, head.value_rank, head.value_bits));
+        const auto own_tiles = [&](int rank, const std::vector<std::uint8_t>& bits) {
+          if constexpr (requires { Codec::moving_tiles(quantizer, rank); }) {
+            if (moves) return Codec::moving_tiles(quantizer, rank);
+          }
+          return Codec::tiles(quantizer, rank, bits);
+        };
+        tiles.parts.push_back(own_tiles(head.key_rank, head.key_bits));
+        if (!joins) tiles.parts.push_back(own_tiles(head.value_rank, head.value_bits));
         else if constexpr (requires { Codec::joint_tiles(quantizer, 1); }) tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank));
         tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
         tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));

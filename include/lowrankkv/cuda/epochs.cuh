@@ -39,29 +39,6 @@ struct HostEpochs {
   bool moved = false;             ///< the working bases are no longer the calibrated ones
 };
 
-/// @brief Epochs whose maps were just written, by sequence of a launch; -1: none.
-struct EpochWrites {
-  std::int32_t epochs[kAdaptBatch];
-  const std::int32_t* decided = nullptr;  ///< where values say which, in device memory
-  __device__ std::int32_t of(int sequence) const { return decided == nullptr ? epochs[sequence] : decided[sequence]; }
-};
-
-/// @brief What reads codes under an epoch, made of its basis: a row of it for every channel of tiles (LayerMaps has the calibrated ones). Grid: 2 x heads x sequences.
-template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) unfold_maps_kernel(Tables tables, EpochWrites writes) {
-  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
-  const int epoch = writes.of(static_cast<int>(blockIdx.z)), head = static_cast<int>(blockIdx.y), dim = tables.head_dim;
-  if (epoch < 0) return;
-  const PartMaps& maps = tables.maps[epoch * tables.num_heads + head].of(part);
-  float* reader = const_cast<float*>(static_cast<const float*>(maps.reader.data));
-  for (int item = static_cast<int>(threadIdx.x); item < maps.width * dim; item += kStoreThreads) {
-    const int channel = item / dim, row = item % dim, place = place_in_map(channel, row, dim);
-    const TileChannel own = maps.channels[channel];
-    const float weight = part == Part::key || own.source < 0 ? 1.0F : static_cast<float>(value_weight(own.width, channel));
-    reader[place] = own.source < 0 ? 0.0F : maps.encoder.element(own.source, row, dim) * static_cast<float>(1U << own.shift) / weight;
-  }
-}
-
 /// @brief Which of `count` segments a new one would push over the edge of `own` epochs: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of equal level first (the newest
 /// such pair), else the two newest. Rows under the calibrated epoch stay there, unless they are rotated. @param segment_at  gives a Segment by its number
 #pragma nv_exec_check_disable
@@ -91,7 +68,6 @@ class EpochStore {
           bytes += own_bytes(*part);
           if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
           basis_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
-          reader_bytes_ += reader_bytes(*part);
         }
       }
       own_size_ = bytes;
@@ -103,8 +79,7 @@ class EpochStore {
           HeadMaps maps = table[static_cast<std::size_t>(head)];
           for (PartMaps* part : {&maps.key, &maps.value}) {
             part->encoder = part->reader = part->decoder = {next, type_};
-            if (part->channels != nullptr) part->reader = {next + map_bytes(*part), DType::f32};
-            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part) + reader_bytes(*part));
+            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part));
             next += own_bytes(*part);
           }
           table.push_back(maps);
@@ -123,9 +98,9 @@ class EpochStore {
   const WorkingBases& bases() const { return bases_; }
   int most() const { return most_; }
   /// @brief Bytes of an epoch's maps over all heads.
-  std::size_t epoch_bytes() const { return basis_bytes_ + reader_bytes_ + mean_bytes_; }
+  std::size_t epoch_bytes() const { return basis_bytes_ + mean_bytes_; }
   /// @brief Bytes of a sequence's own epochs, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (basis_bytes_ + reader_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return basis_bytes_ * static_cast<std::size_t>(count_own(epochs)); }
   std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
   std::size_t reserved_bytes() const { return own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
 
@@ -187,10 +162,9 @@ class EpochStore {
   }
 
  private:
-  std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size(part.rank, head_dim_)) * size_of(type_) + 15) / 16 * 16; }
-  /// Of what reads codes, apart from the basis itself.
-  std::size_t reader_bytes(const PartMaps& part) const { return part.channels == nullptr ? 0 : static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
-  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + reader_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  /// Of a basis, which encodes rows and reads tiles: their channels are its columns.
+  std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) * size_of(type_) + 15) / 16 * 16; }
+  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);
@@ -223,7 +197,7 @@ class EpochStore {
   EpochLimits limits_;
   int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, basis_bytes_ = 0, reader_bytes_ = 0, mean_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, mean_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;

@@ -21,6 +21,7 @@ inline constexpr int kSketchThreads = 256;  ///< of a block of sketch_kernel
 inline constexpr int kMaxSweeps = 16;        ///< of rotations; half are enough for most
 inline constexpr float kNothing = 1e-11F;    ///< of the longest row's squared length: rows of less are what rounding leaves of rows that depend on others, and have no direction
 inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves about 1e-6, a basis in f16 has 5e-4
+inline constexpr float kSettled = 1e-3F;     ///< a sweep that met no larger cosine was the last: what it leaves are their products
 
 /// @brief The rows that enter sketches, and when a chunk ends.
 struct SketchSteps {
@@ -83,14 +84,15 @@ __device__ inline void measure_rows(const float* rows, int count, int dim, int s
   }
 }
 
-/// Rotates rows a and b, c and d, of squared lengths aa to dd, so that each pair becomes orthogonal. Returns whether any was not; rows of no more than `nothing` count as if they were, since what
+/// Rotates rows a and b, c and d, of squared lengths aa to dd, so that each pair becomes orthogonal. Returns the larger cosine, 0 where both were; rows of no more than `nothing` count as if they were, since what
 /// rounding leaves of rows that depend on others never is. Without branches: the lanes of a warp have different rows.
 template <int vectors>
-__device__ __forceinline__ bool rotate_pairs(RowShare<vectors>& a, RowShare<vectors>& b, RowShare<vectors>& c, RowShare<vectors>& d, float& aa, float& bb, float& cc, float& dd, float nothing) {
+__device__ __forceinline__ float rotate_pairs(RowShare<vectors>& a, RowShare<vectors>& b, RowShare<vectors>& c, RowShare<vectors>& d, float& aa, float& bb, float& cc, float& dd, float nothing) {
   const float products[2] = {rotation_sum(a.dot(b)), rotation_sum(c.dot(d))};
-  bool any = false;
+  float largest = 0.0F;
   const auto rotate = [&](RowShare<vectors>& x, RowShare<vectors>& y, float& xx, float& yy, float xy) {
-    const bool turns = fminf(xx, yy) > nothing && fabsf(xy) * rsqrtf(xx) * rsqrtf(yy) > kOrthogonal;
+    const float cosine_before = fabsf(xy) * rsqrtf(xx) * rsqrtf(yy);
+    const bool turns = fminf(xx, yy) > nothing && cosine_before > kOrthogonal;
     const float ratio = fminf(fmaxf(__fdividef(yy - xx, 2.0F * xy), -1e9F), 1e9F), square = fmaf(ratio, ratio, 1.0F);
     const float tangent = turns ? copysignf(__fdividef(1.0F, fabsf(ratio) + square * rsqrtf(square)), ratio) : 0.0F;
     const float secant = fmaf(tangent, tangent, 1.0F), near = rsqrtf(secant), cosine = near * fmaf(-0.5F * secant * near, near, 1.5F), sine = cosine * tangent;  // a step of Newton's: lengths stay
@@ -109,11 +111,11 @@ __device__ __forceinline__ bool rotate_pairs(RowShare<vectors>& a, RowShare<vect
       turn(x.x[i].z, y.x[i].z);
       turn(x.x[i].w, y.x[i].w);
     }
-    any = any || turns;
+    largest = turns ? fmaxf(largest, cosine_before) : largest;
   };
   rotate(a, b, aa, bb, products[0]);
   rotate(c, d, cc, dd, products[1]);
-  return any;
+  return largest;
 }
 
 /// Rotates rows [count, stride] in pairs until all are orthogonal. All threads call it and are synchronised at the end.
@@ -125,7 +127,7 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
   const int twos = (count + 1) / 2, even = max(2, twos + twos % 2);
   RowShare<vectors> own[4];
   for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
-    bool turned = false;
+    float largest = 0.0F;
     measure_rows(rows, count, dim, stride, lengths);  // rotations keep them up to date, but for rounding
     __syncthreads();
     float nothing = 0.0F;
@@ -145,15 +147,15 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
           #pragma unroll
           for (int i = 0; i < vectors; ++i) own[row].x[i] = numbers[row] < count && 4 * (lane + kRotationLanes * i) < dim ? *share(row, i) : float4{};
         }
-        bool changed = false;
-        if (round == 0) changed = rotate_pairs(own[0], own[1], own[2], own[3], squares[0], squares[1], squares[2], squares[3], nothing);
-        changed = rotate_pairs(own[0], own[2], own[1], own[3], squares[0], squares[2], squares[1], squares[3], nothing) || changed;
-        changed = rotate_pairs(own[0], own[3], own[1], own[2], squares[0], squares[3], squares[1], squares[2], nothing) || changed;
-        turned = turned || changed;
+        float turned = 0.0F;
+        if (round == 0) turned = rotate_pairs(own[0], own[1], own[2], own[3], squares[0], squares[1], squares[2], squares[3], nothing);
+        turned = fmaxf(turned, rotate_pairs(own[0], own[2], own[1], own[3], squares[0], squares[2], squares[1], squares[3], nothing));
+        turned = fmaxf(turned, rotate_pairs(own[0], own[3], own[1], own[2], squares[0], squares[3], squares[1], squares[2], nothing));
+        largest = fmaxf(largest, turned);
         __syncwarp();  // all lanes have read the lengths that one of them writes
         #pragma unroll
         for (int row = 0; row < 4; ++row) {
-          if (!changed || numbers[row] >= count) continue;
+          if (turned == 0.0F || numbers[row] >= count) continue;
           #pragma unroll
           for (int i = 0; i < vectors; ++i) {
             if (4 * (lane + kRotationLanes * i) < dim) *share(row, i) = own[row].x[i];
@@ -163,7 +165,7 @@ __device__ void make_orthogonal(float* rows, int count, int dim, int stride, flo
       }
       __syncthreads();
     }
-    if (__syncthreads_or(turned) == 0) return;
+    if (__syncthreads_or(largest > kSettled) == 0) return;
   }
 }
 
@@ -377,9 +379,6 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   check(cudaGetLastError(), "roll_over_kernel");
   publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, leaving, first_sequence, layer.epochs().bases(), scratch.rollover.epochs);
   check(cudaGetLastError(), "publish_kernel");
-  EpochWrites writes{};
-  writes.decided = scratch.rollover.epochs;
-  enqueue_unfolding(layer, writes, count, stream);
   MergePlans plans;
   plans.decided = scratch.rollover.plans;
   if (may_merge) enqueue_merges(layer, plans, count, (most_rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);

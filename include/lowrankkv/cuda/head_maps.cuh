@@ -40,6 +40,7 @@ struct PartTiles {
   int coded = 0;                       ///< coefficients that have bits: the first so many; gains are of them
   int first_coded = 0;                 ///< of those, the ones of the first scale group
   int first_units = 0;                 ///< of the units, the ones of the first scale group
+  bool by_basis = false;               ///< a channel is a coefficient, so that the basis itself reads tiles: bases that move
 };
 
 /// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
@@ -163,7 +164,7 @@ class LayerMaps {
       const std::vector<float>& steps = scales[part];
       const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
       const auto encode = [&](int row, int channel) { return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]); };
-      std::vector<float> encoder(static_cast<std::size_t>(map_size(rank, head_dim))), decoder(encoder.size()), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
+      std::vector<float> encoder(static_cast<std::size_t>(map_size(tiles[part].by_basis ? (std::max)(rank, width) : rank, head_dim))), decoder(encoder.size()), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
       for (int channel = 0; channel < rank; ++channel) {
         double sum = 0.0;
         for (int row = 0; row < head_dim; ++row) {
@@ -186,8 +187,8 @@ class LayerMaps {
       at.width = width;
       at.encoder = append(encoder, type);
       at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
-      at.reader_type = !coded || (steps.empty() && !tiles[part].readers.empty()) ? type : DType::f32;  // of joint values without steps: the decoder's numbers in another order
-      at.reader = coded ? append(reader, at.reader_type) : at.decoder;
+      at.reader_type = !coded || tiles[part].by_basis || (steps.empty() && !tiles[part].readers.empty()) ? type : DType::f32;  // of joint values without steps: the decoder's numbers in another order
+      at.reader = coded && !tiles[part].by_basis ? append(reader, at.reader_type) : at.decoder;
       std::vector<float> inverse_steps;
       for (const float own : steps) inverse_steps.push_back(1.0F / own);
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);

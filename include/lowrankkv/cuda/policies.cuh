@@ -7,7 +7,7 @@
 /// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
-/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`,
+/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, `static PartTiles moving_tiles(const Q&, rank)` if they may,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
 /// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values, whose channels of a scale group have the same bits,
 /// `static PartTiles joint_tiles(const Q&, rank)`; without codes, `static DType type(const Q&)`.
@@ -140,6 +140,13 @@ inline PartTiles code_planes(const CodeLayout& layout) {
   return whole.padding_bits <= split.padding_bits ? whole : split;
 }
 
+/// @brief Codes that bases read which move: a channel is a whole code, so that the basis is all that an epoch has to keep.
+inline PartTiles moving_code_planes(const CodeLayout& layout) {
+  PartTiles result = code_planes(layout, true);
+  result.by_basis = true;
+  return result;
+}
+
 /// @brief Codes of joint values: planes as above, and channels as attention sums them, those of a scale group in order, filled up to whole units.
 inline PartTiles joint_code_planes(const CodeLayout& layout) {
   PartTiles result = code_planes(layout, true);
@@ -195,6 +202,7 @@ struct Impl<Int8, Cuda> {
   static constexpr bool moves = true;
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
+  static cuda::PartTiles moving_tiles(const Int8&, int rank) { return cuda::moving_code_planes(int8_layout(rank)); }
   static cuda::PartTiles joint_tiles(const Int8&, int rank) { return cuda::joint_code_planes(int8_layout(rank)); }
   static std::vector<float> steps(const Int8&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
 };
