@@ -266,6 +266,22 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     if (length < 0 || length > tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
   }
 
+  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
+  /// shift_positions() may close the gap where keys are stored unrotated. What bases learnt stays.
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others  Cost: a copy of the codes behind them
+  void remove(SequenceId seq, std::int64_t first, std::int64_t count) {
+    layer_.pool->allocator().require(pages_to_remove(seq, first, count));
+    remove_tokens(layer_, sequences_.find(seq), first, count);
+  }
+  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise.
+  std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
+    const int slot = this->idle_slot(seq);
+    detail::check_removal(position_shifts(seq), layer_.table.lengths(slot).num_tokens, first, count, PositionShifts::kLimit);
+    PageDemand demand;
+    demand_removal(layer_, slot, first, count, demand);
+    return demand.total();
+  }
+
   /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted.
   /// Queries of a token must arrive rotated to it.
   std::int64_t position(SequenceId seq, std::int64_t token) const {

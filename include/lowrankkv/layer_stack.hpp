@@ -93,6 +93,14 @@ class LayerStack {
     }
     return result;
   }
+  /// @brief Removes the tokens [first, first + count) in every layer, or in none. Errors as of CompressedKVCache::remove.
+  template <class... On>
+  void remove(SequenceId seq, std::int64_t first, std::int64_t count, On... on) {
+    std::int64_t pages = 0;
+    for (const auto& layer : layers_) pages += layer->pages_to_remove(seq, first, count);
+    pool_->allocator().require(pages);
+    for (auto& layer : layers_) layer->remove(seq, first, count, on...);
+  }
   /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of CompressedKVCache::shift_positions.
   template <class... On>
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, On... on) {

@@ -58,7 +58,7 @@ class Driver {
       else if (what <= 5) decode();
       else if (what == 6 && sequences_.size() < 4) fork();
       else if (what == 7 && draw(0, 1) == 0) shift();
-      else if (what == 7) truncate();
+      else if (what == 7) draw(0, 1) == 0 ? truncate() : remove();
       else if (what == 8 && draw(0, 3) == 0) erase();
       else if (what == 8) save_and_load();
       if (!sequences_.empty()) check(pick());
@@ -329,6 +329,34 @@ class Driver {
     sequence.values.resize(static_cast<std::size_t>(length));
     for (auto& head : sequence.states) head.resize(std::min(head.size(), static_cast<std::size_t>(length)));
     for (auto& head : sequence.mass) head.resize(static_cast<std::size_t>(length));
+    refresh(seq);
+  }
+
+  void remove() {
+    const SequenceId seq = pick();
+    Sequence& sequence = sequences_.at(seq);
+    const int size = static_cast<int>(sequence.keys.size()), flushed = static_cast<int>(cache_->rollback_limit(seq));
+    const int first = draw(0, size - 1), count = draw(0, std::min(size - first, draw(0, 2) == 0 ? 700 : 40));
+    if (count == size) return;
+    cache_->remove(seq, first, count);
+    const auto cut = [&](auto& values, int width = 1) {
+      const auto clipped = [&](int token) { return values.begin() + std::min(static_cast<std::ptrdiff_t>(values.size()), std::ptrdiff_t{token} * width); };
+      values.erase(clipped(first), clipped(first + count));
+    };
+    cut(sequence.positions);
+    cut(sequence.keys);
+    cut(sequence.values);
+    for (auto& head : sequence.states) cut(head);
+    for (auto& head : sequence.mass) cut(head);
+    // What is left is what it was, and where it was: refresh() compares.
+    auto& [keys, values] = stored_.at(seq);
+    const int width = shape().num_kv_heads * shape().head_dim;
+    cut(keys, width);
+    cut(values, width);
+    old_flushed_[seq] -= static_cast<std::size_t>(std::clamp(flushed - first, 0, count));
+    REQUIRE(static_cast<std::size_t>(cache_->rollback_limit(seq)) == old_flushed_[seq]);
+    for (int token = 0; token < size - count; ++token) REQUIRE(cache_->position(seq, token) == sequence.positions[static_cast<std::size_t>(token)]);
+    REQUIRE(cache_->position(seq, size - count) == sequence.next_position);
     refresh(seq);
   }
 

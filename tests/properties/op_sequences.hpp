@@ -85,7 +85,7 @@ class Driver {
       if (oracles_.empty() || (kind == 0 && oracles_.size() < 4)) start();
       else if (kind == 1 && oracles_.size() < 4) fork();
       else if (kind == 2 && oracles_.size() > 1) erase();
-      else if (kind == 3) truncate();
+      else if (kind == 3) draw(0, 1) == 0 ? truncate() : remove();
       else if (kind == 4) check_reconstruct(pick());
       else decode();
     }
@@ -216,6 +216,16 @@ class Driver {
       cache_->erase(seq);
       oracles_.erase(seq);
     }
+  }
+  void remove() {
+    const lowrankkv::SequenceId seq = pick();
+    reference::Cache& oracle = oracles_.at(seq);
+    const int first = draw(0, oracle.size() - 1), count = draw(0, std::min(oracle.size() - first, draw(0, 2) == 0 ? 900 : 40));
+    if (count == oracle.size()) return;
+    cache_->remove(seq, first, count);
+    oracle.remove(first, count);
+    REQUIRE(cache_->num_tokens(seq) == oracle.size());
+    REQUIRE(cache_->rollback_limit(seq) == oracle.flushed());
   }
   void check_reconstruct(lowrankkv::SequenceId seq) {
     const auto& shape = case_.shape;

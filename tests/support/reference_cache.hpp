@@ -91,6 +91,22 @@ class Cache {
     }
     flushed_ = std::min(flushed_, length);
   }
+  /// Tokens [first, first + count) go; those behind them take their places.
+  void remove(int first, int count) {
+    for (std::size_t head = 0; head < rows_.size(); ++head) {
+      rows_[head].erase(rows_[head].begin() + first, rows_[head].begin() + first + count);
+      for (Segment& segment : segments_[head]) {
+        std::erase_if(segment.positions, [&](int position) { return position >= first && position < first + count; });
+        for (int& position : segment.positions) position -= position >= first ? count : 0;
+      }
+    }
+    for (std::size_t i = segments_[0].size(); i-- > 0;) {
+      bool empty = true;
+      for (const auto& list : segments_) empty = empty && list[i].positions.empty();
+      for (auto& list : segments_) list.erase(list.begin() + static_cast<std::ptrdiff_t>(i), list.begin() + static_cast<std::ptrdiff_t>(i + (empty ? 1 : 0)));
+    }
+    flushed_ -= std::clamp(flushed_ - first, 0, count);
+  }
   int flushed() const { return flushed_; }
 
   /// Softmax attention of one query over the first `visible` tokens; also the log of the sum of exponentials.

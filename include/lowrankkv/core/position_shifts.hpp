@@ -51,6 +51,14 @@ class PositionShifts {
   void truncate(std::int64_t length) {
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
   }
+  /// @brief Forgets `count` tokens from `first` on: those behind them take their places, and keep their positions. Cost: O(pieces).
+  void remove(std::int64_t first, std::int64_t count) {
+    const std::int64_t before = first == 0 ? 0 : offset(first - 1), behind = offset(first + count) + count;
+    std::erase_if(pieces_, [&](const PositionShift& piece) { return piece.first >= first && piece.first <= first + count; });
+    const auto next = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first > first; });
+    for (auto piece = next; piece != pieces_.end(); ++piece) *piece = {piece->first - count, piece->offset + count};
+    if (behind != before) pieces_.insert(next, {first, behind});
+  }
   /// @brief Puts back pieces in order of their tokens, as pieces() gave them.
   void append(const PositionShift& piece) { pieces_.push_back(piece); }
   friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
@@ -89,6 +97,18 @@ inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64
   check(shifts.offset(first));
   for (const PositionShift& piece : shifts.pieces()) {
     if (piece.first > first) check(piece.offset);
+  }
+}
+
+/// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond `limit` without them.
+inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t limit) {
+  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>("remove: ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
+  const auto check = [&](std::int64_t offset) {
+    if (offset + count > limit) fail<ValueError>("remove: positions would be ", offset + count, " beyond their tokens, at most ", limit);
+  };
+  check(shifts.offset(first + count));
+  for (const PositionShift& piece : shifts.pieces()) {
+    if (piece.first > first + count) check(piece.offset);
   }
 }
 

@@ -70,6 +70,12 @@ class RowRuns {
     while (!runs_.empty() && runs_.back().first_position >= length) runs_.pop_back();
     end_ = static_cast<std::int32_t>(length);
   }
+  /// @brief Forgets `count` positions from `first` on, which are covered; those behind them take their places. Cost: O(positions)
+  void remove(std::int64_t first, std::int64_t count) {
+    std::vector<RowState> left = states();
+    left.erase(left.begin() + static_cast<std::ptrdiff_t>(first), left.begin() + static_cast<std::ptrdiff_t>(first + count));
+    assign(left);
+  }
   /// @brief The same positions with new states; rows are renumbered. `states` holds one state a position.
   void assign(std::span<const RowState> states) {
     *this = {};

@@ -253,7 +253,7 @@ void renew_tail(State& state, int slot, std::int64_t count) {
   SequenceLengths& lengths = state.table.lengths(slot);
   auto& chunk = state.sequence(slot).chunk;
   const int from_tail = static_cast<int>((std::min)(count, std::int64_t{lengths.tail_length}));
-  state.tail.drop_front(slot, from_tail, lengths.tail_length);
+  state.tail.remove(slot, 0, from_tail, lengths.tail_length);
   lengths.tail_length -= from_tail;
   std::vector<float> key(static_cast<std::size_t>(state.head_dim()));
   for (std::int64_t row = count - from_tail; row < chunk.size(); ++row) {

@@ -17,7 +17,7 @@ namespace detail {
 /// Drops rows of one list of a head; its masses and residuals follow.
 template <class State>
 void retain_rows(State& state, int slot, int head, RowState kind, const std::vector<bool>& keep) {
-  keep_only(state.mass(slot, head).of(kind), keep);
+  if (State::keeps_mass) keep_only(state.mass(slot, head).of(kind), keep);
   if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).retain(keep);
   if (kind == RowState::full) {
     state.full.retain(slot, head, keep);

@@ -15,6 +15,7 @@
 #include "lowrankkv/cpu/attention_mass.hpp"
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/remove_tokens.hpp"
 #include "lowrankkv/cpu/residuals.hpp"
 #include "lowrankkv/cpu/saved_frame.hpp"
 #include "lowrankkv/cpu/sequence_ops.hpp"

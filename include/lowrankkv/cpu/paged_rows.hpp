@@ -89,13 +89,13 @@ class PagedRows {
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
     if (rows % layout(head).rows_per_page != 0) demand.add_write(pool_->allocator(), last_page(slot, head));
   }
-  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be rewritten too.
-  void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand) const {
+  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be rewritten too, from row `first` on.
+  void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand, std::int32_t first = 0) const {
     check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
     const auto pages = table_->pages(list_, slot, head);
-    for (std::int32_t page = 0; page < num_pages(slot, head); ++page) demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
+    for (std::int32_t page = first / layout(head).rows_per_page; page < num_pages(slot, head); ++page) demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
   }
 
   /// @brief Makes room for `count` more rows and lists them; overwrite() fills them. The only write that takes pages

@@ -45,11 +45,11 @@ class TailRows {
   void load_values(int slot, int head, int first, int count, float* tile, int stride) const {
     for (int row = 0; row < count; ++row) read(slot, head, Part::value, first + row, tile + row * stride);
   }
-  /// @brief Removes the oldest `count` of `length` rows.
-  void drop_front(int slot, int count, int length) {
+  /// @brief Removes `count` of `length` rows from `first` on.
+  void remove(int slot, int first, int count, int length) {
     for (int head = 0; head < num_heads_; ++head) {
       for (const Part part : {Part::key, Part::value}) {
-        std::memmove(at(slot, head, part, 0), at(slot, head, part, count), static_cast<std::size_t>(length - count) * row_bytes());
+        std::memmove(at(slot, head, part, first), at(slot, head, part, first + count), static_cast<std::size_t>(length - first - count) * row_bytes());
       }
     }
   }
