@@ -13,7 +13,7 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/statistics.hpp"
-#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/cpu/backend.hpp"
 #include "lowrankkv/detail/cache_base.hpp"
 #include "lowrankkv/fwd.hpp"
@@ -47,8 +47,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
   /// @param threads  threads shared with other layers and the engine; null: config.num_threads of its own
   /// @throws ShapeError, ValueError, CapacityError naming both values
-  explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
-                             std::shared_ptr<Executor> threads = nullptr)
+  explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr, std::shared_ptr<Executor> threads = nullptr)
       : Base(config, std::move(basis), policies, std::move(pool), std::move(threads)) {}
 
   /// @brief Raises what the constructor would raise for these arguments.
@@ -76,6 +75,12 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
   bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens; copies of it too. @throws CapacityError beyond that, or if it has more
+  void limit(SequenceId seq, std::int64_t max_tokens) { sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq)); }
+  /// @brief Raises what limit() would raise for these arguments.
+  void check_limit(SequenceId seq, std::int64_t max_tokens) const { sequences_.check_limit(max_tokens, num_tokens(seq)); }
+  /// @brief Tokens that a sequence may have.
+  std::int64_t max_tokens(SequenceId seq) const { return sequences_.max_tokens(sequences_.find(seq)); }
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
   std::int64_t num_tokens(SequenceId seq) const { return lengths(seq).num_tokens; }
   /// @brief Tokens that are at full rank at the end of the sequence.
@@ -90,8 +95,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// Rope::pre not, as everywhere
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate and fork are refused
-  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out,
-               const LseView& lse = {}, Prompt prompt = Prompt::complete) {
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);
     this->check_query(query, key.num_tokens);
@@ -210,8 +214,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @param limit  what is too much, per bound
   /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute otherwise
   /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a query or an lse is not finite
-  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out,
-                       const Certificate& limit = kUnboundedCertificate) {
+  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = kUnboundedCertificate) {
     const std::int64_t m = this->check_certify(seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const std::int64_t first = static_cast<std::int64_t>(i) * m;
@@ -306,7 +309,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {
     const int from = this->idle_slot(source);
-    fork_slot(layer_, from, sequences_.add(target));
+    fork_slot(layer_, from, sequences_.add_copy(from, target));
   }
   /// @brief Ends a sequence, also one whose prompt is unfinished, and frees what it alone used.
   void erase(SequenceId seq) {
@@ -334,11 +337,13 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
 
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded,
   /// dropped ones as zeros (row_states() tells). Keys come back as they came in: with Rope::pre unrotated.
-  /// @param key, value [count, num_kv_heads, head_dim], f32
-  void reconstruct(SequenceId seq, std::int64_t first, const MutableKeyView& key, const MutableValueView& value) const {
+  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
+  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value) const {
     const int slot = sequences_.find(seq);
     detail::check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     detail::check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
+    cpu::check_tables("key", key.pages, key.num_tokens);
+    cpu::check_tables("value", value.pages, key.num_tokens);
     const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
     if (first < 0 || first > tokens || key.num_tokens > tokens - first) {
       detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first, ", sequence has ", tokens, " tokens");

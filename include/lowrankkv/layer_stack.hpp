@@ -64,6 +64,11 @@ class LayerStack {
     check_room(seq);
     for (auto& layer : layers_) layer->create(seq, on...);
   }
+  /// @brief A sequence may have at most so many tokens in every layer. Errors as of CompressedKVCache::limit, before any layer has changed.
+  void limit(SequenceId seq, std::int64_t max_tokens) {
+    for (const auto& layer : layers_) layer->check_limit(seq, max_tokens);
+    for (auto& layer : layers_) layer->limit(seq, max_tokens);
+  }
   /// @brief Copy-on-write copy of `source` in every layer.
   template <class... On>
   void fork(SequenceId source, SequenceId target, On... on) {

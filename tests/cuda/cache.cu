@@ -38,6 +38,7 @@ class DeviceSide {
   virtual void prefill(SequenceId seq, const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value, std::vector<float>& out, std::vector<float>& lse) = 0;
   virtual void append_maintained(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void truncate(SequenceId seq, std::int64_t length) = 0;
+  virtual void remove(SequenceId seq, std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length(SequenceId seq) const = 0;
   virtual std::int64_t num_tokens(SequenceId seq) const = 0;
   virtual void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const = 0;
@@ -81,6 +82,10 @@ class Device : public DeviceSide {
     gpu::check(cudaDeviceSynchronize(), "append");
   }
   void truncate(SequenceId seq, std::int64_t length) override { cache_.truncate(seq, length); }
+  void remove(SequenceId seq, std::int64_t first, std::int64_t count) override {
+    cache_.remove(seq, first, count);
+    if (cache_.config().rope.keys == Rope::pre) cache_.shift_positions(seq, first, -count);
+  }
   int tail_length(SequenceId seq) const override { return cache_.tail_length(seq); }
   std::int64_t num_tokens(SequenceId seq) const override { return cache_.num_tokens(seq); }
   void reconstruct(SequenceId seq, std::vector<float>& key, std::vector<float>& value) const override {
@@ -169,7 +174,7 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
 
 struct Worst {
   double out = 0.0, lse = 0.0, rows = 0.0;
-  std::int64_t publications = 0, merges = 0;
+  std::int64_t publications = 0, merges = 0, removed = 0;
 };
 
 /// One sequence's answer against float64 attention over its own stored rows, and its stored rows against the CPU's.
@@ -227,7 +232,7 @@ void compare(const Settings& settings, const CacheConfig& config, DeviceSide& de
 }
 
 Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int trials) {
-  Random random(seed), forms(seed + 1000);
+  Random random(seed), forms(seed + 1000), removals(seed + 2000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
     CacheConfig config;
@@ -315,6 +320,21 @@ Worst random_sequences(Settings settings, DType type, std::uint64_t seed, int tr
         CHECK(alone == part(out));  // whatever the batch
         CHECK(alone_lse == part(lse));
       }
+      if (step < 2) {  // tokens of the middle go
+        const std::size_t victim = removals() % 3;
+        const std::int64_t tokens = device->num_tokens(seqs[victim]), kept = tokens - device->tail_length(seqs[victim]);
+        const bool chosen = support::by_errors(settings.method) || support::by_scores(settings.method);
+        const auto below = [&](std::int64_t end) { return end > 0 ? static_cast<std::int64_t>(removals() % static_cast<std::uint64_t>(end)) : 0; };
+        // As many stored tokens are left as the policy keeps at full rank, or they are all at full rank.
+        const bool sinks_too = !chosen && kept > settings.sinks + 2 && removals() % 3 == 0;
+        const std::int64_t begin = sinks_too ? 0 : chosen ? kept : std::min(std::int64_t{settings.sinks} + 1, kept);
+        const std::int64_t first = begin + below(sinks_too ? settings.sinks + 1 : tokens - begin), most = sinks_too ? kept - settings.sinks - 1 : tokens - first;
+        const std::int64_t count = removals() % 2 == 0 ? below(most) : std::min(below(40), std::max(std::int64_t{0}, most - 1));
+        device->remove(seqs[victim], first, count);
+        cpu[victim]->remove(first, count);
+        CHECK(device->num_tokens(seqs[victim]) == tokens - count);
+        worst.removed += count;
+      }
       if (step == 2) {
         const std::size_t victim = random() % 3;
         std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device->num_tokens(seqs[victim])));
@@ -360,7 +380,8 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
     CAPTURE(std::string(cases[i].name));
     CAPTURE(std::string(name_of(cases[i].type)));
     const Worst worst = random_sequences(cases[i].settings, cases[i].type, 100 + i, std::max(1, 2 * effort()));
-    MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications " << worst.publications << ", merges " << worst.merges);
+    MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications " << worst.publications << ", merges " << worst.merges << ", tokens removed " << worst.removed);
+    CHECK(worst.removed > 0);
   }
 }
 

@@ -21,6 +21,10 @@ class Side : public CpuSide {
   std::int64_t merges() const override { return cache_.statistics().merges; }
   void append_maintained(const std::vector<float>& key, const std::vector<float>& value) override { cache_.append_maintained(1, keys(key), values(value)); }
   void truncate(std::int64_t length) override { cache_.truncate(1, length); }
+  void remove(std::int64_t first, std::int64_t count) override {
+    cache_.remove(1, first, count);
+    if (cache_.config().rope.keys == Rope::pre) cache_.shift_positions(1, first, -count);
+  }
   int tail_length() const override { return cache_.tail_length(1); }
   void reconstruct(std::vector<float>& key, std::vector<float>& value) const override {
     const CacheShape& shape = cache_.config().shape;

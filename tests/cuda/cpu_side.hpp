@@ -83,6 +83,8 @@ class CpuSide {
   virtual void ingest(const std::vector<float>& key, const std::vector<float>& value, const std::vector<float>& window, lowrankkv::Prompt prompt = lowrankkv::Prompt::complete) = 0;
   virtual void append_maintained(const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void truncate(std::int64_t length) = 0;
+  /// Removes tokens; where keys are stored unrotated, those behind move up.
+  virtual void remove(std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length() const = 0;
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual std::int64_t publications() const = 0;

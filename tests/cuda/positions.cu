@@ -80,6 +80,23 @@ void moved_tokens(DType type, std::uint64_t seed, double limit) {
         said.push_back({first, deltas[random() % 5]});
         device.cache.shift_positions(1, first, said.back().offset);
       }
+      const std::int64_t tokens = device.cache.num_tokens(1), count = std::min<std::int64_t>(tokens / 4, 30);  // tokens of the middle go, those behind stay where they are
+      if constexpr (!std::is_same_v<Cache, Outliers>) {
+        const std::int64_t first = tokens / 3 + settings.sinks;
+        if (part > 0 && first + count < tokens) {
+          std::vector<std::int64_t> stood;
+          for (std::int64_t token = first + count; token <= tokens; ++token) stood.push_back(device.cache.position(1, token));
+          device.cache.remove(1, first, count);
+          for (std::int64_t token = first; token <= tokens - count; ++token) CHECK(device.cache.position(1, token) == stood[static_cast<std::size_t>(token - first)]);
+          said = {};
+          std::int64_t last = 0;
+          for (std::int64_t token = 0; token <= tokens - count; ++token) {
+            const std::int64_t offset = device.cache.position(1, token) - token;
+            if (offset != last) said.push_back({token, offset - last});
+            last = offset;
+          }
+        }
+      }
       device.append(std::span(&one, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
       for (std::int64_t token = 0; token <= device.cache.num_tokens(1); token += 7) CHECK(device.cache.position(1, token) == position(token));
       const auto query = layer.queries(random, 1);

@@ -261,6 +261,14 @@ double random_sequences(bool outliers, DType type, std::uint64_t seed, int trial
         side.cache.truncate(seqs[victim], length);
         cpu[victim]->truncate(length);
       }
+      if (step == 1) {  // tokens of the middle go
+        for (std::size_t i = 0; i < 3; ++i) {
+          const std::int64_t tokens = side.cache.num_tokens(seqs[i]), first = outliers ? side.cache.rollback_limit(seqs[i]) : std::max(settings.tokens.sinks + std::int64_t{1}, tokens / 3), count = std::min(tokens - first, tokens / (i == 0 ? 2 : 20));
+          if (count <= 0) continue;
+          side.cache.remove(seqs[i], first, count);
+          cpu[i]->remove(first, count);
+        }
+      }
     }
     CHECK(side.cache.faults() == 0);
     for (const SequenceId seq : seqs) side.cache.erase(seq);
@@ -487,6 +495,14 @@ double random_joint(bool coded, DType type, std::uint64_t seed, int trials) {
         const std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side.cache.num_tokens(seqs[victim])));
         side.cache.truncate(seqs[victim], length);
         cpu[victim]->truncate(length);
+      }
+      if (step == 1) {  // tokens of the middle go
+        for (std::size_t i = 0; i < 3; ++i) {
+          const std::int64_t tokens = side.cache.num_tokens(seqs[i]), first = std::max(settings.tokens.sinks + std::int64_t{1}, tokens / 3), count = std::min(tokens - first, tokens / (i == 0 ? 2 : 20));
+          if (count <= 0) continue;
+          side.cache.remove(seqs[i], first, count);
+          cpu[i]->remove(first, count);
+        }
       }
     }
     CHECK(side.cache.faults() == 0);

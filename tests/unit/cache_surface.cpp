@@ -401,3 +401,32 @@ TEST_CASE("positions of tokens behind those that were removed") {
   CHECK_THROWS_WITH_AS(detail::check_removal(far, 100, 50, 11, 1000), "remove: positions would be 1001 beyond their tokens, at most 1000", ValueError);
   detail::check_removal(far, 100, 50, 10, 1000);
 }
+
+TEST_CASE("a sequence may be given less room than others") {
+  support::Random random(13);
+  CacheConfig config{.shape = {2, 1, 16}, .max_sequences = 3, .max_tokens = 100};
+  LayerStack<FullKV<>> stack(config, {{}, {}});
+  stack.create(0);
+  stack.create(1);
+  const auto rows = support::random_rows(random, 100, 1, 16);
+  const auto ingest = [&](SequenceId seq, std::int64_t n) {
+    for (int layer = 0; layer < 2; ++layer) stack.layer(layer).ingest(seq, {rows.data(), n, 1, 16}, {rows.data(), n, 1, 16});
+  };
+  CHECK(stack.layer(0).max_tokens(0) == 100);
+  CHECK_THROWS_WITH_AS(stack.limit(0, 101), "limit: max_tokens 101, those of the cache are 100", CapacityError);
+  stack.limit(0, 40);
+  CHECK_THROWS_WITH_AS(ingest(0, 41), "max_tokens: 40, sequence has 0, given 41", CapacityError);
+  ingest(0, 39);
+  CHECK_THROWS_WITH_AS(stack.limit(0, 38), "limit: max_tokens 38, sequence has 39", CapacityError);
+  stack.fork(0, 2);
+  CHECK(stack.layer(1).max_tokens(2) == 40);
+  const std::vector<SequenceId> two{0, 2};
+  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}), "max_tokens: 40, sequence 0 has 39, given 2", CapacityError);
+  stack.limit(0, 41);
+  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}), "max_tokens: 40, sequence 2 has 39, given 2", CapacityError);
+  ingest(1, 100);  // others are as before
+  stack.erase(0);
+  stack.create(3);
+  CHECK(stack.layer(0).max_tokens(3) == 100);
+  CHECK_THROWS_AS(stack.limit(0, 5), SequenceError);
+}

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/row_pages.hpp"
 #include "lowrankkv/core/scalar.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -23,6 +24,7 @@ struct RowsView {
   std::int64_t token_stride = 0;    ///< elements from a token to the next
   std::int64_t head_stride = 0;     ///< elements from a head to the next
   std::int64_t element_stride = 1;  ///< elements from a channel to the next
+  RowPages pages;                   ///< in whose pages rows are, if they are (core/engine_pages.hpp makes such views)
 
   RowsView() = default;
   /// @brief Dense token-major rows: [num_tokens, num_heads, head_dim].
@@ -41,10 +43,13 @@ struct RowsView {
   /// @brief The tokens [first, first + count) of this view.
   RowsView tokens(std::int64_t first, std::int64_t count) const {
     RowsView part = *this;
-    part.data = static_cast<const char*>(data) + first * token_stride * static_cast<std::int64_t>(size_of(dtype));
+    if (pages.used()) part.pages.first += first;
+    else part.data = static_cast<const char*>(data) + first * token_stride * static_cast<std::int64_t>(size_of(dtype));
     part.num_tokens = count;
     return part;
   }
+  /// @brief Elements from `data` to a token's rows.
+  std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
 };
 
 /// @brief Writable f32 rows [num_tokens, num_heads, head_dim], any strides; in the backend's memory.
@@ -84,6 +89,7 @@ struct TargetRowsView {
   int head_dim = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
+  RowPages pages;  ///< as of RowsView
 
   TargetRowsView() = default;
   TargetRowsView(const Mutable& rows)
@@ -95,6 +101,8 @@ struct TargetRowsView {
   /// @brief Any layout; strides in elements, not bytes.
   TargetRowsView(void* rows, DType type, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token, std::int64_t stride_of_head)
       : data(rows), dtype(type), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token), head_stride(stride_of_head) {}
+  /// @brief Elements from `data` to a token's rows.
+  std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
 };
 
 using KeyView = RowsView<struct KeyTag>;            ///< [num_tokens, num_kv_heads, head_dim]
@@ -197,6 +205,7 @@ void check_rows(const char* name, const View& view, std::int64_t tokens, int hea
   check_equal("num_tokens", "expected", tokens, name, view.num_tokens);
   if (tokens < 0) fail<ShapeError>("num_tokens: at least 0, ", name, " ", tokens);
   if (view.data == nullptr && tokens > 0) fail<ShapeError>(name, ": null pointer with num_tokens ", tokens);
+  if constexpr (requires { view.pages; }) check_pages(name, view.pages, tokens);
 }
 
 }  // namespace detail

@@ -55,7 +55,7 @@ inline void from_f32(DType type, const float* src, std::int64_t count, void* dst
 /// @brief One row of a view as f32 [head_dim], whatever its type and strides.
 template <class Tag>
 inline void load_row(const RowsView<Tag>& view, std::int64_t token, int head, float* dst) {
-  const std::int64_t offset = token * view.token_stride + head * view.head_stride;
+  const std::int64_t offset = view.place(token) + head * view.head_stride;
   const std::size_t size = size_of(view.dtype);
   const char* base = static_cast<const char*>(view.data) + offset * static_cast<std::int64_t>(size);
   if (view.element_stride == 1) {
@@ -64,6 +64,24 @@ inline void load_row(const RowsView<Tag>& view, std::int64_t token, int head, fl
   }
   for (int channel = 0; channel < view.head_dim; ++channel) {
     to_f32(view.dtype, base + channel * view.element_stride * static_cast<std::int64_t>(size), 1, dst + channel);
+  }
+}
+
+/// @brief Writes a row [head_dim], rounded to the view's type.
+template <class Mutable>
+inline void store_row(const TargetRowsView<Mutable>& view, std::int64_t token, int head, const float* row) {
+  const std::int64_t offset = view.place(token) + head * view.head_stride;
+  from_f32(view.dtype, row, view.head_dim, static_cast<char*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype)));
+}
+
+/// @brief Raises what page tables say that no page can be: negative numbers, and sequences shorter than what is wanted of them.
+inline void check_tables(const char* name, const RowPages& pages, std::int64_t rows) {
+  for (std::int64_t row = 0; pages.used() && row < rows; ++row) {
+    std::int64_t table = 0;
+    const std::int64_t token = pages.token_of(row, table);
+    if (token < 0) ::lowrankkv::detail::fail<ShapeError>(name, ": the last ", pages.rows_each, " tokens of a sequence of ", token + pages.rows_each - (pages.first + row) % pages.rows_each, ", by its page table");
+    const std::int32_t page = pages.tables.indices[table + token / pages.page_tokens];
+    if (page < 0) ::lowrankkv::detail::fail<ShapeError>(name, ": token ", token, " is in page ", page, ", by its page table");
   }
 }
 

@@ -129,8 +129,8 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
 /// dropped ones as zeros.
 /// Cost: O(head_dim rank) per compressed row, in runs of up to kTile rows.
 template <class State>
-void reconstruct_head(const State& state, int slot, int head, std::int64_t first, std::int64_t count, const MutableKeyView& key,
-                      const MutableValueView& value) {
+void reconstruct_head(const State& state, int slot, int head, std::int64_t first, std::int64_t count, const KeyTargetView& key,
+                      const ValueTargetView& value) {
   const int dim = state.head_dim();
   const int width = padded(dim);
   const PromptChunk& chunk = state.sequence(slot).chunk;
@@ -139,30 +139,25 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
   std::vector<float> rows(static_cast<std::size_t>(kTile * width));
   for (std::int64_t token = 0; token < count;) {
     const std::int64_t position = first + token;
-    float* k = key.row(token, head);
-    float* v = value.row(token, head);
-    if (position >= chunk_position) {
-      chunk.read_key(head, position - chunk_position, k);
-      std::copy_n(chunk.values(head, position - chunk_position), dim, v);
-      ++token;
-      continue;
-    }
-    if (position >= tail_position) {
-      state.tail.read(slot, head, Part::key, static_cast<int>(position - tail_position), k);
-      state.tail.read(slot, head, Part::value, static_cast<int>(position - tail_position), v);
-      ++token;
-      continue;
-    }
-    const RowPlace place = state.runs(slot, head).find(position);
-    if (place.state == RowState::dropped) {
-      std::fill(k, k + dim, 0.0F);
-      std::fill(v, v + dim, 0.0F);
-      ++token;
-      continue;
-    }
-    if (place.state == RowState::full) {
-      load_coefficients(state.full, slot, head, Part::key, place.row, 1, k, dim);
-      load_coefficients(state.full, slot, head, Part::value, place.row, 1, v, dim);
+    float* const k = rows.data();
+    float* const v = k + width;
+    const RowPlace place = position < tail_position ? state.runs(slot, head).find(position) : RowPlace{RowState::full, 0};
+    if (place.state != RowState::compressed) {
+      if (position >= chunk_position) {
+        chunk.read_key(head, position - chunk_position, k);
+        std::copy_n(chunk.values(head, position - chunk_position), dim, v);
+      } else if (position >= tail_position) {
+        state.tail.read(slot, head, Part::key, static_cast<int>(position - tail_position), k);
+        state.tail.read(slot, head, Part::value, static_cast<int>(position - tail_position), v);
+      } else if (place.state == RowState::dropped) {
+        std::fill_n(k, dim, 0.0F);
+        std::fill_n(v, dim, 0.0F);
+      } else {
+        load_coefficients(state.full, slot, head, Part::key, place.row, 1, k, dim);
+        load_coefficients(state.full, slot, head, Part::value, place.row, 1, v, dim);
+      }
+      store_row(key, token, head, k);
+      store_row(value, token, head, v);
       ++token;
       continue;
     }
@@ -179,7 +174,8 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
     for (const Part part : {Part::key, Part::value}) {
       decode_rows(state, slot, head, maps, part, place.row, run, rows.data());
       for (std::int32_t i = 0; i < run; ++i) {
-        std::copy_n(rows.data() + i * width, dim, part == Part::key ? key.row(token + i, head) : value.row(token + i, head));
+        if (part == Part::key) store_row(key, token + i, head, rows.data() + i * width);
+        else store_row(value, token + i, head, rows.data() + i * width);
       }
     }
     token += run;

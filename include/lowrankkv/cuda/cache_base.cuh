@@ -42,7 +42,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
       : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
-        sequences_(config.max_sequences), prompts_(config.max_sequences) {
+        sequences_(config_), prompts_(config.max_sequences) {
     // Flushes of all sequences at once find their scratch memory there.
     compress_scratch(layer_, 0, 0, lists_of(static_cast<std::size_t>(config_.max_sequences), Phase::decode), config_.flush_interval, layer_.max_rows(layer_.tables().weighed));
   }
@@ -81,8 +81,13 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     ::lowrankkv::detail::check_rows("value", value, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
   }
 
-  void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
+  /// Raises unless these are queries of so many tokens, side by side in no pages.
+  void check_query(const QueryView& query, std::int64_t tokens) const {
     ::lowrankkv::detail::check_rows("query", query, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (query.pages.used()) ::lowrankkv::detail::fail<ShapeError>("query: in pages of ", query.pages.page_tokens, " tokens, 0 expected on this backend");
+  }
+  void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
+    check_query(query, tokens);
     ::lowrankkv::detail::check_rows("out", out, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
     if (lse.data == nullptr) return;
     ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
@@ -156,6 +161,8 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || key.num_tokens % count != 0) ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
     check_views(key, value, key.num_tokens);
+    ::lowrankkv::detail::check_rows_each("key", key.pages, count, key.num_tokens / count);
+    ::lowrankkv::detail::check_rows_each("value", value.pages, count, key.num_tokens / count);
     return static_cast<int>(key.num_tokens / count);
   }
   /// Raises unless m more tokens fit each sequence, and its tail.
@@ -166,7 +173,8 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       if (m > tail_capacity - now.tail_length) {
         ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seq, " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
       }
-      if (m > config_.max_tokens - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence ", seq, " has ", now.num_tokens, ", given ", m);
+      const std::int64_t most = sequences_.max_tokens(sequences_.find(seq));
+      if (m > most - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", most, ", sequence ", seq, " has ", now.num_tokens, ", given ", m);
     }
   }
   void advance_host(std::span<const SequenceId> seqs, int m) {
@@ -209,7 +217,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   }
 
   void enqueue_append(const Batch& batch, const KeyView& key, const ValueView& value, std::int64_t first, int m, cudaStream_t stream) const {
-    append_kernel<><<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, device_rows(key), device_rows(value), first, m, limit());
+    append_kernel<><<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, input_rows(key), input_rows(value), first, m, limit());
     check(cudaGetLastError(), "append_kernel");
   }
 

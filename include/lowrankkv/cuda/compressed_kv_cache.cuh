@@ -12,16 +12,15 @@
 
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
-#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
-#include "lowrankkv/cuda/prompt_calls.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/reconstruct_joint.cuh"
 #include "lowrankkv/cuda/row_states.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
-#include "lowrankkv/cuda/sequence_ops.cuh"
+#include "lowrankkv/cuda/token_calls.cuh"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -40,8 +39,8 @@ struct Cuda {
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
 /// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::PromptCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Base = cuda::PromptCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::TokenCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = cuda::TokenCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Base::config_;
   using Base::layer_;
   using Base::policies_;
@@ -53,10 +52,22 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   using Pool = cuda::PagePool;
   using Shared = cuda::LentMemory;  ///< what the layers of a model share besides pages: a workspace
   using Base::bytes_of;
+  using Base::check_limit;
+  using Base::check_shift_positions;
+  using Base::check_truncate;
+  using Base::limit;
   using Base::make_shared;
+  using Base::max_tokens;
   using Base::num_pages;
   using Base::page_bytes;
+  using Base::pages_to_remove;
   using Base::pool_size;
+  using Base::position;
+  using Base::position_shifts;
+  using Base::remove;
+  using Base::rollback_limit;
+  using Base::shift_positions;
+  using Base::truncate;
 
   /// @brief Makes an empty cache. Allocates on the device.
   /// @param basis  the calibrated maps; may be empty if the token policy compresses nothing
@@ -81,7 +92,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void fork(SequenceId source, SequenceId target, cudaStream_t stream = nullptr) {
     Base::refuse_capture("fork", stream);
     const int from = this->idle_slot(source);
-    cuda::fork_sequence(layer_, from, sequences_.add(target), stream);
+    cuda::fork_sequence(layer_, from, sequences_.add_copy(from, target), stream);
   }
   bool contains(SequenceId seq) const { return sequences_.contains(seq); }
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
@@ -275,40 +286,6 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
  public:
-  /// @brief The shortest length that truncate() reaches exactly.
-  std::int64_t rollback_limit(SequenceId seq) const {
-    const cuda::HostSequence& now = layer_.sequence(this->idle_slot(seq));
-    return now.num_tokens - now.tail_length;
-  }
-  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
-  /// @throws StateError deeper than the tail, but for 0, where values decided which rows stayed full (the host does not know how many go)
-  TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("truncate", stream);
-    check_truncate(seq, length);
-    return cuda::truncate_sequence(layer_, sequences_.find(seq), length, stream);
-  }
-  /// @brief Raises what truncate() would raise for these arguments.
-  void check_truncate(SequenceId seq, std::int64_t length) const { cuda::check_truncation(layer_.sequence(this->idle_slot(seq)), length, Base::Rows::choice != cuda::RowChoice::none); }
-
-  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted. Queries of a token must arrive rotated to it.
-  std::int64_t position(SequenceId seq, std::int64_t token) const {
-    const int slot = sequences_.find(seq);
-    if (token < 0 || token > this->tokens_of(slot)) detail::fail<ShapeError>("position: token ", token, ", sequence has ", this->tokens_of(slot), " tokens");
-    return token + layer_.sequence(slot).shifts.offset(token);
-  }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
-  /// 16 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError if positions could leave +-2^30, CapacityError beyond 32 pieces
-  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("shift_positions", stream);
-    const int slot = this->idle_slot(seq);
-    layer_.rotary().write_shifts(slot, layer_.sequence(slot).shifts = cuda::shifted(layer_, slot, first, delta), stream);
-  }
-  /// @brief Raises what shift_positions() would raise for these arguments.
-  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { static_cast<void>(cuda::shifted(layer_, this->idle_slot(seq), first, delta)); }
-  /// @brief The shifts of a sequence, valid until it changes.
-  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
-
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros.
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
@@ -321,8 +298,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
     if (count == 0) return;
     const cuda::TokenRange range{first, count, tokens - tail_length(seq)};
-    const cuda::DeviceTarget values{value.data, value.dtype, value.token_stride, value.head_stride};
-    cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, {key.data, key.dtype, key.token_stride, key.head_stride}, values, stream);
+    const cuda::DeviceTarget values = cuda::device_target(value);
+    cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, cuda::device_target(key), values, stream);
     if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
   }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/row_pages.hpp"
 #include "lowrankkv/core/scalar.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -107,7 +108,10 @@ struct DeviceRows {
 
   /// @brief One element as f32.
   __device__ float at(std::int64_t token, int head, int channel) const {
-    const std::int64_t index = token * token_stride + head * head_stride + channel * element_stride;
+    return element(token * token_stride + head * head_stride + channel * element_stride);
+  }
+  /// @brief The element so many further on than the first.
+  __device__ float element(std::int64_t index) const {
     if (dtype == DType::f32) return static_cast<const float*>(data)[index];
     if (dtype == DType::f16) return __half2float(static_cast<const __half*>(data)[index]);
     return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
@@ -135,7 +139,22 @@ struct DeviceRows {
   }
 };
 
+/// @brief Keys or values that come in: rows that may be in an engine's pages.
+struct InputRows : DeviceRows {
+  RowPages pages;
+
+  /// @brief Elements from `data` to a token's rows.
+  __device__ std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
+  /// @brief One element as f32.
+  __device__ float at(std::int64_t token, int head, int channel) const { return element(place(token) + head * head_stride + channel * element_stride); }
+};
+
 /// @brief A view (whose pointer is to device memory) as kernels see it.
+template <class View>
+InputRows input_rows(const View& view) {
+  return {{view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride}, view.pages};
+}
+/// @brief The same of a view whose rows are in no pages.
 template <class View>
 DeviceRows device_rows(const View& view) {
   return {view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride};

@@ -193,17 +193,19 @@ class LayerState {
   /// @brief Bytes of a sequence's tail over all heads.
   std::size_t tail_bytes() const { return static_cast<std::size_t>(tables_.num_heads) * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes); }
 
+  /// @brief Adds the pages of a list that a sequence has to copy before it writes to rows [first_row, end_row).
+  void demand_writes(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, PageDemand& demand) const {
+    const auto& pages = sequence(slot).pages[static_cast<int>(list)];
+    for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]); });
+  }
   /// @brief Adds the pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
   /// @param replaces  any row of the list whose rows are weighed may be replaced
   void demand_rows(int slot, std::int64_t full, std::int64_t compressed, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
-    const auto add_shared = [&](RowList list, std::int64_t first_row, std::int64_t end_row) {
-      for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index]); });
-    };
     const bool rewrites_full = replaces && tables_.weighed == RowList::full;
     const bool rewrites_compressed = (replaces && tables_.weighed == RowList::compressed) || (compressed > 0 && epochs_.adapts());  // by a merge
-    if (full > 0 || rewrites_full) add_shared(RowList::full, rewrites_full ? 0 : now.rows.num_full, now.rows.num_full + 1);
-    if (compressed > 0 || rewrites_compressed) add_shared(RowList::compressed, rewrites_compressed ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1);
+    if (full > 0 || rewrites_full) demand_writes(slot, RowList::full, rewrites_full ? 0 : now.rows.num_full, now.rows.num_full + 1, demand);
+    if (compressed > 0 || rewrites_compressed) demand_writes(slot, RowList::compressed, rewrites_compressed ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1, demand);
     std::int64_t pages = pages_of({static_cast<std::int32_t>(now.rows.num_full + full), static_cast<std::int32_t>(now.rows.num_compressed + compressed)});
     for (const auto& list : now.pages) {
       for (const auto& own : list) pages -= static_cast<std::int64_t>(own.size());

@@ -19,8 +19,8 @@ inline std::size_t pack_rows_bytes(int head_dim) { return sizeof(std::uint16_t) 
 namespace detail {
 
 /// Whether eight elements of a view can be loaded at once, and are of this type.
-__device__ inline bool loads_wide(const DeviceRows& view, DType type) {
-  return view.dtype == type && view.element_stride == 1 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0;
+__device__ inline bool loads_wide(const InputRows& view, DType type) {
+  return view.dtype == type && view.element_stride == 1 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0 && view.pages.page_stride % 8 == 0;
 }
 
 /// Whether eight numbers of 16 bits are all of a magnitude up to `limit`; NaN is not. Magnitudes are in the order of their bits.
@@ -30,8 +30,9 @@ __device__ __forceinline__ bool all_within(const uint4& words, DType type, float
 }
 
 /// Rows [64 piece, 64 piece + 64) of a prompt of `count` rows into stage [part, kStoreRows, stride], zeros behind the last. Returns whether this thread saw a number that is refused,
-/// and marks its row.
-__device__ inline bool stage_wide(const DeviceRows& key, const DeviceRows& value, std::int64_t first, std::int64_t count, int head, int dim, DType type, float limit, std::uint16_t* stage, int* refused) {
+/// and marks its row. @tparam paged  rows may be in pages
+template <bool paged>
+__device__ inline bool stage_wide(const InputRows& key, const InputRows& value, std::int64_t first, std::int64_t count, int head, int dim, DType type, float limit, std::uint16_t* stage, int* refused) {
   constexpr int kLanes = 16, kSteps = kStoreRows * kLanes / kStoreThreads;  // lanes of a row
   const int stride = plain_stride(dim), lane = static_cast<int>(threadIdx.x) % kLanes, own = static_cast<int>(threadIdx.x) / kLanes;
   bool bad = false;
@@ -39,12 +40,13 @@ __device__ inline bool stage_wide(const DeviceRows& key, const DeviceRows& value
     uint4 words[2][kSteps];
     #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const DeviceRows& view = part == 0 ? key : value;
-      const std::uint16_t* from = static_cast<const std::uint16_t*>(view.data) + (first + own) * view.token_stride + head * view.head_stride + channel;
+      const InputRows& view = part == 0 ? key : value;
+      const std::uint16_t* from = static_cast<const std::uint16_t*>(view.data) + (paged ? 0 : first + own) * view.token_stride + head * view.head_stride + channel;
       #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int row = own + i * (kStoreThreads / kLanes);
-        words[part][i] = first + row < count ? __ldg(reinterpret_cast<const uint4*>(from + i * (kStoreThreads / kLanes) * view.token_stride)) : uint4{0, 0, 0, 0};
+        words[part][i] = uint4{0, 0, 0, 0};
+        if (first + row < count) words[part][i] = __ldg(reinterpret_cast<const uint4*>(from + (paged ? view.place(first + row) : i * (kStoreThreads / kLanes) * view.token_stride)));
       }
     }
     #pragma unroll
@@ -68,7 +70,7 @@ __device__ inline bool stage_wide(const DeviceRows& key, const DeviceRows& value
 /// @brief The `tail_rows` rows of a tail, then `count` rows of a prompt, as plain tiles [head, tiles]. A row of a head that is not finite, or beyond
 /// `limit`, becomes zeros and is counted in tables.faults. Rows past the end are zeros. Grid: 64-row pieces x heads.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables, int slot, DeviceRows key, DeviceRows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
+__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables, int slot, InputRows key, InputRows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint16_t* stage = reinterpret_cast<std::uint16_t*>(shared_memory);  // [part, kStoreRows, stride]
   __shared__ int refused[kStoreRows];
@@ -80,11 +82,12 @@ __global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables,
   __syncthreads();
   bool bad = false;
   if (first >= tail_rows && detail::loads_wide(key, tables.full_type) && detail::loads_wide(value, tables.full_type)) {
-    bad = detail::stage_wide(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
+    if (key.pages.used() || value.pages.used()) bad = detail::stage_wide<true>(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
+    else bad = detail::stage_wide<false>(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
   } else {
     const SourceRows tail(tables, {}, slot, head);
     for (const Part part : {Part::key, Part::value}) {
-      const DeviceRows& view = part == Part::key ? key : value;
+      const InputRows& view = part == Part::key ? key : value;
       #pragma unroll 4
       for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * dim; item += kStoreThreads) {
         const int row = item / dim, channel = item % dim;

@@ -53,6 +53,22 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
   }
 }
 
+/// Moves a row of a plain tile, a lane some of its channels.
+__device__ inline void move_plain_row(const HeadTiles& layout, const std::uint8_t* source, int from, std::uint8_t* target, int to) {
+  for (const Part part : {Part::key, Part::value}) {
+    if (part == Part::key ? !layout.keys : !layout.values) continue;
+    for (int channel = static_cast<int>(threadIdx.x) % 32; channel < layout.channels(part); channel += 32) {
+      *reinterpret_cast<std::uint16_t*>(target + layout.plain_byte(part, to, channel)) = *reinterpret_cast<const std::uint16_t*>(source + layout.plain_byte(part, from, channel));
+    }
+  }
+}
+
+/// Moves row `from` of a tile to row `to` of another. A warp calls it.
+__device__ inline void move_row(const HeadTiles& layout, const std::uint8_t* source, int from, std::uint8_t* target, int to) {
+  if (layout.codes) move_coded_row(layout, source, from, target, to);
+  else move_plain_row(layout, source, from, target, to);
+}
+
 }  // namespace detail
 
 /// @brief Moves rows to the places that others freed. Grid: pieces of as many rows as a block has warps x compressed lists x sequences.
@@ -60,23 +76,14 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) place_rows_kernel(Tables tables, Leaving leaving, LooseTiles loose, const std::int32_t* freed, std::int32_t stride) {
   const int list = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), head = list < tables.num_heads ? list : (list - tables.num_heads) * tables.joint_heads;
-  const int row = static_cast<int>(blockIdx.x * kStoreThreads + threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(blockIdx.x * kStoreThreads + threadIdx.x) / 32;
   if (row >= loose.counts[sequence * tables.num_heads + head]) return;
   const HeadTiles& layout = tables.compressed[list];
   const int place = freed[static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)];
   const std::uint8_t* source = loose.of(tables, sequence, list) + static_cast<std::size_t>(row / layout.rows) * static_cast<std::size_t>(layout.bytes);
   std::uint8_t* target = tables.tile(tables.page_table(RowList::compressed, leaving.slots[sequence], list), layout, place / layout.rows);
   const int from = row % layout.rows, to = place % layout.rows;
-  if (layout.codes) {
-    detail::move_coded_row(layout, source, from, target, to);
-    return;
-  }
-  for (const Part part : {Part::key, Part::value}) {
-    if (part == Part::key ? !layout.keys : !layout.values) continue;
-    for (int channel = lane; channel < layout.channels(part); channel += 32) {
-      *reinterpret_cast<std::uint16_t*>(target + layout.plain_byte(part, to, channel)) = *reinterpret_cast<const std::uint16_t*>(source + layout.plain_byte(part, from, channel));
-    }
-  }
+  detail::move_row(layout, source, from, target, to);
 }
 
 /// @brief Enqueues place_rows_kernel. @param most  rows of a sequence that are moved

@@ -55,14 +55,16 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
     const int slot = sequences_.find(seq);
     this->check_views(key, value, key.num_tokens);
-    const std::int64_t tokens = this->tokens_of(slot);
-    if (key.num_tokens > config_.max_tokens - tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", config_.max_tokens, ", sequence has ", tokens, ", given ", key.num_tokens);
+    ::lowrankkv::detail::check_rows_each("key", key.pages, 1, key.num_tokens);
+    ::lowrankkv::detail::check_rows_each("value", value.pages, 1, key.num_tokens);
+    const std::int64_t tokens = this->tokens_of(slot), most = sequences_.max_tokens(slot);
+    if (key.num_tokens > most - tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", most, ", sequence has ", tokens, ", given ", key.num_tokens);
     return slot;
   }
   /// Raises unless there are queries of a prompt's last tokens to choose by: of all of them where chunks end inside the call.
   void check_query_window(int slot, const QueryView& window, std::int64_t tokens) const {
     using ::lowrankkv::detail::fail;
-    if (window.num_tokens > 0) ::lowrankkv::detail::check_rows("query", window, window.num_tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
+    if (window.num_tokens > 0) this->check_query(window, window.num_tokens);
     if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
     const std::int64_t wanted = this->scoring_window();
     const bool all = Rows::keeps_masses || (wanted > 0 && prompts_.of(slot).rows() + tokens > chunk_limit());
@@ -200,7 +202,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
     const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::choice == RowChoice::scores);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
-    detail::launch_kernel(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, device_rows(key), device_rows(value),
+    detail::launch_kernel(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, input_rows(key), input_rows(value),
                          static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), this->limit());
     return scratch;
   }

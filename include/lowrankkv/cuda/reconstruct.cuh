@@ -26,13 +26,22 @@ struct DeviceTarget {
   void* data = nullptr;
   DType dtype = DType::f32;
   std::int64_t token_stride = 0, head_stride = 0;
+  RowPages pages;
 
+  /// @brief Elements from `data` to a token's rows.
+  __device__ std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
   /// @brief Sixteen bytes of a row may be written at once.
   __device__ bool wide() const {
     const int elements = dtype == DType::f32 ? 4 : 8;
-    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 && head_stride % elements == 0;
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 && head_stride % elements == 0 && pages.page_stride % elements == 0;
   }
 };
+
+/// @brief A view as kernels see it.
+template <class View>
+DeviceTarget device_target(const View& view) {
+  return {view.data, view.dtype, view.token_stride, view.head_stride, view.pages};
+}
 
 /// @brief The tokens that are wanted: [first, first + count).
 struct TokenRange {
@@ -67,7 +76,7 @@ struct RowStage {
       const int row = item / per_row, byte = first * size + item % per_row * 16;
       if (places[row] < 0) continue;
       const uint4 words = *reinterpret_cast<const uint4*>(base + row * stride + byte);
-      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] * target.token_stride + head * target.head_stride) * size + byte;
+      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (target.place(places[row]) + head * target.head_stride) * size + byte;
       if (wide) {
         *reinterpret_cast<uint4*>(at) = words;
       } else {
@@ -300,7 +309,7 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
   for (std::int64_t token = blockIdx.x; token < count; token += gridDim.x) {
     for (int channel = static_cast<int>(threadIdx.x); channel < dim; channel += static_cast<int>(blockDim.x)) {
       for (const DeviceTarget* target : {&key, &value}) {
-        const std::int64_t at = token * target->token_stride + static_cast<std::int64_t>(blockIdx.y) * target->head_stride + channel;
+        const std::int64_t at = target->place(token) + static_cast<std::int64_t>(blockIdx.y) * target->head_stride + channel;
         if (target->dtype == DType::f32) static_cast<float*>(target->data)[at] = 0.0F;
         else static_cast<std::uint16_t*>(target->data)[at] = 0;
       }

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
   #pragma unroll
   for (int row = 0; row < kRowsOfThread; ++row) {
     if (places[first_row + row] < 0) continue;
-    const std::int64_t at = places[first_row + row] * value.token_stride + head * value.head_stride;
+    const std::int64_t at = value.place(places[first_row + row]) + head * value.head_stride;
     #pragma unroll
     for (int i = 0; i < kMostDims; ++i) {
       const int channel = along + 16 * i;

@@ -267,12 +267,13 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const Tables& tables = layer.tables();
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
-    if (!tables.rotary.turns() || piece.first <= last_piece || piece.first > counts.num_tokens) {
+    if (piece.first <= last_piece || piece.first > counts.num_tokens) {
       fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
     }
-    const std::int64_t farthest = farthest_shift(layer.config().max_tokens);
+    const bool turns = tables.rotary.turns();
+    const std::int64_t farthest = turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;
     if (piece.offset < -farthest || piece.offset > farthest) fail<CapacityError>("positions: moved by ", piece.offset, ", at most ", farthest, " expected");
-    if (sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
+    if (turns && sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
     sequence.shifts.append(piece);
     last_piece = piece.first;
   }

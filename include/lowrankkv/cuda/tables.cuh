@@ -252,24 +252,27 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
 /// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of the views belong to batch.slots[i].
 /// A row that is not finite, or beyond `limit`, is stored as zeros and counted in tables.faults.
 template <class = void>
-__global__ void append_kernel(Tables tables, Batch batch, DeviceRows key, DeviceRows value, std::int64_t first, int m, float limit) {
+__global__ void append_kernel(Tables tables, Batch batch, InputRows key, InputRows value, std::int64_t first, int m, float limit) {
   const int slot = batch.slots[blockIdx.x];
   const DeviceLengths lengths = tables.lengths[slot];
   const int dim = tables.head_dim;
   for (int j = 0; j < m; ++j) {
     const std::int64_t token = first + static_cast<std::int64_t>(blockIdx.x) * m + j;
     const int place = (lengths.tail_first + lengths.tail_length + j) % tables.ring_rows();
+    const std::int64_t key_row = key.place(token), value_row = value.place(token);
+    const auto key_at = [&](int head, int channel) { return key.element(key_row + head * key.head_stride + channel * key.element_stride); };
+    const auto value_at = [&](int head, int channel) { return value.element(value_row + head * value.head_stride + channel * value.element_stride); };
     bool bad = false;
     for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
-      bad = bad || !(fabsf(key.at(token, i / dim, i % dim)) <= limit) || !(fabsf(value.at(token, i / dim, i % dim)) <= limit);
+      bad = bad || !(fabsf(key_at(i / dim, i % dim)) <= limit) || !(fabsf(value_at(i / dim, i % dim)) <= limit);
     }
     bad = __syncthreads_or(bad) != 0;
     if (bad && threadIdx.x == 0) atomicAdd(tables.faults, 1U);
     for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
       const int head = i / dim, channel = i % dim;
       std::uint8_t* tile = tables.tail_tile(slot, head, place);
-      const std::uint16_t k = bad ? std::uint16_t{0} : to_bits(tables.full_type, key.at(token, head, channel));
-      const std::uint16_t v = bad ? std::uint16_t{0} : to_bits(tables.full_type, value.at(token, head, channel));
+      const std::uint16_t k = bad ? std::uint16_t{0} : to_bits(tables.full_type, key_at(head, channel));
+      const std::uint16_t v = bad ? std::uint16_t{0} : to_bits(tables.full_type, value_at(head, channel));
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
     }

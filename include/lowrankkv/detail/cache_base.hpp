@@ -47,7 +47,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   CacheBase(CacheConfig config, LayerBasis basis, const PolicySet& policies, std::shared_ptr<Pool> pool, std::shared_ptr<typename Be::Executor> threads)
       : layer_(checked(config, basis, policies, pool.get()), std::move(basis), policies.basis, policies.updater, policies.token_policy,
                policies.quantizer, std::move(pool), std::move(threads)),
-        sequences_(config.max_sequences) {}
+        sequences_(layer_.config) {}
 
   /// Fills in defaults, or raises what is wrong.
   static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, const Pool* pool) {
@@ -101,9 +101,11 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     const std::int64_t n = key.num_tokens;
     check_rows("key", key, n, layer_.num_kv_heads(), layer_.head_dim());
     check_rows("value", value, n, layer_.num_kv_heads(), layer_.head_dim());
+    check_rows_each("key", key.pages, 1, n);
+    check_rows_each("value", value.pages, 1, n);
     const std::int64_t have = layer_.table.lengths(slot).num_tokens;
-    if (n > layer_.config.max_tokens - have) {
-      fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence has ", have, ", given ", n);
+    if (n > sequences_.max_tokens(slot) - have) {
+      fail<CapacityError>("max_tokens: ", sequences_.max_tokens(slot), ", sequence has ", have, ", given ", n);
     }
     check_stored_values(key, value);
     PageDemand demand;
@@ -112,6 +114,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   }
 
   void check_stored_values(const KeyView& key, const ValueView& value) const {
+    cpu::check_tables("key", key.pages, key.num_tokens);
+    cpu::check_tables("value", value.pages, value.num_tokens);
     if (!layer_.config.check_finite) return;
     row_.resize(static_cast<std::size_t>(layer_.head_dim()));
     float limit = max_finite(layer_.config.full_type);
@@ -208,8 +212,11 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     const std::int64_t m = key.num_tokens / count;
+    check_rows_each("key", key.pages, count, m);
+    check_rows_each("value", value.pages, count, m);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const SequenceLengths& now = layer_.table.lengths(idle_slot(seqs[i]));
+      const int slot = idle_slot(seqs[i]);
+      const SequenceLengths& now = layer_.table.lengths(slot);
       for (std::size_t j = 0; j < i; ++j) {
         if (seqs[j] == seqs[i]) fail<SequenceError>("append: sequence ", seqs[i], " stands at places ", j, " and ", i);
       }
@@ -217,8 +224,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
         fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seqs[i], " has ", now.tail_length, " rows in its tail, given ", m,
                                     "; call maintain");
       }
-      if (m > layer_.config.max_tokens - now.num_tokens) {
-        fail<CapacityError>("max_tokens: ", layer_.config.max_tokens, ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
+      if (m > sequences_.max_tokens(slot) - now.num_tokens) {
+        fail<CapacityError>("max_tokens: ", sequences_.max_tokens(slot), ", sequence ", seqs[i], " has ", now.num_tokens, ", given ", m);
       }
     }
     check_stored_values(key, value);

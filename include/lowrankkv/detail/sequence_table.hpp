@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <unordered_map>
 #include <vector>
 
@@ -12,10 +13,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
-/// Ids in use and free slots.
+/// Ids in use and free slots; how long a sequence may become.
 class SequenceTable {
  public:
-  explicit SequenceTable(int max_sequences) : max_sequences_(max_sequences) {
+  explicit SequenceTable(const CacheConfig& config) : max_sequences_(config.max_sequences), max_tokens_(config.max_tokens), limits_(static_cast<std::size_t>(config.max_sequences)) {
+    const int max_sequences = config.max_sequences;
     for (int slot = max_sequences; slot-- > 0;) free_.push_back(slot);
   }
   int add(SequenceId seq) {
@@ -24,7 +26,25 @@ class SequenceTable {
     const int slot = free_.back();
     slots_.emplace(seq, slot);
     free_.pop_back();
+    limits_[static_cast<std::size_t>(slot)] = max_tokens_;
     return slot;
+  }
+  /// For a copy of the sequence in slot `source`, which may become as long.
+  int add_copy(int source, SequenceId seq) {
+    const int slot = add(seq);
+    limits_[static_cast<std::size_t>(slot)] = max_tokens(source);
+    return slot;
+  }
+  /// Tokens that the sequence in a slot may have.
+  std::int64_t max_tokens(int slot) const { return limits_[static_cast<std::size_t>(slot)]; }
+  /// @param tokens  that it has
+  void limit(int slot, std::int64_t max_tokens, std::int64_t tokens) {
+    check_limit(max_tokens, tokens);
+    limits_[static_cast<std::size_t>(slot)] = max_tokens;
+  }
+  void check_limit(std::int64_t max_tokens, std::int64_t tokens) const {
+    if (max_tokens > max_tokens_) fail<CapacityError>("limit: max_tokens ", max_tokens, ", those of the cache are ", max_tokens_);
+    if (max_tokens < tokens) fail<CapacityError>("limit: max_tokens ", max_tokens, ", sequence has ", tokens);
   }
   void remove(SequenceId seq) {
     free_.push_back(find(seq));
@@ -44,6 +64,8 @@ class SequenceTable {
 
  private:
   int max_sequences_;
+  std::int64_t max_tokens_;
+  std::vector<std::int64_t> limits_;  ///< by slot
   std::vector<int> free_;
   std::unordered_map<SequenceId, int> slots_;
 };
