@@ -18,7 +18,7 @@ check() {  # name, cmake arguments...
 }
 
 mkdir -p build
-install_dependencies clang libclang-rt-dev python3 python3-venv doctest-dev
+install_dependencies clang libclang-rt-dev doxygen python3 python3-venv doctest-dev
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
 [[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
