@@ -78,8 +78,8 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       const gpu::DeviceArray<float> k(key), q(query);
       const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
       const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0);
-      const gpu::InputRows rows{{k.data(), DType::f32, heads * dim, dim, 1}, {}};
-      gpu::detail::launch_kernel(gpu::pack_rows_kernel<>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), false, "pack", nullptr, layer.tables(), 0, rows, rows, 0,
+      const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
+      gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), 0, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);
       const int leaving = std::max(1, n - 3);
       const AttentionScores wanted{w, trial % 2 == 0 ? 1 : 5, trial % 4 == 1 ? Pooling::maximum : Pooling::average};

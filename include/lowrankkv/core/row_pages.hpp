@@ -44,8 +44,8 @@ struct RowPages {
   /// @brief Elements from the first page's begin to a row.
   LOWRANKKV_HOST_DEVICE std::int64_t place(std::int64_t row, std::int64_t token_stride) const {
     std::int64_t table = 0;
-    const std::int64_t token = token_of(row, table);
-    return tables.indices[table + token / page_tokens] * page_stride + token % page_tokens * token_stride;
+    const auto token = static_cast<std::uint32_t>(token_of(row, table)), tokens = static_cast<std::uint32_t>(page_tokens), page = token / tokens;  // 32 bits: kernels divide
+    return tables.indices[table + page] * page_stride + static_cast<std::int64_t>(token - page * tokens) * token_stride;
   }
 };
 

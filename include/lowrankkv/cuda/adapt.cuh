@@ -145,15 +145,15 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
   detail::with_type(tables.full_type, [&](auto type) {
-    detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0, false, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
+    detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
     detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
       const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads), rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
       const uint2* operands = scratch.operands;
-      detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, false, "score_sums_kernel", stream, tables, source, queries, operands, scratch.sums);
+      detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, "score_sums_kernel", stream, tables, source, queries, operands, scratch.sums);
       const float2* sums = scratch.sums;
-      detail::launch_kernel(score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads), kStoreThreads, 0, false, "score_lse_kernel", stream, queries, sums, scratch.lse);
+      detail::launch_kernel(score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads), kStoreThreads, 0, "score_lse_kernel", stream, queries, sums, scratch.lse);
       const float* lse = scratch.lse;
-      detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, false, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
+      detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
     });
   });
   if (wanted.kernel <= 1) return scratch.scores;
@@ -184,7 +184,7 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
   const bool codes = layer.tiles().form == CodedForm::codes;
   const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(heads), static_cast<unsigned>(count));
   const auto merge = [&](auto* kernel) {
-    detail::launch_kernel(kernel, grid, kStoreThreads, merge_bytes(codes, most, layer.tiles().max_head_tile_bytes()), false, "merge_kernel", stream, layer.tables(), plans, most, static_cast<const float*>(scratch.transitions),
+    detail::launch_kernel(kernel, grid, kStoreThreads, merge_bytes(codes, most, layer.tiles().max_head_tile_bytes()), "merge_kernel", stream, layer.tables(), plans, most, static_cast<const float*>(scratch.transitions),
                          layer.tiles().coded_type);
   };
   if (codes) merge(merge_kernel<true>);
@@ -274,14 +274,14 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     ++statistics.publications;
   }
   const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
-  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), false, "moment_kernel", stream, tables, source, observed, splits, scratch.moments);
+  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), "moment_kernel", stream, tables, source, observed, splits, scratch.moments);
   if (splits > 1) {
     const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
-    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, false, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
+    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
   }
   const auto move = [&](auto* kernel) {
     const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
-    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), false, "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(scratch.moments), splits);
+    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(scratch.moments), splits);
   };
   if (steps.form == OjaForm::power) {
     if (dim <= kOjaKept) move(oja_kernel<8, 4, false>);
@@ -318,7 +318,7 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
     const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), heads, sequences);  // rows begin and end inside sixteens
     detail::with_type(tables.full_type, [&](auto type) {
       const auto start = [&](auto* kernel) {
-        detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), false, "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
+        detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
                              scratch.scores, static_cast<int>(scratch.rows));
       };
       if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);

@@ -76,7 +76,7 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
         const auto warp_bytes = [&](int stages) { return (std::max)(stages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))); };  // states lie where rings were
         const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());  // the order of sums depends on it: whatever the rows
         const int stages = static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows), std::int64_t{1}, std::int64_t{kPlainStages}));
-        launch_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
+        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
                      first_sequence, stages);
       });
     });
@@ -101,7 +101,7 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
         // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
         const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 || segmented ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
         const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
-        launch_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
+        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {
@@ -123,7 +123,7 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
   const std::size_t bytes = project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
   const dim3 grid(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
   const auto project = [&](auto* kernel) {
-    launch_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream, tables, step, batch, queries, key_channels, first_sequence);
+    launch_step_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream, tables, step, batch, queries, key_channels, first_sequence);
   };
   with_maps<form, false, segmented>(layer, Part::key, [&](auto wide) {
     with_bool(together > 1, [&](auto packs) {
@@ -172,7 +172,7 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
   const auto combine = [&](auto* kernel) {
-    detail::launch_kernel(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
+    detail::launch_step_kernel(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
                          first_row, first_sequence);
   };
   detail::with_maps<form, joint, segmented>(layer, Part::value, [&](auto wide) {

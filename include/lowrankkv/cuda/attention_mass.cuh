@@ -264,7 +264,7 @@ void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueri
   const dim3 grid(static_cast<unsigned>(list_pieces + own_pieces), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   const std::size_t bytes = sizeof(uint2) * static_cast<std::size_t>(units * (kMassColumns / 8) * 32 * (split ? 4 : 2));
   const auto launch = [&](auto* kernel) {
-    detail::launch_kernel(kernel, grid, kStoreThreads, bytes, false, "attention_mass_kernel", stream, tables, batch, queries, prompt, target, first_sequence, list_pieces);
+    detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_mass_kernel", stream, tables, batch, queries, prompt, target, first_sequence, list_pieces);
   };
   detail::with_type(tables.full_type, [&](auto type) {
     if (units <= 8) {

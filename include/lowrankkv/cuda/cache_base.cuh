@@ -217,7 +217,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   }
 
   void enqueue_append(const Batch& batch, const KeyView& key, const ValueView& value, std::int64_t first, int m, cudaStream_t stream) const {
-    append_kernel<><<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, input_rows(key), input_rows(value), first, m, limit());
+    with_rows(key, value, [&](auto keys, auto values) { append_kernel<<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, keys, values, first, m, limit()); });
     check(cudaGetLastError(), "append_kernel");
   }
 
@@ -339,7 +339,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, groups);
     // A piece more, since lists go on inside a tile.
     const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
-    detail::launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes, false, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, loose, type);
+    detail::launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, loose, type);
   }
   /// The same of compressed rows.
   void store_compressed(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const RowOrder& order, const LooseTiles& loose, std::int64_t most, cudaStream_t stream) const {

@@ -109,7 +109,7 @@ void enqueue_compressed_masses(const LayerState& layer, const AttentionStep& ste
                                cudaStream_t stream) {
   if (most_rows == 0) return;
   const dim3 grid(static_cast<unsigned>((most_rows + kCompressedMassRows - 1) / kCompressedMassRows), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-  const auto launch = [&](auto* kernel) { detail::launch_kernel(kernel, grid, kStoreThreads, 0, false, "compressed_mass_kernel", stream, layer.tables(), step, batch, queries, target, first_sequence); };
+  const auto launch = [&](auto* kernel) { detail::launch_kernel(kernel, grid, kStoreThreads, 0, "compressed_mass_kernel", stream, layer.tables(), step, batch, queries, target, first_sequence); };
   if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(compressed_mass_kernel<scale_groups, DType::f16>);
   else if constexpr (scale_groups == 0) launch(compressed_mass_kernel<0, DType::bf16>);
 }

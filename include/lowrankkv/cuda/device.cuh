@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/core/row_pages.hpp"
 #include "lowrankkv/core/scalar.hpp"
+#include "lowrankkv/core/views.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -106,10 +106,10 @@ struct DeviceRows {
   DType dtype = DType::f32;
   std::int64_t token_stride = 0, head_stride = 0, element_stride = 1;
 
+  /// @brief Elements from `data` to a token's rows.
+  __device__ std::int64_t place(std::int64_t token) const { return token * token_stride; }
   /// @brief One element as f32.
-  __device__ float at(std::int64_t token, int head, int channel) const {
-    return element(token * token_stride + head * head_stride + channel * element_stride);
-  }
+  __device__ float at(std::int64_t token, int head, int channel) const { return element(token * token_stride + head * head_stride + channel * element_stride); }
   /// @brief The element so many further on than the first.
   __device__ float element(std::int64_t index) const {
     if (dtype == DType::f32) return static_cast<const float*>(data)[index];
@@ -139,8 +139,8 @@ struct DeviceRows {
   }
 };
 
-/// @brief Keys or values that come in: rows that may be in an engine's pages.
-struct InputRows : DeviceRows {
+/// @brief Rows that may be in an engine's pages: keys or values that come in.
+struct PagedInput : DeviceRows {
   RowPages pages;
 
   /// @brief Elements from `data` to a token's rows.
@@ -149,15 +149,16 @@ struct InputRows : DeviceRows {
   __device__ float at(std::int64_t token, int head, int channel) const { return element(place(token) + head * head_stride + channel * element_stride); }
 };
 
-/// @brief A view (whose pointer is to device memory) as kernels see it.
-template <class View>
-InputRows input_rows(const View& view) {
-  return {{view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride}, view.pages};
-}
-/// @brief The same of a view whose rows are in no pages.
+/// @brief A view (whose pointer is to device memory) as kernels see it; its rows are in no pages.
 template <class View>
 DeviceRows device_rows(const View& view) {
   return {view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride};
+}
+/// @brief Calls use(keys, values) with what kernels see of them, which are compiled for each: pages cost registers and steps to find a row.
+template <class Use>
+void with_rows(const KeyView& key, const ValueView& value, Use&& use) {
+  if (key.pages.used() || value.pages.used()) use(PagedInput{device_rows(key), key.pages}, PagedInput{device_rows(value), value.pages});
+  else use(device_rows(key), device_rows(value));
 }
 
 /// @brief The bits of a value rounded to f16 or bf16, to nearest even; finite values saturate.

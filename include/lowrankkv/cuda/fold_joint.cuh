@@ -114,10 +114,10 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
     for (call.first_chunk = 0; call.first_chunk < chunks; call.first_chunk += call.chunks) {
       call.chunks = (std::min)(step.joint_chunks, chunks - call.first_chunk);
       const unsigned together = static_cast<unsigned>(heads / members), sequences = static_cast<unsigned>(batch.count);
-      launch_kernel(kernel, dim3(static_cast<unsigned>(call.splits * call.chunks * call.parts), together, sequences), 32 * warps, static_cast<std::size_t>(bytes), layer.overlaps(), "attend_joint_kernel", stream,
+      launch_step_kernel(kernel, dim3(static_cast<unsigned>(call.splits * call.chunks * call.parts), together, sequences), 32 * warps, static_cast<std::size_t>(bytes), layer.overlaps(), "attend_joint_kernel", stream,
                    layer.tables(), step, batch, call, first_sequence);
       const dim3 folds(static_cast<unsigned>((step.joint_width + kFoldChannels - 1) / kFoldChannels), static_cast<unsigned>(call.chunks) * together, sequences);
-      launch_kernel(fold, folds, 32 * kFoldWarps, 0, layer.overlaps(), "fold_joint_kernel", stream, layer.tables(), step, batch, call, first_sequence);
+      launch_step_kernel(fold, folds, 32 * kFoldWarps, 0, layer.overlaps(), "fold_joint_kernel", stream, layer.tables(), step, batch, call, first_sequence);
     }
   };
   // Times sixteen channels that a warp has: for latents of half as many channels, and of 1024 and what codes are filled up to.

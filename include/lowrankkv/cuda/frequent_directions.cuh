@@ -370,7 +370,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   check(cudaMemsetAsync(scratch.rollover.rolled, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
   const auto sketch = [&](auto* kernel) {
     float* buffers = layer.sketches_apart() ? scratch.sketch_buffers : nullptr;
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, false, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), buffers,
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), buffers,
                          rolls.buffer_rows(), scratch.rollover.rolled);
   };
   if (tables.head_dim <= 16 * kRotationLanes) sketch(sketch_kernel<4>);

@@ -23,8 +23,8 @@ struct KernelMemory {
 };
 
 /// Shared memory of a kernel on the current device. The driver is asked once for what is fixed, and told where blocks want more than was allowed, whoever wanted that.
-/// @param bytes  that blocks want  @param again  tell it anyway  @return bytes that every block has
-inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool again = false) {
+/// @param bytes  that blocks want  @param step  the kernel is one of a decode step's  @param again  tell it anyway  @return bytes that every block has
+inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool step, bool again = false) {
   static std::mutex mutex;
   static std::vector<KernelMemory> kernels;
   int device = 0;
@@ -39,22 +39,23 @@ inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name
   }
   if (!again && own->allowed >= bytes) return own->fixed;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
-  // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's kernels want it, so that blocks of the next one find room beside this one's.
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
+  // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's kernels want it, so that blocks of the next one find room beside this one's. Other kernels are alone,
+  // and better off with what they leave as L1 cache (a prompt's moments and codes by half and by a quarter).
+  if (step) check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
   own->allowed = bytes;
   return own->fixed;
 }
 
-/// Bytes of shared memory that a block of a kernel can ask for, where a block can have `most` in all.
+/// Bytes of shared memory that a block of a decode step's kernel can ask for, where a block can have `most` in all.
 template <class... Parameters>
 int free_shared(void (*kernel)(Parameters...), int most) {
-  return most - kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes");
+  return most - kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes", true);
 }
 
-/// Launches a kernel. @param early  whether it may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
+/// Launches a kernel. @param step  it is one of a decode step's  @param early  whether it may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
 template <class... Parameters, class... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
-  kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name);
+void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool step, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, step);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -68,10 +69,21 @@ void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::s
   cudaError_t result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   if (result == cudaErrorInvalidValue) {  // what was allowed is gone: the device was reset
     static_cast<void>(cudaGetLastError());
-    kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, true);
+    kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, step, true);
     result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   }
   check(result, name);
+}
+
+/// Launches a kernel that has the device for itself.
+template <class... Parameters, class... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  launch_with(kernel, grid, threads, bytes, false, false, name, stream, arguments...);
+}
+/// Launches a kernel of a decode step. @param early  as above
+template <class... Parameters, class... Arguments>
+void launch_step_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+  launch_with(kernel, grid, threads, bytes, true, early, name, stream, arguments...);
 }
 
 /// Calls f with true or false as a constant.

@@ -61,7 +61,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
       const TurnedLaunch launch(kernel, layer, stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), whole ? operands : 0);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
+      launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
                    first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.operands);
     });
   });
@@ -81,7 +81,7 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
     const auto start = [&](auto* kernel, const TurnedLaunch& launch) {
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
+      launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
                    launch.ring_bytes, launch.operands);
     };
     const auto kernel = attend_turned_codes_kernel<max_units(), true>;

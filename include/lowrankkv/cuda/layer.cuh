@@ -122,7 +122,7 @@ class LayerState {
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, append_kernel<>), "cudaFuncGetAttributes");
+    check(cudaFuncGetAttributes(&compiled, append_kernel<DeviceRows>), "cudaFuncGetAttributes");
     overlaps_ = major >= 9 && compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
     check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");

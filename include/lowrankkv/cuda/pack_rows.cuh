@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/cuda/plain_tiles.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
@@ -19,8 +20,12 @@ inline std::size_t pack_rows_bytes(int head_dim) { return sizeof(std::uint16_t) 
 namespace detail {
 
 /// Whether eight elements of a view can be loaded at once, and are of this type.
-__device__ inline bool loads_wide(const InputRows& view, DType type) {
-  return view.dtype == type && view.element_stride == 1 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0 && view.pages.page_stride % 8 == 0;
+template <class Rows>
+__device__ bool loads_wide(const Rows& view, DType type) {
+  if constexpr (std::is_same_v<Rows, PagedInput>) {
+    if (view.pages.page_stride % 8 != 0) return false;
+  }
+  return view.dtype == type && view.element_stride == 1 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 && view.head_stride % 8 == 0;
 }
 
 /// Whether eight numbers of 16 bits are all of a magnitude up to `limit`; NaN is not. Magnitudes are in the order of their bits.
@@ -30,9 +35,10 @@ __device__ __forceinline__ bool all_within(const uint4& words, DType type, float
 }
 
 /// Rows [64 piece, 64 piece + 64) of a prompt of `count` rows into stage [part, kStoreRows, stride], zeros behind the last. Returns whether this thread saw a number that is refused,
-/// and marks its row. @tparam paged  rows may be in pages
-template <bool paged>
-__device__ inline bool stage_wide(const InputRows& key, const InputRows& value, std::int64_t first, std::int64_t count, int head, int dim, DType type, float limit, std::uint16_t* stage, int* refused) {
+/// and marks its row.
+template <class Rows>
+__device__ bool stage_wide(const Rows& key, const Rows& value, std::int64_t first, std::int64_t count, int head, int dim, DType type, float limit, std::uint16_t* stage, int* refused) {
+  constexpr bool paged = std::is_same_v<Rows, PagedInput>;
   constexpr int kLanes = 16, kSteps = kStoreRows * kLanes / kStoreThreads;  // lanes of a row
   const int stride = plain_stride(dim), lane = static_cast<int>(threadIdx.x) % kLanes, own = static_cast<int>(threadIdx.x) / kLanes;
   bool bad = false;
@@ -40,13 +46,12 @@ __device__ inline bool stage_wide(const InputRows& key, const InputRows& value, 
     uint4 words[2][kSteps];
     #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const InputRows& view = part == 0 ? key : value;
+      const Rows& view = part == 0 ? key : value;
       const std::uint16_t* from = static_cast<const std::uint16_t*>(view.data) + (paged ? 0 : first + own) * view.token_stride + head * view.head_stride + channel;
       #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int row = own + i * (kStoreThreads / kLanes);
-        words[part][i] = uint4{0, 0, 0, 0};
-        if (first + row < count) words[part][i] = __ldg(reinterpret_cast<const uint4*>(from + (paged ? view.place(first + row) : i * (kStoreThreads / kLanes) * view.token_stride)));
+        words[part][i] = first + row < count ? __ldg(reinterpret_cast<const uint4*>(from + (paged ? view.place(first + row) : i * (kStoreThreads / kLanes) * view.token_stride))) : uint4{0, 0, 0, 0};
       }
     }
     #pragma unroll
@@ -69,8 +74,8 @@ __device__ inline bool stage_wide(const InputRows& key, const InputRows& value, 
 
 /// @brief The `tail_rows` rows of a tail, then `count` rows of a prompt, as plain tiles [head, tiles]. A row of a head that is not finite, or beyond
 /// `limit`, becomes zeros and is counted in tables.faults. Rows past the end are zeros. Grid: 64-row pieces x heads.
-template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables, int slot, InputRows key, InputRows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
+template <class Rows>
+__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables, int slot, Rows key, Rows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint16_t* stage = reinterpret_cast<std::uint16_t*>(shared_memory);  // [part, kStoreRows, stride]
   __shared__ int refused[kStoreRows];
@@ -82,12 +87,11 @@ __global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables,
   __syncthreads();
   bool bad = false;
   if (first >= tail_rows && detail::loads_wide(key, tables.full_type) && detail::loads_wide(value, tables.full_type)) {
-    if (key.pages.used() || value.pages.used()) bad = detail::stage_wide<true>(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
-    else bad = detail::stage_wide<false>(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
+    bad = detail::stage_wide(key, value, first - tail_rows, count, head, dim, tables.full_type, limit, stage, refused);
   } else {
     const SourceRows tail(tables, {}, slot, head);
     for (const Part part : {Part::key, Part::value}) {
-      const InputRows& view = part == Part::key ? key : value;
+      const Rows& view = part == Part::key ? key : value;
       #pragma unroll 4
       for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * dim; item += kStoreThreads) {
         const int row = item / dim, channel = item % dim;

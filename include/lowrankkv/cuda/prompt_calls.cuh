@@ -202,8 +202,10 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
     const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::choice == RowChoice::scores);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
-    detail::launch_kernel(pack_rows_kernel<>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), false, "pack_rows_kernel", stream, layer_.tables(), slot, input_rows(key), input_rows(value),
-                         static_cast<int>(tail), key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), this->limit());
+    with_rows(key, value, [&](auto keys, auto values) {
+      detail::launch_kernel(pack_rows_kernel<decltype(keys)>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), "pack_rows_kernel", stream, layer_.tables(), slot, keys, values, static_cast<int>(tail),
+                            key.num_tokens, scratch.packed, static_cast<int>(layer_.packed_tiles(rows)), this->limit());
+    });
     return scratch;
   }
   /// Attention of queries of a packed chunk, of its tokens from `first` on; where compressed rows are kept by it, what they receive.

@@ -331,7 +331,7 @@ void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range
   }
   const unsigned full = pieces(now.rows.num_full, kStoreRows), plain = full + pieces(now.tail_length, kStoreRows);
   if (plain > 0) {
-    detail::launch_kernel(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0, 0), false, "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
+    detail::launch_kernel(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0, 0), "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
   }
   if (now.rows.num_compressed == 0) return;
   const bool codes = layer.tiles().form == CodedForm::codes;
@@ -342,7 +342,7 @@ void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range
     part_bytes = (std::max)({part_bytes, kStoreRows / tiles.rows * (tiles.value_offset - tiles.key_offset), kStoreRows / tiles.rows * (tiles.bytes - tiles.value_offset)});
   }
   const auto launch = [&](auto* kernel) {
-    detail::launch_kernel(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, part_bytes, codes ? channels : 0), false, "decode_rows_kernel",
+    detail::launch_kernel(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, part_bytes, codes ? channels : 0), "decode_rows_kernel",
                          stream, tables, slot, range, part_bytes, key, value);
   };
   if (codes) launch(decode_rows_kernel<scale_groups, DType::f16>);

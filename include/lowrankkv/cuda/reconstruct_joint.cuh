@@ -90,7 +90,7 @@ void reconstruct_joint(const LayerState& layer, int slot, const TokenRange& rang
   const std::int64_t rows = layer.sequence(slot).rows.num_compressed;
   if (rows == 0) return;
   const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(layer.tables().num_heads));
-  detail::launch_kernel(decode_joint_kernel<scale_groups>, pieces, kStoreThreads, sizeof(float) * static_cast<std::size_t>(kCodeUnit * layer.tables().head_dim), false, "decode_joint_kernel", stream, layer.tables(), slot,
+  detail::launch_kernel(decode_joint_kernel<scale_groups>, pieces, kStoreThreads, sizeof(float) * static_cast<std::size_t>(kCodeUnit * layer.tables().head_dim), "decode_joint_kernel", stream, layer.tables(), slot,
                        range, layer.tiles().coded_type, value);
 }
 

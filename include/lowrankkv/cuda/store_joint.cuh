@@ -184,11 +184,11 @@ void store_latents(const LayerState& layer, const Leaving& leaving, const RowSou
     for (portion.first_piece = 0; portion.first_piece < all_pieces; portion.first_piece += portion.pieces) {
       const dim3 products(static_cast<unsigned>((rank + kLatentChannels - 1) / kLatentChannels * portion.pieces), static_cast<unsigned>(groups), sequences);
       detail::with_type(tables.full_type, [&](auto type) {
-        detail::launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), false, "project_latents_kernel", stream, tables, source, leaving, portion);
+        detail::launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), "project_latents_kernel", stream, tables, source, leaving, portion);
       });
       const dim3 pieces(static_cast<unsigned>(portion.pieces), static_cast<unsigned>(groups), sequences);
       const std::size_t bytes = scale_groups == 0 ? 0 : static_cast<std::size_t>(channels) * sizeof(detail::CodePlan);
-      detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, false, "store_latents_kernel", stream, tables, leaving, portion, layer.tiles().coded_type);
+      detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, "store_latents_kernel", stream, tables, leaving, portion, layer.tiles().coded_type);
     }
   }
 }

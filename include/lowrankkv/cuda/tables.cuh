@@ -251,8 +251,8 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
 
 /// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of the views belong to batch.slots[i].
 /// A row that is not finite, or beyond `limit`, is stored as zeros and counted in tables.faults.
-template <class = void>
-__global__ void append_kernel(Tables tables, Batch batch, InputRows key, InputRows value, std::int64_t first, int m, float limit) {
+template <class Rows>
+__global__ void append_kernel(Tables tables, Batch batch, Rows key, Rows value, std::int64_t first, int m, float limit) {
   const int slot = batch.slots[blockIdx.x];
   const DeviceLengths lengths = tables.lengths[slot];
   const int dim = tables.head_dim;
