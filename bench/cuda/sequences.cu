@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an engine does with sequences besides attending, on CompressedKVCache<Cuda, ...>: reconstruct() of a whole sequence into f16 tensors, fork(), save() and load() through
-// pinned host memory, append() of a token to 16 sequences. One layer of Llama-3.1-8B's shape, 32768 tokens in a sequence. Medians of 15.
+// pinned host memory, remove() of 512 tokens behind the first 1024, append() of a token to 16 sequences, ingest() of rows side by side and in pages of 16 tokens in random order. One layer of Llama-3.1-8B's shape, 32768 tokens in a sequence. Medians of 15.
 // Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/sequences.cu
 //
-// Floor of reconstruct(): the stored bytes read and the rows written once at 4.2 TB/s (an H200's copy); of save() and load(): the bytes at the bus's rate.
+// Floor of reconstruct(): the stored bytes read and the rows written once at 4.2 TB/s (an H200's copy); of save() and load(): the bytes at the bus's rate;
+// of remove(): the stored rows behind read and written once.
 #include <cstdio>
 #include <string>
 
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int kHeads = 8, kQueryHeads = 32, kSequences = 16;
 constexpr std::int64_t kTokens = 32768;
+constexpr int kPageTokens = 16;  // of an engine's own pages
 constexpr double kRate = 4.2e12;
 std::string only;  // the beginning of the names of the methods that are measured
 
@@ -56,7 +58,31 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   gpu::check(cudaMallocHost(&host, size), "cudaMallocHost");
   const float save = bench::milliseconds(stream, 5, nothing, [&] { cache.save(0, {host, size}, stream); });
   const float load = bench::milliseconds(stream, 5, [&] { without(2); }, [&] { cache.load(2, {host, size}, stream); });
+  // Rows that values chose cannot be removed from the middle.
+  float removal = 0.0F;
+  try {
+    removal = bench::milliseconds(
+        stream, 5,
+        [&] {
+          without(2);
+          cache.load(2, {host, size}, stream);
+        },
+        [&] { cache.remove(2, 1024, 512, stream); });
+  } catch (const StateError&) {
+  }
+  without(2);
   cudaFreeHost(host);
+  std::vector<std::int32_t> numbers(kTokens / kPageTokens);
+  for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<std::int32_t>(i * 1103 % numbers.size());  // all of them: 1103 is odd, their number a power of two
+  const gpu::DeviceArray<std::int32_t> table(numbers);
+  const EnginePages pages = EnginePages::nhd(key_rows.data(), value_rows.data(), DType::f16, kPageTokens, kHeads, kDim);
+  const auto renew = [&] {
+    without(2);
+    cache.create(2, stream);
+  };
+  const float side_by_side = bench::milliseconds(stream, 15, renew, [&] { cache.ingest(2, key, value, query, stream); });
+  const float in_pages = bench::milliseconds(stream, 15, renew, [&] { cache.ingest(2, pages.keys(table.data(), 0, kTokens), pages.values(table.data(), 0, kTokens), query, stream); });
+  without(2);
   std::vector<SequenceId> seqs;
   for (SequenceId seq = 3; seq < kSequences + 3; ++seq) {
     cache.create(seq, stream);
@@ -67,9 +93,9 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     for (const SequenceId seq : seqs) cache.truncate(seq, 0, stream);
   };
   const float append = bench::milliseconds(stream, 31, room, [&] { cache.append(seqs, key.tokens(0, kSequences), value.tokens(0, kSequences), stream); });
-  std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; append to %d sequences %.4f ms\n", name, decode,
+  std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; remove %.3f ms; append to %d sequences %.4f ms; ingest %.3f ms, from pages %.3f\n", name, decode,
               (stored + written) / decode / 1e9, 100.0 * (stored + written) / kRate / (decode / 1e3), static_cast<double>(fork), static_cast<double>(save), static_cast<double>(load),
-              static_cast<double>(size) / 1e6, kSequences, static_cast<double>(append));
+              static_cast<double>(size) / 1e6, static_cast<double>(removal), kSequences, static_cast<double>(append), static_cast<double>(side_by_side), static_cast<double>(in_pages));
   std::fflush(stdout);
   cudaStreamDestroy(stream);
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
@@ -21,6 +22,9 @@ namespace cuda {
 inline constexpr int kDecodePieces = 4;   ///< of 64 rows, that a block decodes one after the other with maps that it has in registers
 inline constexpr int kDecodeSteps = 8;    ///< of 16 channels, that it has them for
 
+/// @brief Where a row goes that is not wanted.
+inline constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::min();
+
 /// @brief Writable rows as kernels see them.
 struct DeviceTarget {
   void* data = nullptr;
@@ -30,6 +34,8 @@ struct DeviceTarget {
 
   /// @brief Elements from `data` to a token's rows.
   __device__ std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
+  /// @brief The same, if it is one of `count` tokens; else kNowhere.
+  __device__ std::int64_t place_of(std::int64_t token, std::int64_t count) const { return token < 0 || token >= count ? kNowhere : place(token); }
   /// @brief Sixteen bytes of a row may be written at once.
   __device__ bool wide() const {
     const int elements = dtype == DType::f32 ? 4 : 8;
@@ -68,15 +74,15 @@ struct RowStage {
     if (dtype == type) *reinterpret_cast<std::uint32_t*>(base + row * stride + 2 * channel) = word;
     else put(row, channel, from_bits(type, static_cast<std::uint16_t>(word)), from_bits(type, static_cast<std::uint16_t>(word >> 16)));
   }
-  /// Writes channels [first, end), multiples of 16, to the target; row i to token places[i], not at all if that is negative.
+  /// Writes channels [first, end), multiples of 16, to the target; row i to its place places[i], if it has one.
   __device__ void write(const std::int64_t* places, int head, int first, int end, const DeviceTarget& target) const {
     const int size = dtype == DType::f32 ? 4 : 2, per_row = (end - first) * size / 16;
     const bool wide = target.wide();
     for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
       const int row = item / per_row, byte = first * size + item % per_row * 16;
-      if (places[row] < 0) continue;
+      if (places[row] == kNowhere) continue;
       const uint4 words = *reinterpret_cast<const uint4*>(base + row * stride + byte);
-      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (target.place(places[row]) + head * target.head_stride) * size + byte;
+      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] + head * target.head_stride) * size + byte;
       if (wide) {
         *reinterpret_cast<uint4*>(at) = words;
       } else {
@@ -160,7 +166,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
         if (thread < kStoreRows) {
           const int row = begin + thread;
           const std::int64_t token = row < num_rows ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
-          places[thread] = token < range.count ? token : -1;
+          places[thread] = target.place_of(token, range.count);
           #pragma unroll
           for (int group = 0; group < scale_groups; ++group) {
             if (row < num_rows) gains[group][thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread, group);
@@ -261,7 +267,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ std::int64_t places[kStoreRows];
+  __shared__ std::int64_t places[2][kStoreRows];  // by part
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
@@ -272,13 +278,13 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   const int num_rows = tail ? lengths.tail_length : lists.num_full, used = min(kStoreRows, num_rows - begin);
   if (thread < kStoreRows) {
     const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
-    places[thread] = position >= range.first && position < range.first + range.count ? position - range.first : -1;
+    places[0][thread] = key.place_of(position - range.first, range.count);
+    places[1][thread] = value.place_of(position - range.first, range.count);
   } else if (!tail && (thread - kStoreRows) * tables.full.rows < used) {
     tiles[thread - kStoreRows] = tables.tile(table, tables.full, begin / tables.full.rows + thread - kStoreRows);
   }
   const SourceRows ring(tables, {}, slot, head);
-  for (const Part part : {Part::key, Part::value}) {
-    const DeviceTarget& target = part == Part::key ? key : value;
+  const auto copy = [&](Part part, const DeviceTarget& target) {  // of each: a reference to either would be to a copy in local memory
     const detail::RowStage rows(shared_memory, target.dtype, dim);
     __syncthreads();
     if (tail) {
@@ -299,8 +305,10 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
       }
     }
     __syncthreads();
-    rows.write(places, head, 0, dim, target);
-  }
+    rows.write(places[static_cast<int>(part)], head, 0, dim, target);
+  };
+  copy(Part::key, key);
+  copy(Part::value, value);
 }
 
 /// @brief Zeros, where rows may have been dropped. Grid: tokens of the range x KV heads.

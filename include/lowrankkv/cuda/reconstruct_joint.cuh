@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
   if (thread < kStoreRows) {
     const int row = begin + thread;
     const std::int64_t token = row < lists.num_compressed ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
-    places[thread] = token < range.count ? token : -1;
+    places[thread] = value.place_of(token, range.count);
   }
   const JointCodes first = scale_groups > 0 ? joint_codes(layout, 0) : JointCodes{}, second = scale_groups == 2 ? joint_codes(layout, 1) : JointCodes{};
   float sums[kRowsOfThread][kMostDims] = {};
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
   }
   #pragma unroll
   for (int row = 0; row < kRowsOfThread; ++row) {
-    if (places[first_row + row] < 0) continue;
-    const std::int64_t at = value.place(places[first_row + row]) + head * value.head_stride;
+    if (places[first_row + row] == kNowhere) continue;
+    const std::int64_t at = places[first_row + row] + head * value.head_stride;
     #pragma unroll
     for (int i = 0; i < kMostDims; ++i) {
       const int channel = along + 16 * i;
