@@ -2,7 +2,8 @@
  * The CPU caches of a model behind a C ABI: for engines in C, in other languages, or compiled without exceptions. One source (lowrankkv_c.cpp) implements it; nothing of C++ crosses.
  *
  * Every function that can fail returns a status and changes nothing then; lowrankkv_last_error() names both values, of the calling thread. What a call does, needs and raises is said where
- * CompressedKVCache and LayerStack declare it. One thread calls a cache at a time. Structs begin with their size, so that later versions can add to their ends. */
+ * CompressedKVCache and LayerStack declare it. One thread calls a cache at a time. lowrankkv_config and lowrankkv_memory begin with their size, so that later
+ * versions can add to their ends. */
 #ifndef LOWRANKKV_C_H
 #define LOWRANKKV_C_H
 
@@ -30,7 +31,7 @@ typedef enum lowrankkv_status {
 
 typedef enum lowrankkv_type { LOWRANKKV_F32 = 0, LOWRANKKV_F16 = 1, LOWRANKKV_BF16 = 2 } lowrankkv_type;
 
-/* How keys come: rotated, or before their rotary embedding, whose pairs are channels i and i + head_dim / 2, or 2 i and 2 i + 1. Only the latter can move to other positions. */
+/* How keys come: rotated, or before their rotary embedding, whose pairs are channels i and i + head_dim / 2, or 2 i and 2 i + 1. Only unrotated ones can move to other positions. */
 typedef enum lowrankkv_keys { LOWRANKKV_ROTATED = 0, LOWRANKKV_UNROTATED_HALVES = 1, LOWRANKKV_UNROTATED_PAIRS = 2 } lowrankkv_keys;
 
 /* The caches of all layers of one model. */

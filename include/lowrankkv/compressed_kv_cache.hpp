@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/core/statistics.hpp"
-#include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/cpu/backend.hpp"
 #include "lowrankkv/detail/cache_base.hpp"
 #include "lowrankkv/fwd.hpp"
@@ -94,7 +94,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @param query [n, num_qo_heads, head_dim], rotated  @param key, value [n, num_kv_heads, head_dim]; keys rotated, or with
   /// Rope::pre not, as everywhere
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate and fork are refused
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate, remove and fork are refused
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);

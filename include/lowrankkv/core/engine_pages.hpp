@@ -35,21 +35,20 @@ struct EnginePages {
   }
 
   /// @brief Tokens [first, first + count) of the sequence whose pages `table` lists.
-  KeyView keys(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<KeyView>(key_data, count, {{table}, page_stride, first, page_tokens, 0}); }
-  ValueView values(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<ValueView>(value_data, count, {{table}, page_stride, first, page_tokens, 0}); }
+  KeyView keys(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<KeyView>(key_data, count, {table}, first, 0); }
+  ValueView values(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<ValueView>(value_data, count, {table}, first, 0); }
   /// @brief The last `m` tokens of each of `sequences` sequences: what append() takes once an engine has written them. The tables count them already.
-  KeyView last_keys(const PageTables& tables, std::int64_t sequences, int m) const { return rows<KeyView>(key_data, sequences * m, {tables, page_stride, 0, page_tokens, m}); }
-  ValueView last_values(const PageTables& tables, std::int64_t sequences, int m) const { return rows<ValueView>(value_data, sequences * m, {tables, page_stride, 0, page_tokens, m}); }
+  KeyView last_keys(const PageTables& tables, std::int64_t sequences, int m) const { return rows<KeyView>(key_data, sequences * m, tables, 0, m); }
+  ValueView last_values(const PageTables& tables, std::int64_t sequences, int m) const { return rows<ValueView>(value_data, sequences * m, tables, 0, m); }
   /// @brief The same tokens to write to: numbers are rounded to dtype.
-  KeyTargetView key_target(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<KeyTargetView>(key_data, count, {{table}, page_stride, first, page_tokens, 0}); }
-  ValueTargetView value_target(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<ValueTargetView>(value_data, count, {{table}, page_stride, first, page_tokens, 0}); }
+  KeyTargetView key_target(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<KeyTargetView>(key_data, count, {table}, first, 0); }
+  ValueTargetView value_target(const std::int32_t* table, std::int64_t first, std::int64_t count) const { return rows<ValueTargetView>(value_data, count, {table}, first, 0); }
 
  private:
   template <class View>
-  View rows(void* data, std::int64_t count, const RowPages& pages) const {
+  View rows(void* data, std::int64_t count, const PageTables& tables, std::int64_t first, int rows_each) const {
     View view(data, dtype, count, num_heads, head_dim, token_stride, head_stride);
-    view.pages = pages;
-    if (!pages.used()) view.pages.page_tokens = -1;  // refused with its name, where 0 would mean that there are none
+    view.pages = {tables, page_stride, first, page_tokens != 0 ? page_tokens : -1, rows_each};  // refused with its name, where 0 would mean that there are none
     return view;
   }
 };

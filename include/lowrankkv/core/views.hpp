@@ -208,5 +208,13 @@ void check_rows(const char* name, const View& view, std::int64_t tokens, int hea
   if constexpr (requires { view.pages; }) check_pages(name, view.pages, tokens);
 }
 
+/// Checks keys and values of m tokens for each of `sequences` sequences.
+inline void check_keys_and_values(const KeyView& key, const ValueView& value, std::int64_t sequences, std::int64_t m, int heads, int head_dim) {
+  check_rows("key", key, sequences * m, heads, head_dim);
+  check_rows("value", value, sequences * m, heads, head_dim);
+  check_rows_each("key", key.pages, sequences, m);
+  check_rows_each("value", value.pages, sequences, m);
+}
+
 }  // namespace detail
 LOWRANKKV_NAMESPACE_END

@@ -76,9 +76,8 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
   float limit() const { return config_.check_finite ? max_finite(config_.full_type) : max_finite(DType::f32); }
 
-  void check_views(const KeyView& key, const ValueView& value, std::int64_t tokens) const {
-    ::lowrankkv::detail::check_rows("key", key, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
-    ::lowrankkv::detail::check_rows("value", value, tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+  void check_views(const KeyView& key, const ValueView& value, std::int64_t sequences, std::int64_t m) const {
+    ::lowrankkv::detail::check_keys_and_values(key, value, sequences, m, config_.shape.num_kv_heads, config_.shape.head_dim);
   }
 
   /// Raises unless these are queries of so many tokens, side by side in no pages.
@@ -160,9 +159,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   int check_tokens(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) const {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || key.num_tokens % count != 0) ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
-    check_views(key, value, key.num_tokens);
-    ::lowrankkv::detail::check_rows_each("key", key.pages, count, key.num_tokens / count);
-    ::lowrankkv::detail::check_rows_each("value", value.pages, count, key.num_tokens / count);
+    check_views(key, value, count, key.num_tokens / count);
     return static_cast<int>(key.num_tokens / count);
   }
   /// Raises unless m more tokens fit each sequence, and its tail.

@@ -32,7 +32,7 @@ struct HostSequence {
   std::int32_t tail_length = 0;
   HeadRows rows;
   HostEpochs epochs;
-  PositionShifts shifts;  ///< of keys that are stored before their rotary embedding
+  PositionShifts shifts;  ///< rotary positions, where they are not the token's index; the device has those of keys that are stored before their rotary embedding
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
 
   std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }

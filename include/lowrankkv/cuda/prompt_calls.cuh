@@ -54,9 +54,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   /// Raises unless a prompt's tokens fit their sequence. Returns the slot.
   int check_prompt(SequenceId seq, const KeyView& key, const ValueView& value) const {
     const int slot = sequences_.find(seq);
-    this->check_views(key, value, key.num_tokens);
-    ::lowrankkv::detail::check_rows_each("key", key.pages, 1, key.num_tokens);
-    ::lowrankkv::detail::check_rows_each("value", value.pages, 1, key.num_tokens);
+    this->check_views(key, value, 1, key.num_tokens);
     const std::int64_t tokens = this->tokens_of(slot), most = sequences_.max_tokens(slot);
     if (key.num_tokens > most - tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", most, ", sequence has ", tokens, ", given ", key.num_tokens);
     return slot;

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "lowrankkv/cuda/layer.cuh"
@@ -121,10 +120,11 @@ inline void check_removal(const LayerState& layer, const HostSequence& now, std:
   if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
 }
 
-/// @brief Removes `count` tokens, which are these rows and such as were dropped, for which pages were checked. @param shifts  what positions are then
+/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal).
 template <class = void>
-void remove_tokens(LayerState& layer, int slot, const RemovedRows& rows, std::int64_t count, PositionShifts shifts, cudaStream_t stream) {
+void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
+  const RemovedRows rows = RemovedRows::of(now, first, count);
   const Tables& tables = layer.tables();
   if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
     close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
@@ -156,7 +156,8 @@ void remove_tokens(LayerState& layer, int slot, const RemovedRows& rows, std::in
   }
   now.tail_length -= rows.tail_end - rows.tail_begin;
   now.num_tokens -= count;
-  layer.rotary().write_shifts(slot, now.shifts = std::move(shifts), stream);
+  now.shifts.remove(first, count);
+  layer.rotary().write_shifts(slot, now.shifts, stream);
   layer.settle(slot, stream);
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "lowrankkv/cuda/prompt_calls.cuh"
 #include "lowrankkv/cuda/remove_tokens.cuh"
@@ -55,10 +54,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream = nullptr) {
     Base::refuse_capture("remove", stream);
     layer_.pool().allocator().require(pages_to_remove(seq, first, count));
-    const int slot = sequences_.find(seq);
-    PositionShifts shifts = layer_.sequence(slot).shifts;
-    shifts.remove(first, count);
-    remove_tokens(layer_, slot, RemovedRows::of(layer_.sequence(slot), first, count), count, std::move(shifts), stream);
+    remove_tokens(layer_, sequences_.find(seq), first, count, stream);
   }
   /// @brief Upper bound of the pages that remove() takes; raises what else it would raise.
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {

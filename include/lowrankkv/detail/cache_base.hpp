@@ -99,10 +99,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
 
   void check_prompt(int slot, const KeyView& key, const ValueView& value) const {
     const std::int64_t n = key.num_tokens;
-    check_rows("key", key, n, layer_.num_kv_heads(), layer_.head_dim());
-    check_rows("value", value, n, layer_.num_kv_heads(), layer_.head_dim());
-    check_rows_each("key", key.pages, 1, n);
-    check_rows_each("value", value.pages, 1, n);
+    check_keys_and_values(key, value, 1, n, layer_.num_kv_heads(), layer_.head_dim());
     const std::int64_t have = layer_.table.lengths(slot).num_tokens;
     if (n > sequences_.max_tokens(slot) - have) {
       fail<CapacityError>("max_tokens: ", sequences_.max_tokens(slot), ", sequence has ", have, ", given ", n);
@@ -209,11 +206,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, std::int64_t tail_capacity) const {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || key.num_tokens % count != 0) fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
-    check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
-    check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     const std::int64_t m = key.num_tokens / count;
-    check_rows_each("key", key.pages, count, m);
-    check_rows_each("value", value.pages, count, m);
+    check_keys_and_values(key, value, count, m, layer_.num_kv_heads(), layer_.head_dim());
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const int slot = idle_slot(seqs[i]);
       const SequenceLengths& now = layer_.table.lengths(slot);

@@ -17,8 +17,7 @@ namespace detail {
 class SequenceTable {
  public:
   explicit SequenceTable(const CacheConfig& config) : max_sequences_(config.max_sequences), max_tokens_(config.max_tokens), limits_(static_cast<std::size_t>(config.max_sequences)) {
-    const int max_sequences = config.max_sequences;
-    for (int slot = max_sequences; slot-- > 0;) free_.push_back(slot);
+    for (int slot = max_sequences_; slot-- > 0;) free_.push_back(slot);
   }
   int add(SequenceId seq) {
     if (contains(seq)) fail<SequenceError>("sequence ", seq, " exists already");
