@@ -86,6 +86,7 @@ struct lowrankkv_cache {
   virtual TruncateResult truncate(SequenceId seq, std::int64_t length) = 0;
   virtual void remove(SequenceId seq, std::int64_t first, std::int64_t count) = 0;
   virtual void shift(SequenceId seq, std::int64_t first, std::int64_t delta) = 0;
+  virtual void divide(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) = 0;
   virtual std::int64_t position(SequenceId seq, std::int64_t token) const = 0;
   virtual std::int64_t num_tokens(SequenceId seq) const = 0;
   virtual void ingest(int layer, SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& queries) = 0;
@@ -120,6 +121,7 @@ class StackOf final : public lowrankkv_cache {
   TruncateResult truncate(SequenceId seq, std::int64_t length) override { return stack_.truncate(seq, length); }
   void remove(SequenceId seq, std::int64_t first, std::int64_t count) override { stack_.remove(seq, first, count); }
   void shift(SequenceId seq, std::int64_t first, std::int64_t delta) override { stack_.shift_positions(seq, first, delta); }
+  void divide(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) override { stack_.divide_positions(seq, first, count, divisor); }
   std::int64_t position(SequenceId seq, std::int64_t token) const override { return stack_.position(seq, token); }
   std::int64_t num_tokens(SequenceId seq) const override { return stack_.num_tokens(seq); }
   void ingest(int layer, SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& queries) override { at(layer).ingest(seq, key, value, queries); }
@@ -234,6 +236,9 @@ lowrankkv_status lowrankkv_truncate(lowrankkv_cache* cache, int64_t seq, int64_t
 }
 lowrankkv_status lowrankkv_remove(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count) {
   return guarded([&] { live(cache).remove(seq, first, count); });
+}
+lowrankkv_status lowrankkv_divide(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count, int64_t divisor) {
+  return guarded([&] { live(cache).divide(seq, first, count, divisor); });
 }
 lowrankkv_status lowrankkv_shift(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t delta) {
   return guarded([&] { live(cache).shift(seq, first, delta); });

@@ -80,6 +80,8 @@ lowrankkv_status lowrankkv_truncate(lowrankkv_cache* cache, int64_t seq, int64_t
 lowrankkv_status lowrankkv_remove(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count);
 /* Moves the tokens from `first` on by `delta` positions: of caches whose keys are stored unrotated. */
 lowrankkv_status lowrankkv_shift(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t delta);
+/* Positions of `count` tokens are divided, rounded down. */
+lowrankkv_status lowrankkv_divide(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count, int64_t divisor);
 /* Rotary position of a token, or of the next one. */
 lowrankkv_status lowrankkv_position(const lowrankkv_cache* cache, int64_t seq, int64_t token, int64_t* position);
 lowrankkv_status lowrankkv_num_tokens(const lowrankkv_cache* cache, int64_t seq, int64_t* tokens);

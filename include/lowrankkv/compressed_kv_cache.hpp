@@ -35,6 +35,12 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   using Base::sequences_;
 
  public:
+  using Base::check_divide_positions;
+  using Base::check_shift_positions;
+  using Base::divide_positions;
+  using Base::position;
+  using Base::position_shifts;
+  using Base::shift_positions;
   // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Pool = typename Backend::Pool;
@@ -284,27 +290,6 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     demand_removal(layer_, slot, first, count, demand);
     return demand.total();
   }
-
-  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted.
-  /// Queries of a token must arrive rotated to it.
-  std::int64_t position(SequenceId seq, std::int64_t token) const {
-    const int slot = sequences_.find(seq);
-    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (token < 0 || token > tokens) detail::fail<ShapeError>("position: token ", token, ", sequence has ", tokens, " tokens");
-    return token + layer_.sequence(slot).shifts.offset(token);
-  }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no
-  /// stored row: needs keys that are stored unrotated (config.rope). 16 bytes a piece, counted.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError beyond 2^31 in all
-  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
-    const int slot = this->idle_slot(seq);
-    this->check_shift(slot, first, delta);
-    layer_.sequence(slot).shifts.add(first, delta);
-  }
-  /// @brief Raises what shift_positions() would raise for these arguments.
-  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { this->check_shift(this->idle_slot(seq), first, delta); }
-  /// @brief The shifts of a sequence, valid until it changes.
-  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {

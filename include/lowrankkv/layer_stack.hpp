@@ -112,6 +112,12 @@ class LayerStack {
     for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
     for (auto& layer : layers_) layer->shift_positions(seq, first, delta, on...);
   }
+  /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors as of CompressedKVCache::divide_positions.
+  template <class... On>
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor, On... on) {
+    for (auto& layer : layers_) layer->check_divide_positions(seq, first, count, divisor);
+    for (auto& layer : layers_) layer->divide_positions(seq, first, count, divisor, on...);
+  }
   /// @brief Rotary position of a token, or of the next one.
   std::int64_t position(SequenceId seq, std::int64_t token) const { return layers_.front()->position(seq, token); }
 

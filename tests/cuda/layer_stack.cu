@@ -104,6 +104,9 @@ TEST_CASE("layers of a stack on the device: as layers alone") {
       if (step == 5) {
         stack.shift_positions(1, 60, -25);
         each([&](Cache& cache) { cache.shift_positions(1, 60, -25); });
+        stack.divide_positions(1, 10, 20, 2);
+        each([&](Cache& cache) { cache.divide_positions(1, 10, 20, 2); });
+        CHECK(stack.position(1, 29) == 14);
         CHECK(stack.position(1, 100) == 75);
       }
       if (step == 12 || step == 25) {

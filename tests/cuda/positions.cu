@@ -99,6 +99,14 @@ void moved_tokens(DType type, std::uint64_t seed, double limit) {
       }
       device.append(std::span(&one, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
       for (std::int64_t token = 0; token <= device.cache.num_tokens(1); token += 7) CHECK(device.cache.position(1, token) == position(token));
+      if (part == 3) {  // several tokens share a position
+        const std::int64_t length = device.cache.num_tokens(1), first = length / 5, divided = length / 3 + 1;
+        device.cache.divide_positions(1, first, divided, 3);
+        for (std::int64_t token = 0; token <= length; token += 5) {
+          const bool shares = token >= first && token < first + divided;
+          CHECK(device.cache.position(1, token) == (shares ? static_cast<std::int64_t>(std::floor(static_cast<double>(position(token)) / 3.0)) : position(token)));
+        }
+      }
       const auto query = layer.queries(random, 1);
       const Answer answer = device.attend(std::span(&one, 1), query);
       worst = std::max(worst, off(config, device, 1, query, answer));
@@ -186,7 +194,9 @@ TEST_CASE("positions that cannot be moved stay") {
   for (std::int64_t piece = 0; piece < 32; ++piece) device.cache.shift_positions(1, 3 * piece + 1, 1);
   CHECK(message_of([&] { device.cache.shift_positions(1, 199, 1); }) == "shift_positions: positions in 33 pieces, at most 32 on this backend");
   CHECK(device.cache.position_shifts(1).pieces().size() == 32);
-  CHECK(device.cache.memory(1).position_bytes == 32 * 16);
+  CHECK(message_of([&] { device.cache.divide_positions(1, 198, 1, 2); }) == "divide_positions: positions in 34 pieces, at most 32 on this backend");
+  CHECK(message_of([&] { device.cache.divide_positions(1, 100, 101, 2); }) == "divide_positions: 101 tokens from token 100 on, sequence has 200 tokens");
+  CHECK(device.cache.memory(1).position_bytes == 32 * 24);
   const auto saved = device.save(1);
   CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) == "position: token 201, sequence has 200 tokens");
   // Saved states are believed less. The last piece is token 94, moved by 32.
@@ -199,9 +209,10 @@ TEST_CASE("positions that cannot be moved stay") {
     std::memcpy(changed.data() + at + number * static_cast<std::int64_t>(sizeof other), &other, sizeof other);
     return message_of([&] { device.cache.load(7, support::with_checksum(changed)); });
   };
-  CHECK(with(0, {4, 1}) == "saved state: positions move by 2 from token 4 on, in a sequence of 200 tokens");
-  CHECK(with(0, {-1, 1}) == "saved state: positions move by 1 from token -1 on, in a sequence of 200 tokens");
-  CHECK(with(31, {201, 1}) == "saved state: positions move by 1 from token 201 on, in a sequence of 200 tokens");
+  CHECK(with(0, {4, 1}) == "saved state: positions move by 2 and are divided by 1 from token 4 on, in a sequence of 200 tokens");
+  CHECK(with(0, {-1, 1}) == "saved state: positions move by 1 and are divided by 1 from token -1 on, in a sequence of 200 tokens");
+  CHECK(with(31, {201, 1}) == "saved state: positions move by 1 and are divided by 1 from token 201 on, in a sequence of 200 tokens");
+  CHECK(with(0, {1, 1, 0}) == "saved state: positions move by 1 and are divided by 0 from token 1 on, in a sequence of 200 tokens");
   CHECK(with(31, {94, limit + 1}) == "positions: moved by " + std::to_string(limit + 1) + ", at most " + std::to_string(limit) + " expected");
   CHECK(!device.cache.contains(7));
   config.max_tokens = 1000;

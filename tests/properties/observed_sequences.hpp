@@ -193,7 +193,16 @@ class Driver {
     const int first = draw(0, n), delta = draw(0, 3) == 0 ? draw(-100000, 100000) : draw(-5, 5);
     if (setup_.config.rope.keys == Rope::post) {
       REQUIRE_THROWS_AS(cache_->shift_positions(seq, first, delta), StateError);
+      REQUIRE_THROWS_AS(cache_->divide_positions(seq, first, 0, 2), StateError);
       return;
+    }
+    if (draw(0, 2) == 0) {  // several tokens share a position
+      const int count = draw(0, n - first), divisor = draw(1, 3);
+      cache_->divide_positions(seq, first, count, divisor);
+      for (int token = first; token < first + count; ++token) {
+        std::int64_t& position = sequence.positions[static_cast<std::size_t>(token)];
+        position = static_cast<std::int64_t>(std::floor(static_cast<double>(position) / divisor));
+      }
     }
     cache_->shift_positions(seq, first, delta);
     for (int token = first; token < n; ++token) sequence.positions[static_cast<std::size_t>(token)] += delta;

@@ -168,6 +168,10 @@ TEST_CASE("the C ABI says what went wrong") {
   REQUIRE(lowrankkv_shift(cache, 1, 2, -3) == LOWRANKKV_OK);
   REQUIRE(lowrankkv_position(cache, 1, 7, &position) == LOWRANKKV_OK);
   CHECK(position == 7);
+  says(lowrankkv_divide(cache, 1, 6, 2, 2), LOWRANKKV_SHAPE_ERROR, "divide_positions: 2 tokens from token 6 on, sequence has 7 tokens");
+  REQUIRE(lowrankkv_divide(cache, 1, 4, 2, 2) == LOWRANKKV_OK);
+  REQUIRE(lowrankkv_position(cache, 1, 5, &position) == LOWRANKKV_OK);
+  CHECK(position == 2);
   lowrankkv_close(cache);
   const Bundle bundle;
   config.method = "OjaKV";

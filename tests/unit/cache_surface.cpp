@@ -283,6 +283,7 @@ TEST_CASE("the layers of a stack move their tokens together or not at all, and a
   stack.layer(0).append(0, {rows.data(), 10, 1, 8}, {rows.data(), 10, 1, 8});
   stack.layer(1).append(0, {rows.data(), 4, 1, 8}, {rows.data(), 4, 1, 8});
   CHECK_THROWS_WITH_AS(stack.shift_positions(0, 8, 5), "shift_positions: token 8, sequence has 4 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.divide_positions(0, 2, 6, 2), "divide_positions: 6 tokens from token 2 on, sequence has 4 tokens", ShapeError);
   CHECK(stack.position(0, 10) == 10);
   CHECK_THROWS_WITH_AS(stack.truncate(0, 8), "truncate: length 8, sequence has 4 tokens", ShapeError);
   CHECK(stack.layer(0).num_tokens(0) == 10);
@@ -290,6 +291,9 @@ TEST_CASE("the layers of a stack move their tokens together or not at all, and a
   stack.shift_positions(0, 8, 5);
   CHECK(stack.position(0, 9) == 14);
   CHECK(stack.layer(1).position(0, 9) == 14);
+  stack.divide_positions(0, 2, 5, 3);
+  CHECK(stack.layer(0).position(0, 6) == 2);
+  CHECK(stack.layer(1).position(0, 7) == 7);
   std::vector<std::byte> saved(stack.save_bytes(0));
   stack.save(0, saved);
   stack.load(1, saved);

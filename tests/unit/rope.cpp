@@ -6,7 +6,9 @@
 #include <cmath>
 #include <complex>
 #include <cstdio>
+#include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/calibrate/bundle.hpp"
@@ -190,7 +192,7 @@ TEST_CASE("tokens that move close the gap that dropped ones left: StreamingLLM's
   kept_alone.ingest(0, {kept_k.data(), n - dropped, 1, dim}, {kept_v.data(), n - dropped, 1, dim});
   const std::size_t bytes = cache.memory(0).total();
   cache.shift_positions(0, sinks + dropped, -dropped);
-  CHECK(cache.memory(0).total() == bytes + 16);
+  CHECK(cache.memory(0).total() == bytes + 24);
   CHECK(cache.position(0, n) == n - dropped);
   CHECK(cache.position(0, 1) == 1);
   std::vector<float> expected(2 * dim), found(2 * dim);
@@ -235,34 +237,51 @@ TEST_CASE("SnapKV scores unrotated keys at their positions") {
   CHECK(found == expected);
 }
 
-TEST_CASE("position shifts are sums of what was asked for, token by token") {
+TEST_CASE("positions are what was asked for, token by token: sums, and quotients rounded down") {
   Random random(6);
   const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   for (int round = 0; round < 200; ++round) {
     PositionShifts shifts;
-    std::vector<std::int64_t> expected(60, 0);
-    for (int i = 0; i < 8; ++i) {
-      if (draw(0, 5) == 0) {
+    std::vector<std::int64_t> expected(60);
+    std::iota(expected.begin(), expected.end(), 0);
+    for (int i = 0; i < 10; ++i) {
+      const int what = draw(0, 8);
+      if (what == 0) {
         const std::size_t length = static_cast<std::size_t>(draw(1, 59));
         shifts.truncate(static_cast<std::int64_t>(length));
-        for (std::size_t token = length; token < expected.size(); ++token) expected[token] = expected[length - 1];
+        for (std::size_t token = length; token < expected.size(); ++token) expected[token] = expected[token - 1] + 1;
+        continue;
+      }
+      if (what == 1) {
+        const int count = draw(0, 20), begin = draw(0, 59 - count);
+        shifts.remove(begin, count);
+        expected.erase(expected.begin() + begin, expected.begin() + begin + count);
+        while (expected.size() < 60) expected.push_back(expected.back() + 1);
+        continue;
+      }
+      if (what <= 3) {
+        const int count = draw(0, 59), begin = draw(0, 59 - count), divisor = draw(1, 4);
+        shifts.divide(begin, count, divisor);
+        for (int token = begin; token < begin + count; ++token) {
+          std::int64_t& position = expected[static_cast<std::size_t>(token)];
+          position = static_cast<std::int64_t>(std::floor(static_cast<double>(position) / divisor));
+        }
         continue;
       }
       const int first = draw(0, 59), delta = draw(-3, 3);
       shifts.add(first, delta);
       for (std::size_t token = static_cast<std::size_t>(first); token < expected.size(); ++token) expected[token] += delta;
     }
-    std::size_t changes = 0;
-    for (std::size_t token = 0; token < expected.size(); ++token) {
-      REQUIRE(shifts.offset(static_cast<std::int64_t>(token)) == expected[token]);
-      changes += expected[token] != (token == 0 ? 0 : expected[token - 1]) ? 1 : 0;
-    }
-    REQUIRE(shifts.bytes() == 16 * changes);
+    for (std::size_t token = 0; token < expected.size(); ++token) REQUIRE(shifts.position(static_cast<std::int64_t>(token)) == expected[token]);
+    REQUIRE(shifts.piece(60).divisor == 1);
+    REQUIRE(shifts.bytes() == 24 * shifts.pieces().size());
+    PositionShift last;
+    for (const PositionShift& piece : shifts.pieces()) REQUIRE(!std::exchange(last, piece).maps_like(piece));  // as few pieces as can be
     const int first = draw(0, 59), count = draw(0, 60 - first);
     std::int64_t next = first;
     shifts.for_each(first, count, [&](std::int64_t token, std::int64_t length, std::int64_t position) {
       REQUIRE(token == next);
-      for (std::int64_t i = 0; i < length; ++i) REQUIRE(position + i == token + i + expected[static_cast<std::size_t>(token + i)]);
+      for (std::int64_t i = 0; i < length; ++i) REQUIRE(position + i == expected[static_cast<std::size_t>(token + i)]);
       next += length;
     });
     REQUIRE(next == first + count);
@@ -277,6 +296,7 @@ TEST_CASE("what cannot be turned or moved is refused, and nothing moves") {
     Cache cache(config);
     cache.create(0);
     CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 3), "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3", StateError);
+    CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 3), "divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide them by 3", StateError);
     CHECK_THROWS_AS(cache.position(0, 1), ShapeError);
   }
   config.rope = unrotated();
@@ -290,6 +310,16 @@ TEST_CASE("what cannot be turned or moved is refused, and nothing moves") {
   CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 1), "shift_positions: by 1 after 2147483648, at most 2147483648 in all", ValueError);
   CHECK_THROWS_AS(cache.shift_positions(0, 0, std::numeric_limits<std::int64_t>::min()), ValueError);
   CHECK(cache.position(0, 0) == limit);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 1, 2), "divide_positions: 1 tokens from token 0 on, sequence has 0 tokens", ShapeError);
+  CHECK_THROWS_AS(cache.divide_positions(0, 0, -1, 2), ShapeError);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 0), "divide_positions: by 0 after 1, 1 to 1048576 in all expected", ValueError);
+  const std::vector<float> rows(16 * 4, 1.0F);
+  cache.append(0, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16});
+  cache.divide_positions(0, 1, 2, 1024);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 3, 2048), "divide_positions: by 2048 after 1024, 1 to 1048576 in all expected", ValueError);
+  CHECK(cache.position(0, 2) == (limit + 2) / 1024);
+  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, -4194305), "shift_positions: by -4294968320 after 2147483648, at most 2147483648 in all", ValueError);
+  CHECK(cache.position(0, 4) == limit + 4);
   const auto refused = [&](auto&& change) {
     CacheConfig wrong = config;
     change(wrong.rope);

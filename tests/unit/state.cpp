@@ -115,7 +115,7 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
   CHECK(raised<CapacityError>([&] { cache.save(1, small); }).starts_with("save: buffer of "));
   std::vector<std::byte> other = bytes;
   other[0] = std::byte{'X'};
-  CHECK(raised<FormatError>([&] { cache.load(2, other); }) == "saved state: begins with 'XRKVSEQ2', expected 'LRKVSEQ2'");
+  CHECK(raised<FormatError>([&] { cache.load(2, other); }) == "saved state: begins with 'XRKVSEQ3', expected 'LRKVSEQ3'");
   other = bytes;
   other.back() ^= std::byte{1};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }).starts_with("saved state: checksum "));

@@ -13,7 +13,7 @@ struct MemoryUsage {
   std::size_t coefficient_bytes = 0;  ///< codes and scales of compressed rows
   std::size_t full_row_bytes = 0;     ///< full-rank rows outside the tail (sinks, or every row under KeepFull)
   std::size_t tail_bytes = 0;         ///< full-rank rows of the recent window
-  std::size_t position_bytes = 0;     ///< where rows are: runs of positions of one state, 8 bytes each; position shifts, 16 each
+  std::size_t position_bytes = 0;     ///< where rows are: runs of positions of one state, 8 bytes each; position shifts, 24 each
   std::size_t slack_bytes = 0;        ///< unused part of the pages in use
   std::size_t epoch_bytes = 0;        ///< projection maps that belong to the sequence alone
   std::size_t updater_bytes = 0;      ///< the updater's working bases and state; accumulated attention

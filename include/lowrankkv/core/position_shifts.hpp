@@ -13,70 +13,106 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief From token `first` on, positions are `offset` more than token indices.
+/// @brief From token `first` on, positions are (token + offset) / divisor, rounded down.
 struct PositionShift {
   std::int64_t first = 0;
   std::int64_t offset = 0;
+  std::int64_t divisor = 1;
 
+  std::int64_t position(std::int64_t token) const {
+    const std::int64_t moved = token + offset;
+    return divisor == 1 ? moved : (moved - (moved < 0 ? divisor - 1 : 0)) / divisor;
+  }
+  /// @brief The same map, from another token on.
+  PositionShift from(std::int64_t token) const { return {token, offset, divisor}; }
+  /// @brief Both move tokens alike.
+  bool maps_like(const PositionShift& other) const { return offset == other.offset && divisor == other.divisor; }
   friend bool operator==(const PositionShift&, const PositionShift&) = default;
 };
 
-/// @brief The offset between token index and rotary position, piecewise constant; without shifts, zero. What is stored of a
+/// @brief The rotary positions of tokens: their indices, moved and divided in pieces; those of tokens to come are never divided. What is stored of a
 /// token does not change when it moves (Rope::pre).
 class PositionShifts {
  public:
   /// The largest magnitude of an offset; with the largest max_tokens, positions stay below twice as much.
   static constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  /// The largest divisor.
+  static constexpr std::int64_t kMostDivisor = std::int64_t{1} << 20;
 
   std::span<const PositionShift> pieces() const { return pieces_; }
   std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }
-  /// @brief Offset of a token. Cost: O(log pieces).
-  std::int64_t offset(std::int64_t token) const {
+  /// @brief The piece that a token is in. Cost: O(log pieces).
+  PositionShift piece(std::int64_t token) const {
     const auto next = after(token);
-    return next == pieces_.begin() ? 0 : (next - 1)->offset;
+    return next == pieces_.begin() ? PositionShift{} : *(next - 1);
   }
+  /// @brief Position of a token. Cost: O(log pieces).
+  std::int64_t position(std::int64_t token) const { return piece(token).position(token); }
   /// @brief Moves the tokens from `first` on by `delta`. Cost: O(pieces).
   void add(std::int64_t first, std::int64_t delta) {
-    const std::int64_t before = offset(first);
-    const auto at = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first >= first; });
-    if (at == pieces_.end() || at->first != first) pieces_.insert(at, {first, before});
+    begin_piece(first);
     for (PositionShift& piece : pieces_) {
-      if (piece.first >= first) piece.offset += delta;
+      if (piece.first >= first) piece.offset += delta * piece.divisor;
     }
-    // Neighbours with equal offsets are one piece.
-    std::int64_t last = 0;
-    std::erase_if(pieces_, [&](const PositionShift& piece) { return std::exchange(last, piece.offset) == piece.offset; });
+    join_neighbours();
+  }
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down. Cost: O(pieces).
+  void divide(std::int64_t first, std::int64_t count, std::int64_t divisor) {
+    begin_piece(first);
+    begin_piece(first + count);
+    for (PositionShift& piece : pieces_) {
+      if (piece.first >= first && piece.first < first + count) piece.divisor *= divisor;  // a quotient's quotient is that by the product
+    }
+    join_neighbours();
   }
   /// @brief Forgets what was said of tokens from `length` on: those that come next go on from the last one that stays.
   void truncate(std::int64_t length) {
+    const PositionShift last = piece(length - 1);
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
+    if (last.divisor != 1) pieces_.push_back({length, last.position(length - 1) + 1 - length});
   }
   /// @brief Forgets `count` tokens from `first` on: those behind them take their places, and keep their positions. Cost: O(pieces).
   void remove(std::int64_t first, std::int64_t count) {
-    const std::int64_t before = first == 0 ? 0 : offset(first - 1), behind = offset(first + count) + count;
-    std::erase_if(pieces_, [&](const PositionShift& piece) { return piece.first >= first && piece.first <= first + count; });
-    const auto next = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first > first; });
-    for (auto piece = next; piece != pieces_.end(); ++piece) *piece = {piece->first - count, piece->offset + count};
-    if (behind != before) pieces_.insert(next, {first, behind});
+    begin_piece(first + count);
+    std::erase_if(pieces_, [&](const PositionShift& piece) { return piece.first >= first && piece.first < first + count; });
+    for (PositionShift& piece : pieces_) {
+      if (piece.first >= first) piece = {piece.first - count, piece.offset + count, piece.divisor};
+    }
+    join_neighbours();
   }
   /// @brief Puts back pieces in order of their tokens, as pieces() gave them.
   void append(const PositionShift& piece) { pieces_.push_back(piece); }
   friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
   /// @brief Calls use(first token, count, position of the first) for stretches of consecutive positions of tokens
-  /// [first, first + count).
+  /// [first, first + count): as long as can be, single tokens where positions are divided.
   template <class Use>
   void for_each(std::int64_t first, std::int64_t count, Use&& use) const {
+    const auto stretch = [&use](const PositionShift& piece, std::int64_t begin, std::int64_t end) {
+      if (piece.divisor == 1 && begin < end) use(begin, end - begin, piece.position(begin));
+      for (std::int64_t token = begin; piece.divisor != 1 && token < end; ++token) use(token, std::int64_t{1}, piece.position(token));
+    };
     std::int64_t begin = first;
-    std::int64_t offset = this->offset(first);
-    for (auto piece = after(first); piece != pieces_.end() && piece->first < first + count; ++piece) {
-      use(begin, piece->first - begin, begin + offset);
-      begin = piece->first;
-      offset = piece->offset;
+    PositionShift now = piece(first);
+    for (auto next = after(first); next != pieces_.end() && next->first < first + count; ++next) {
+      stretch(now, begin, next->first);
+      begin = next->first;
+      now = *next;
     }
-    if (begin < first + count) use(begin, first + count - begin, begin + offset);
+    stretch(now, begin, first + count);
   }
 
  private:
+  /// From here on there is a piece of its own, which maps tokens as before.
+  void begin_piece(std::int64_t first) {
+    const PositionShift now = piece(first).from(first);
+    const auto at = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first >= first; });
+    if (at == pieces_.end() || at->first != first) pieces_.insert(at, now);
+  }
+  /// Neighbours that map tokens alike are one piece.
+  void join_neighbours() {
+    PositionShift last;
+    std::erase_if(pieces_, [&](const PositionShift& piece) { return std::exchange(last, piece).maps_like(piece); });
+  }
   std::vector<PositionShift>::const_iterator after(std::int64_t token) const {
     return std::upper_bound(pieces_.begin(), pieces_.end(), token, [](std::int64_t at, const PositionShift& piece) { return at < piece.first; });
   }
@@ -89,28 +125,45 @@ namespace detail {
 inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t delta, std::int64_t limit) {
   if (!unrotated) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
   if (first < 0 || first > num_tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", num_tokens, " tokens");
-  const auto check = [&](std::int64_t offset) {
-    if (delta > 2 * limit || delta < -2 * limit || offset + delta > limit || offset + delta < -limit) {
-      fail<ValueError>("shift_positions: by ", delta, " after ", offset, ", at most ", limit, " in all");
-    }
+  const auto refuse = [limit](std::int64_t by, std::int64_t offset) { fail<ValueError>("shift_positions: by ", by, " after ", offset, ", at most ", limit, " in all"); };
+  if (delta > 2 * limit || delta < -2 * limit) refuse(delta, shifts.piece(first).offset);
+  const auto check = [&](const PositionShift& piece) {
+    const std::int64_t by = delta * piece.divisor;
+    if (piece.offset + by > limit || piece.offset + by < -limit) refuse(by, piece.offset);
   };
-  check(shifts.offset(first));
+  check(shifts.piece(first));
   for (const PositionShift& piece : shifts.pieces()) {
-    if (piece.first > first) check(piece.offset);
+    if (piece.first > first) check(piece);
+  }
+}
+
+/// Raises unless the positions of tokens [first, first + count) can be divided. @param unrotated  keys are stored before their rotary embedding
+inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t divisor) {
+  if (!unrotated) fail<StateError>("divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide them by ", divisor);
+  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>("divide_positions: ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
+  const auto check = [&](const PositionShift& piece) {
+    if (divisor < 1 || divisor > PositionShifts::kMostDivisor / piece.divisor) fail<ValueError>("divide_positions: by ", divisor, " after ", piece.divisor, ", 1 to ", PositionShifts::kMostDivisor, " in all expected");
+  };
+  check(shifts.piece(first));
+  for (const PositionShift& piece : shifts.pieces()) {
+    if (piece.first > first && piece.first < first + count) check(piece);
   }
 }
 
 /// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond `limit` without them.
 inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t limit) {
   if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>("remove: ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
-  const auto check = [&](std::int64_t offset) {
-    if (offset + count > limit) fail<ValueError>("remove: positions would be ", offset + count, " beyond their tokens, at most ", limit);
+  const auto check = [&](const PositionShift& piece) {
+    if (piece.offset + count > limit) fail<ValueError>("remove: positions would be ", piece.offset + count, " beyond their tokens, at most ", limit);
   };
-  check(shifts.offset(first + count));
+  check(shifts.piece(first + count));
   for (const PositionShift& piece : shifts.pieces()) {
-    if (piece.first > first + count) check(piece.offset);
+    if (piece.first > first + count) check(piece);
   }
 }
+
+/// Whether a saved piece can follow the tokens up to `last` in a sequence of so many.
+inline bool is_next_piece(const PositionShift& piece, std::int64_t last, std::int64_t num_tokens) { return piece.first > last && piece.first <= num_tokens && piece.divisor >= 1 && piece.divisor <= PositionShifts::kMostDivisor; }
 
 }  // namespace detail
 

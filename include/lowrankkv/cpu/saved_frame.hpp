@@ -17,7 +17,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief The first bytes of a saved sequence; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVSEQ2";
+inline constexpr std::string_view kSavedMagic = "LRKVSEQ3";
 
 namespace detail {
 

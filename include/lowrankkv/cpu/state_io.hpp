@@ -183,8 +183,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   std::int64_t last = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
     const std::int64_t limit = PositionShifts::kLimit;
-    if (piece.first <= last || piece.first > lengths.num_tokens || piece.offset < -limit || piece.offset > limit) {
-      fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", lengths.num_tokens, " tokens");
+    if (!::lowrankkv::detail::is_next_piece(piece, last, lengths.num_tokens) || piece.offset < -limit || piece.offset > limit) {
+      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ", piece.divisor, " from token ", piece.first, " on, in a sequence of ", lengths.num_tokens, " tokens");
     }
     saved.shifts.append(piece);
     last = piece.first;

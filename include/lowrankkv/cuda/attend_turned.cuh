@@ -53,7 +53,10 @@ struct TurnedRows {
     for (int i = 0; i < 2 * steps; ++i) {
       int& place = places[i / 2][i % 2];
       const int token = place;
-      for (int piece = 0; piece < num_shifts; ++piece) place = token >= __ldg(&shifts[piece].first) ? token + __ldg(&shifts[piece].offset) : place;
+      for (int piece = 0; piece < num_shifts; ++piece) {
+        const DeviceShift shift{__ldg(&shifts[piece].first), __ldg(&shifts[piece].offset), __ldg(&shifts[piece].divisor)};
+        if (token >= shift.first) place = shift.position(token);
+      }
       place = token < 0 ? kNoPlace : place;
     }
   }

@@ -52,9 +52,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   using Pool = cuda::PagePool;
   using Shared = cuda::LentMemory;  ///< what the layers of a model share besides pages: a workspace
   using Base::bytes_of;
+  using Base::check_divide_positions;
   using Base::check_limit;
   using Base::check_shift_positions;
   using Base::check_truncate;
+  using Base::divide_positions;
   using Base::limit;
   using Base::make_shared;
   using Base::max_tokens;

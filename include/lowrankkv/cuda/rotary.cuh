@@ -28,9 +28,14 @@ inline constexpr std::int64_t kFarthestPosition = (std::int64_t{1} << 30) - 1;
 /// @brief The farthest that tokens of a sequence can be moved, either way.
 inline std::int64_t farthest_shift(std::int64_t max_tokens) { return max_tokens < kFarthestPosition ? kFarthestPosition - max_tokens : 0; }
 
-/// @brief From token `first` on, positions are `offset` more than tokens.
+/// @brief PositionShift on the device.
 struct DeviceShift {
-  std::int32_t first, offset;
+  std::int32_t first, offset, divisor;
+
+  __device__ std::int32_t position(std::int32_t token) const {
+    const std::int32_t moved = token + offset;
+    return divisor == 1 ? moved : (moved - (moved < 0 ? divisor - 1 : 0)) / divisor;
+  }
 };
 /// @brief The pieces of a sequence, given to a kernel by value.
 struct ShiftList {
@@ -121,7 +126,7 @@ class RotaryTables {
   void write_shifts(int slot, const PositionShifts& shifts, cudaStream_t stream) const {
     if (!rotary_.turns()) return;
     ShiftList list;
-    for (const PositionShift& piece : shifts.pieces()) list.items[list.count++] = {static_cast<std::int32_t>(piece.first), static_cast<std::int32_t>(piece.offset)};
+    for (const PositionShift& piece : shifts.pieces()) list.items[list.count++] = {static_cast<std::int32_t>(piece.first), static_cast<std::int32_t>(piece.offset), static_cast<std::int32_t>(piece.divisor)};
     write_shifts_kernel<><<<1, 32, 0, stream>>>(rotary_, slot, list);
     cuda::check(cudaGetLastError(), "write_shifts_kernel");
   }

@@ -22,7 +22,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU3";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU4";
 
 /// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is the calibrated one.
 struct SavedCounts {
@@ -267,8 +267,8 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const Tables& tables = layer.tables();
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
-    if (piece.first <= last_piece || piece.first > counts.num_tokens) {
-      fail<FormatError>("saved state: positions move by ", piece.offset, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
+    if (!::lowrankkv::detail::is_next_piece(piece, last_piece, counts.num_tokens)) {
+      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ", piece.divisor, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
     }
     const bool turns = tables.rotary.turns();
     const std::int64_t farthest = turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;

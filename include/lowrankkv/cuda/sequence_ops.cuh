@@ -49,6 +49,16 @@ inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t fi
   if (moved.pieces().size() > kMaxShifts) ::lowrankkv::detail::fail<CapacityError>("shift_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
   return moved;
 }
+/// @brief What they are after the positions of tokens [first, first + count) were divided.
+/// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError for other divisors than 1 to 2^20 in all, CapacityError beyond kMaxShifts pieces
+inline PositionShifts divided(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, std::int64_t divisor) {
+  const HostSequence& now = layer.sequence(slot);
+  ::lowrankkv::detail::check_division(now.shifts, layer.tables().rotary.turns(), now.num_tokens, first, count, divisor);
+  PositionShifts moved = now.shifts;
+  moved.divide(first, count, divisor);
+  if (moved.pieces().size() > kMaxShifts) ::lowrankkv::detail::fail<CapacityError>("divide_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
+  return moved;
+}
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -75,10 +75,10 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   std::int64_t position(SequenceId seq, std::int64_t token) const {
     const int slot = sequences_.find(seq);
     if (token < 0 || token > this->tokens_of(slot)) ::lowrankkv::detail::fail<ShapeError>("position: token ", token, ", sequence has ", this->tokens_of(slot), " tokens");
-    return token + layer_.sequence(slot).shifts.offset(token);
+    return layer_.sequence(slot).shifts.position(token);
   }
   /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
-  /// 16 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
+  /// 24 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
   /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError if positions could leave +-2^30, CapacityError beyond 32 pieces
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, cudaStream_t stream = nullptr) {
     Base::refuse_capture("shift_positions", stream);
@@ -87,6 +87,15 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   }
   /// @brief Raises what shift_positions() would raise for these arguments.
   void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { static_cast<void>(shifted(layer_, this->idle_slot(seq), first, delta)); }
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down: several tokens share one. Else as shift_positions().
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError unless divisors are 1 to 2^20 in all, CapacityError beyond 32 pieces
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor, cudaStream_t stream = nullptr) {
+    Base::refuse_capture("divide_positions", stream);
+    const int slot = this->idle_slot(seq);
+    layer_.rotary().write_shifts(slot, layer_.sequence(slot).shifts = divided(layer_, slot, first, count, divisor), stream);
+  }
+  /// @brief Raises what divide_positions() would raise for these arguments.
+  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) const { static_cast<void>(divided(layer_, this->idle_slot(seq), first, count, divisor)); }
   /// @brief The shifts of a sequence, valid until it changes.
   const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 };
