@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <random>
 
+//! [updater]
 /// The parameters: a plain struct.
 struct ForgettingPca {
   float memory = 0.9F;  // weight of the past at every batch
@@ -32,9 +33,12 @@ struct lowrankkv::Impl<ForgettingPca, lowrankkv::Cpu> {
   }
   static std::size_t state_bytes(const State& state) { return sizeof(float) * static_cast<std::size_t>(state.moment.size()); }
 };
+//! [updater]
 
 int main() {
+  //! [cache]
   using Cache = lowrankkv::CompressedKVCache<lowrankkv::Cpu, lowrankkv::PerHead, ForgettingPca>;
+  //! [cache]
   const lowrankkv::CacheShape shape{.num_qo_heads = 4, .num_kv_heads = 1, .head_dim = 32};
   std::mt19937 random(7);
   std::normal_distribution<float> normal;

@@ -19,6 +19,7 @@ int main() {
   moments.add({q.data(), n, 4, 64}, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
 
   std::printf("%8s %12s %12s %12s\n", "energy", "key head 0", "key head 1", "layer's rank");
+  //! [ranks]
   for (const double energy : {0.8, 0.9, 0.95, 0.99, 0.999}) {
     int ranks[2];
     for (int head = 0; head < 2; ++head) {
@@ -27,4 +28,5 @@ int main() {
     }
     std::printf("%8.3f %12d %12d %12d\n", energy, ranks[0], ranks[1], lowrankkv::calibrate::max_over_heads(ranks));
   }
+  //! [ranks]
 }

@@ -31,7 +31,7 @@ const Method& find(const std::string& name) {
 void Recipe::need_moments() const {
   if (moments.size() != static_cast<std::size_t>(num_layers)) {
     const std::string form = config.rope.keys == lowrankkv::Rope::pre ? "unrotated" : "rotated";
-    throw std::runtime_error(options.method + " needs bases for " + form + " keys of " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; see --bases");
+    throw std::runtime_error(options.method + " needs bases for " + form + " keys of " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; calibrate it first");
   }
 }
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file config.hpp  The library's macros: its versioned inline namespace the exceptions switch, functions of both sides.
+/// @file config.hpp  The library's macros: its versioned inline namespace, functions that kernels call too, the exceptions switch.
 #pragma once
 
 #include "lowrankkv/version.hpp"
 
-// Two versions in one program get different symbol names instead of silently sharing one.
+// Two versions in one translation unit are refused (version.hpp). In two of one program they have different symbols: nothing is
+// shared by chance, and handing an object of one to the other does not link.
 #define LOWRANKKV_NAMESPACE_BEGIN \
   namespace lowrankkv {           \
-  inline namespace v0_1 {
+  inline namespace v0_1_0 {
 #define LOWRANKKV_NAMESPACE_END \
   }                             \
   }

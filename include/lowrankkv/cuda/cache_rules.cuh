@@ -22,12 +22,16 @@ namespace cuda {
 /// @brief What CacheBase and CompressedKVCache<Cuda, ...> know of their policies.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 struct CacheRules {
-  using Codec = Impl<Quantizer, Cuda>;
+  static_assert(HasImpl<Basis, Cuda>, "lowrankkv: this Basis has no Impl<Basis, Cuda>; there are PerHead, JointValues and Projector (cuda/policies.cuh)");
+  static_assert(HasImpl<Updater, Cuda>, "lowrankkv: this Updater has no Impl<Updater, Cuda>; there are Static, Oja and FrequentDirections (cuda/policies.cuh)");
+  static_assert(HasImpl<Quantizer, Cuda>, "lowrankkv: this Quantizer has no Impl<Quantizer, Cuda>; there are NoQuantizer, Int8, BlockHadamard and TransformCode (cuda/policies.cuh)");
+  using Maps = Impl<Known<Basis, PerHead>, Cuda>;
+  using Codec = Impl<Known<Quantizer, NoQuantizer>, Cuda>;
   using Rows = TokenRules<TokenPolicy>;
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
-  using Rule = Impl<Updater, Cuda>;
+  using Rule = Impl<Known<Updater, Static>, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
-  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Impl<Basis, Cuda>::joint_heads(joint, 1); };
+  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Maps::joint_heads(joint, 1); };
   /// Scale groups of codes; 0: coefficients are in plain tiles.
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer whose codes are not those of certain axes (NoQuantizer, Int8)");
@@ -38,7 +42,7 @@ struct CacheRules {
   static_assert(!joins || Rows::choice == RowChoice::none || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
   static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
                 "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
-  static_assert(!Rule::adapts || requires(const Basis& moving) { Impl<Basis, Cuda>::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
+  static_assert(!Rule::adapts || requires(const Basis& moving) { Maps::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
@@ -61,7 +65,7 @@ struct CacheRules {
     Codec::validate(policies.quantizer);
     if constexpr (Rule::adapts) {
       Rule::validate(policies.updater);
-      Impl<Basis, Cuda>::validate_adaptive(policies.basis);
+      Maps::validate_adaptive(policies.basis);
     }
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
@@ -70,7 +74,7 @@ struct CacheRules {
     if (config.rope.keys == Rope::pre) check_turns(config);
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
     if (Rows::compresses) {
-      Impl<Basis, Cuda>::validate(policies.basis, basis, config.shape);
+      Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
     }
     ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
@@ -100,7 +104,7 @@ struct CacheRules {
 
   /// Heads of a group whose values are one latent; 0: none.
   static int joint_heads([[maybe_unused]] const CacheConfig& config, [[maybe_unused]] const PolicySet& policies) {
-    if constexpr (joins) return Impl<Basis, Cuda>::joint_heads(policies.basis, config.shape.num_kv_heads);
+    if constexpr (joins) return Maps::joint_heads(policies.basis, config.shape.num_kv_heads);
     else return 0;
   }
   /// Bytes of the workspace of a cache of such a configuration, which is checked.

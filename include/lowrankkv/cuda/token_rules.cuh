@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/concepts/token_policy.hpp"
@@ -102,15 +103,20 @@ struct Impl<HeavyHitters, Cuda> {
 
 namespace cuda {
 
+/// @brief The policy, or, if it has no Impl on this backend, another: the static_assert that says so is then the only error.
+template <class Policy, class Instead>
+using Known = std::conditional_t<HasImpl<Policy, Cuda>, Policy, Instead>;
+
 /// @brief The members of a token policy together: dropped beats full, full beats compressed, pinned rows stay.
 template <class... Members>
 struct MemberRules {
+  static_assert((HasImpl<Members, Cuda> && ...), "lowrankkv: this TokenPolicy has no Impl<TokenPolicy, Cuda>; cuda/token_rules.cuh says what it needs, and which there are");
   template <class Member>
   static constexpr RowChoice choice_of() {
     if constexpr (requires { Impl<Member, Cuda>::choice; }) return Impl<Member, Cuda>::choice;
     else return RowChoice::none;
   }
-  static constexpr RowFate fate = (std::max)({Impl<Members, Cuda>::fate...});
+  static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
   static constexpr RowChoice wished = (std::max)({choice_of<Members>()...});
   static_assert((0 + ... + (choice_of<Members>() == RowChoice::none ? 0 : 1)) <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by their values at most");
   /// Nothing is to be chosen where all rows have one fate anyway.
