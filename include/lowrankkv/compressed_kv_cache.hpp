@@ -35,12 +35,6 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   using Base::sequences_;
 
  public:
-  using Base::check_divide_positions;
-  using Base::check_shift_positions;
-  using Base::divide_positions;
-  using Base::position;
-  using Base::position_shifts;
-  using Base::shift_positions;
   // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Pool = typename Backend::Pool;
@@ -290,6 +284,29 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     demand_removal(layer_, slot, first, count, demand);
     return demand.total();
   }
+
+  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were moved.
+  /// Queries of a token must arrive rotated to it.
+  std::int64_t position(SequenceId seq, std::int64_t token) const { return this->position_of(sequences_.find(seq), token); }
+  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no
+  /// stored row: needs keys that are stored unrotated (config.rope). 24 bytes a piece, counted.
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError beyond 2^31 in all
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
+    check_shift_positions(seq, first, delta);
+    layer_.sequence(sequences_.find(seq)).shifts.add(first, delta);
+  }
+  /// @brief Raises what shift_positions() would raise for these arguments.
+  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { this->check_shift(this->idle_slot(seq), first, delta); }
+  /// @brief Divides the positions of tokens [first, first + count), rounded down: several tokens share one (self-extension of the context). Else as shift_positions(); reading
+  /// them costs an angle a token. @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError unless divisors are 1 to 2^20 in all
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) {
+    check_divide_positions(seq, first, count, divisor);
+    layer_.sequence(sequences_.find(seq)).shifts.divide(first, count, divisor);
+  }
+  /// @brief Raises what divide_positions() would raise for these arguments.
+  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) const { this->check_division(this->idle_slot(seq), first, count, divisor); }
+  /// @brief The shifts of a sequence, valid until it changes.
+  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
   /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {

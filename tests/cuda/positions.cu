@@ -213,6 +213,7 @@ TEST_CASE("positions that cannot be moved stay") {
   CHECK(with(0, {-1, 1}) == "saved state: positions move by 1 and are divided by 1 from token -1 on, in a sequence of 200 tokens");
   CHECK(with(31, {201, 1}) == "saved state: positions move by 1 and are divided by 1 from token 201 on, in a sequence of 200 tokens");
   CHECK(with(0, {1, 1, 0}) == "saved state: positions move by 1 and are divided by 0 from token 1 on, in a sequence of 200 tokens");
+  CHECK(with(31, {94, 1, 2}) == "saved state: positions of tokens to come are divided by 2, 1 expected");
   CHECK(with(31, {94, limit + 1}) == "positions: moved by " + std::to_string(limit + 1) + ", at most " + std::to_string(limit) + " expected");
   CHECK(!device.cache.contains(7));
   config.max_tokens = 1000;

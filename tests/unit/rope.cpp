@@ -353,6 +353,7 @@ TEST_CASE("a sequence whose positions were moved is saved and loaded with them, 
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   cache.shift_positions(0, 20, 7);
   cache.shift_positions(0, 50, -9);
+  cache.divide_positions(0, 60, 30, 4);
   std::vector<std::byte> saved(cache.save_bytes(0));
   cache.save(0, saved);
   cache.load(1, saved);
@@ -362,6 +363,10 @@ TEST_CASE("a sequence whose positions were moved is saved and loaded with them, 
   CHECK(one == two);
   CHECK(cache.position(1, 30) == 37);
   CHECK(cache.position(1, n) == n - 2);
+  CHECK(cache.position(1, 89) == 21);
+  PositionShifts hostile;
+  hostile.append({90, 7, 2});
+  CHECK_THROWS_WITH_AS(detail::check_saved(hostile), "saved state: positions of tokens to come are divided by 2, 1 expected", FormatError);
   for (const int what : {0, 1, 2}) {
     CacheConfig other = config;
     if (what == 0) other.rope.keys = Rope::post;

@@ -162,6 +162,11 @@ inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens,
   }
 }
 
+/// Raises unless the positions of tokens to come are whole, as they are in every sequence that was saved.
+inline void check_saved(const PositionShifts& shifts) {
+  if (!shifts.pieces().empty() && shifts.pieces().back().divisor != 1) fail<FormatError>("saved state: positions of tokens to come are divided by ", shifts.pieces().back().divisor, ", 1 expected");
+}
+
 /// Whether a saved piece can follow the tokens up to `last` in a sequence of so many.
 inline bool is_next_piece(const PositionShift& piece, std::int64_t last, std::int64_t num_tokens) { return piece.first > last && piece.first <= num_tokens && piece.divisor >= 1 && piece.divisor <= PositionShifts::kMostDivisor; }
 

@@ -189,6 +189,7 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
     saved.shifts.append(piece);
     last = piece.first;
   }
+  ::lowrankkv::detail::check_saved(saved.shifts);
   saved.epoch = in.value<std::int32_t>();
   saved.segments = in.list<Segment>();
   if (saved.segments.size() != static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {

@@ -116,7 +116,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
   /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions are refused, and, on this backend, reconstruct and row_states
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused, and, on this backend, reconstruct and row_states
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
     Base::refuse_capture("prefill", stream);

@@ -277,6 +277,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     sequence.shifts.append(piece);
     last_piece = piece.first;
   }
+  ::lowrankkv::detail::check_saved(sequence.shifts);
   sequence.segments = in.list<Segment>();
   const std::int64_t rows = std::int64_t{counts.rows.num_full} + counts.rows.num_compressed + counts.tail_length, ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
   if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);

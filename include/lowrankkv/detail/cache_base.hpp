@@ -76,39 +76,17 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     return slot;
   }
 
-  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were shifted.
-  /// Queries of a token must arrive rotated to it.
-  std::int64_t position(SequenceId seq, std::int64_t token) const {
-    const int slot = sequences_.find(seq);
+  std::int64_t position_of(int slot, std::int64_t token) const {
     const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
     if (token < 0 || token > tokens) fail<ShapeError>("position: token ", token, ", sequence has ", tokens, " tokens");
     return layer_.sequence(slot).shifts.position(token);
   }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no
-  /// stored row: needs keys that are stored unrotated (config.rope). 24 bytes a piece, counted.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError beyond 2^31 in all
-  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
-    check_shift_positions(seq, first, delta);
-    layer_.sequence(sequences_.find(seq)).shifts.add(first, delta);
+  void check_shift(int slot, std::int64_t first, std::int64_t delta) const {
+    detail::check_shift(layer_.sequence(slot).shifts, layer_.stores_unrotated(), layer_.table.lengths(slot).num_tokens, first, delta, PositionShifts::kLimit);
   }
-  /// @brief Raises what shift_positions() would raise for these arguments.
-  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
-    const int slot = idle_slot(seq);
-    check_shift(layer_.sequence(slot).shifts, layer_.stores_unrotated(), layer_.table.lengths(slot).num_tokens, first, delta, PositionShifts::kLimit);
+  void check_division(int slot, std::int64_t first, std::int64_t count, std::int64_t divisor) const {
+    detail::check_division(layer_.sequence(slot).shifts, layer_.stores_unrotated(), layer_.table.lengths(slot).num_tokens, first, count, divisor);
   }
-  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down: several tokens share one (self-extension of the context). Else as shift_positions();
-  /// reading them costs an angle a token. @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError unless divisors are 1 to 2^20 in all
-  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) {
-    check_divide_positions(seq, first, count, divisor);
-    layer_.sequence(sequences_.find(seq)).shifts.divide(first, count, divisor);
-  }
-  /// @brief Raises what divide_positions() would raise for these arguments.
-  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) const {
-    const int slot = idle_slot(seq);
-    check_division(layer_.sequence(slot).shifts, layer_.stores_unrotated(), layer_.table.lengths(slot).num_tokens, first, count, divisor);
-  }
-  /// @brief The shifts of a sequence, valid until it changes.
-  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
   bool flush_due(int slot) const {
     return layer_.table.lengths(slot).tail_length > std::int64_t{layer_.recent()} + layer_.config.flush_interval;
