@@ -2,6 +2,7 @@
 // Rows in an engine's own pages: whatever the layout, a cache that reads them where they are is the one that was given the same rows side by side.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../support/paged_engine.hpp"
@@ -134,4 +135,43 @@ TEST_CASE("page tables that cannot be are refused, and nothing has changed") {
   cache.append(both, pages.last_keys(PageTables::dense(indptr, 1, last), 2, 1), pages.last_values(PageTables::dense(indptr, 1, last), 2, 1));
   CHECK(cache.num_tokens(1) == 1);
   refuses("value: token 0 is in page -1, by its page table", [&] { cache.erase(0), cache.create(0), cache.reconstruct(1, 0, pages.key_target(table, 0, 1), pages.value_target(table + 1, 0, 1)); });
+}
+
+TEST_CASE("a page is coded by itself, as a sequence that is saved: every one in as many bytes, and what comes back does not depend on its neighbours") {
+  using Codec = CompressedKVCache<Cpu, PerHead, Static, CompressAll, Int8>;
+  support::Random random(11);
+  const CacheShape shape{4, 2, 64};
+  const LayerBasis basis = support::random_basis(random, shape, {}, 32, 48);
+  support::PagedEngine engine(random, shape, DType::f16, 1, 400);
+  engine.add(0, support::random_rows(random, 400, 2, 64), support::random_rows(random, 400, 2, 64));
+  const EnginePages pages = engine.views(engine.memory.data());
+  const std::int64_t tokens = pages.page_tokens, whole = 400 / tokens;
+  Codec codec({.shape = shape, .max_tokens = tokens}, basis), all({.shape = shape, .max_tokens = 400}, basis);
+  // Cold: pages leave the engine one by one.
+  std::vector<std::vector<std::byte>> cold;
+  for (std::int64_t page = 0; page < whole; ++page) {
+    codec.create(0);
+    codec.ingest(0, pages.keys(engine.indices.data() + page, 0, tokens), pages.values(engine.indices.data() + page, 0, tokens));
+    cold.emplace_back(codec.save_bytes(0));
+    codec.save(0, cold.back());
+    codec.erase(0);
+    CHECK(cold.back().size() == cold.front().size());
+  }
+  const std::size_t codes = static_cast<std::size_t>(tokens) * 2 * (32 + 2 + 48 + 2);
+  MESSAGE("a page of " << tokens << " tokens: codes of " << codes << " bytes, saved in " << cold.front().size());
+  CHECK(cold.front().size() < codes + 600);
+  // And come back into others.
+  all.create(0);
+  all.ingest(0, pages.keys(engine.indices.data(), 0, whole * tokens), pages.values(engine.indices.data(), 0, whole * tokens));
+  std::vector<float> key(static_cast<std::size_t>(whole * tokens * 2 * 64)), value(key.size());
+  all.reconstruct(0, 0, MutableKeyView{key.data(), whole * tokens, 2, 64}, MutableValueView{value.data(), whole * tokens, 2, 64});
+  for (std::int64_t page = whole; page-- > 0;) {
+    codec.load(0, cold[static_cast<std::size_t>(page)]);
+    std::vector<float> key_page(static_cast<std::size_t>(tokens * 2 * 64)), value_page(key_page.size());
+    codec.reconstruct(0, 0, MutableKeyView{key_page.data(), tokens, 2, 64}, MutableValueView{value_page.data(), tokens, 2, 64});
+    codec.erase(0);
+    const std::ptrdiff_t begin = static_cast<std::ptrdiff_t>(page * tokens * 2 * 64);
+    CHECK(std::equal(key_page.begin(), key_page.end(), key.begin() + begin));
+    CHECK(std::equal(value_page.begin(), value_page.end(), value.begin() + begin));
+  }
 }
