@@ -36,9 +36,9 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
 
  public:
   // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
-  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
-  using Pool = typename Backend::Pool;
-  using Executor = typename Backend::Executor;
+  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< what the policies are set to
+  using Pool = typename Backend::Pool;  ///< owner of the pages
+  using Executor = typename Backend::Executor;  ///< threads
   /// @brief What the layers of a model share besides pages: threads.
   using Shared = std::shared_ptr<Executor>;
 
@@ -70,11 +70,11 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   }
   /// @brief Makes what layers share: config.num_threads threads.
   static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>, const PolicySet&) { return std::make_shared<Executor>(config.num_threads); }
-  static std::size_t bytes_of(const Shared&) { return 0; }
+  static std::size_t bytes_of(const Shared&) { return 0; }  ///< that layers share: threads take none
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
-  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  bool contains(SequenceId seq) const { return sequences_.contains(seq); }  ///< whether create() was called for it, or fork() or load()
   /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens; copies of it too. @throws CapacityError beyond that, or if it has more
   void limit(SequenceId seq, std::int64_t max_tokens) { sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq)); }
   /// @brief Raises what limit() would raise for these arguments.
@@ -143,7 +143,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     const int m = this->check_append(seqs, key, value, layer_.config.tail_capacity);
     for (std::size_t i = 0; i < seqs.size(); ++i) layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
   }
-  void append(SequenceId seq, const KeyView& key, const ValueView& value) { append(std::span(&seq, 1), key, value); }
+  void append(SequenceId seq, const KeyView& key, const ValueView& value) { append(std::span(&seq, 1), key, value); }  ///< of one sequence
 
   /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the updater sees them, epochs are
   /// published and merged. Nothing is flushed unless the pool has the pages for all of it.
@@ -151,7 +151,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     layer_.pool->allocator().require(pages_to_maintain(seqs));
     for (const SequenceId seq : seqs) this->flush(sequences_.find(seq));
   }
-  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }
+  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }  ///< of one sequence
   /// @brief Upper bound of the pages that maintain(seqs) takes.
   std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const {
     PageDemand demand;
@@ -180,7 +180,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
       this->flush(slot);
     }
   }
-  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }  ///< of one sequence
 
   /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Changes nothing, allocates nothing.
   ///
@@ -387,10 +387,10 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     }
     return pages * layer_.pool->page_bytes();
   }
-  const CacheConfig& config() const { return layer_.config; }
-  const CacheStatistics& statistics() const { return layer_.statistics; }
-  const Pool& pool() const { return *layer_.pool; }
-  int num_free_sequences() const { return sequences_.num_free(); }
+  const CacheConfig& config() const { return layer_.config; }  ///< as it was given, defaults filled in
+  const CacheStatistics& statistics() const { return layer_.statistics; }  ///< counters since it was made
+  const Pool& pool() const { return *layer_.pool; }  ///< pages, which layers may share
+  int num_free_sequences() const { return sequences_.num_free(); }  ///< that create() still has room for
 
  private:
   const SequenceLengths& lengths(SequenceId seq) const { return layer_.table.lengths(sequences_.find(seq)); }

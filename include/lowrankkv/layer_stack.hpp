@@ -27,8 +27,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <class Cache>
 class LayerStack {
  public:
-  using Pool = typename Cache::Pool;
-  using Shared = typename Cache::Shared;
+  using Pool = typename Cache::Pool;  ///< owner of the pages
+  using Shared = typename Cache::Shared;  ///< what layers share besides: threads, or a workspace
 
   /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0: enough for all layers)
   /// @param bases     one LayerBasis per layer
@@ -53,10 +53,10 @@ class LayerStack {
     return Cache::pool_size(config, bases, policies);
   }
 
-  int num_layers() const { return static_cast<int>(layers_.size()); }
-  Cache& layer(int index) { return *layers_[static_cast<std::size_t>(index)]; }
+  int num_layers() const { return static_cast<int>(layers_.size()); }  ///< of the model
+  Cache& layer(int index) { return *layers_[static_cast<std::size_t>(index)]; }  ///< one layer's cache
   const Cache& layer(int index) const { return *layers_[static_cast<std::size_t>(index)]; }
-  std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }
+  std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }  ///< of a sequence, in layer 0
 
   /// @brief Starts an empty sequence in every layer.
   template <class... On>
@@ -211,7 +211,7 @@ class LayerStack {
     usage.reserved_bytes += pool_->idle_bytes() + shared_bytes_;
     return usage;
   }
-  const Pool& pool() const { return *pool_; }
+  const Pool& pool() const { return *pool_; }  ///< pages of all layers
 
  private:
   static constexpr std::uint64_t kSavedStack = 0x314b5453564b524cULL;  // "LRKVSTK1"

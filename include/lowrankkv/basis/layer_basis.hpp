@@ -16,8 +16,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// Encode: c_k = (k - key_mean) key_down, c_v = (v - value_mean) value_down.
 /// Decode: k = c_k query_down^T + key_mean, v = c_v output_up + value_mean.
 struct HeadBasis {
-  int key_rank = 0;
-  int value_rank = 0;
+  int key_rank = 0;  ///< coefficients of a key
+  int value_rank = 0;  ///< coefficients of a value
   std::vector<float> key_down;      ///< [head_dim, key_rank]
   std::vector<float> query_down;    ///< [head_dim, key_rank]; empty: the same as key_down
   std::vector<float> value_down;    ///< [head_dim, value_rank]
@@ -48,7 +48,7 @@ struct HeadBasis {
 
 /// @brief The maps of all KV heads of one layer; ranks may differ from head to head.
 struct LayerBasis {
-  std::vector<HeadBasis> heads;
+  std::vector<HeadBasis> heads;  ///< one a KV head
 };
 
 LOWRANKKV_NAMESPACE_END

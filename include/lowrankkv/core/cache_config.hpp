@@ -17,9 +17,9 @@ using SequenceId = std::int64_t;
 
 /// @brief The shape of one attention layer.
 struct CacheShape {
-  int num_qo_heads = 0;
-  int num_kv_heads = 0;
-  int head_dim = 0;
+  int num_qo_heads = 0;  ///< query heads, a multiple of num_kv_heads
+  int num_kv_heads = 0;  ///< heads of keys and values
+  int head_dim = 0;  ///< channels of a head
 
   /// @brief Query heads that read one KV head: 1 is MHA, num_qo_heads is MQA.
   int group_size() const { return num_qo_heads / num_kv_heads; }
@@ -28,8 +28,8 @@ struct CacheShape {
 
 /// @brief Capacities and storage of a cache. A zero means the default that the comment names.
 struct CacheConfig {
-  CacheShape shape;
-  int max_sequences = 1;
+  CacheShape shape;  ///< of the layer
+  int max_sequences = 1;  ///< at a time
   std::int64_t max_tokens = 4096;   ///< per sequence
   std::size_t page_bytes = 0;       ///< one size for all layers of a pool; default: 16 full-rank rows
   std::int64_t num_pages = 0;       ///< default: what max_sequences of max_tokens can ever need

@@ -16,9 +16,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 ///     cache.reconstruct(seq, 0, pages.key_target(table, 0, n), pages.value_target(table, 0, n));
 struct EnginePages {
   void* key_data = nullptr;  ///< written only through targets
-  void* value_data = nullptr;
-  DType dtype = DType::f16;
-  std::int32_t page_tokens = 0;
+  void* value_data = nullptr;  ///< both point at the first row of page 0
+  DType dtype = DType::f16;  ///< of both
+  std::int32_t page_tokens = 0;  ///< tokens of a page
   int num_heads = 0, head_dim = 0;
   std::int64_t page_stride = 0, token_stride = 0, head_stride = 0;  ///< in elements
 

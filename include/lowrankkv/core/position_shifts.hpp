@@ -15,9 +15,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief From token `first` on, positions are (token + offset) / divisor, rounded down.
 struct PositionShift {
-  std::int64_t first = 0;
-  std::int64_t offset = 0;
-  std::int64_t divisor = 1;
+  std::int64_t first = 0;  ///< token
+  std::int64_t offset = 0;  ///< added before the division
+  std::int64_t divisor = 1;  ///< 1 to PositionShifts::kMostDivisor
 
   std::int64_t position(std::int64_t token) const {
     const std::int64_t moved = token + offset;
@@ -39,8 +39,8 @@ class PositionShifts {
   /// The largest divisor.
   static constexpr std::int64_t kMostDivisor = std::int64_t{1} << 20;
 
-  std::span<const PositionShift> pieces() const { return pieces_; }
-  std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }
+  std::span<const PositionShift> pieces() const { return pieces_; }  ///< in order of their tokens
+  std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }  ///< of the pieces
   /// @brief The piece that a token is in. Cost: O(log pieces).
   PositionShift piece(std::int64_t token) const {
     const auto next = after(token);

@@ -18,10 +18,10 @@ enum class RopePairing : std::uint8_t { half_split, interleaved };
 
 /// @brief The Llama-3 stretching of low frequencies (`rope_scaling` of type `llama3`).
 struct Llama3RopeScaling {
-  float factor = 8.0F;
-  float low_freq_factor = 1.0F;
-  float high_freq_factor = 4.0F;
-  float original_context = 8192.0F;
+  float factor = 8.0F;  ///< by which low frequencies are divided
+  float low_freq_factor = 1.0F;  ///< wavelengths above original_context / this are divided
+  float high_freq_factor = 4.0F;  ///< those below original_context / this stay, between them both blend
+  float original_context = 8192.0F;  ///< tokens that the model was first trained on
 
   friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
 };
@@ -42,10 +42,10 @@ enum class Rope : std::uint8_t {
 
 /// @brief The rotary embedding of a layer, for caches that store keys unrotated (Rope::pre).
 struct RopeConfig {
-  Rope keys = Rope::post;
-  RopePairing pairing = RopePairing::half_split;
-  double theta = 10000.0;
-  std::optional<Llama3RopeScaling> scaling{};
+  Rope keys = Rope::post;  ///< how keys arrive and are stored
+  RopePairing pairing = RopePairing::half_split;  ///< which channels turn together
+  double theta = 10000.0;  ///< base of the frequencies
+  std::optional<Llama3RopeScaling> scaling{};  ///< of the frequencies; none: as theta says
   int rotary_dim = 0;  ///< the first so many channels turn, an even number; 0: head_dim
   std::vector<double> frequencies{};  ///< radians per token of every pair, if neither theta nor scaling says it (YaRN, ...); empty: they do
 

@@ -96,7 +96,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const int from = this->idle_slot(source);
     cuda::fork_sequence(layer_, from, sequences_.add_copy(from, target), stream);
   }
-  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  bool contains(SequenceId seq) const { return sequences_.contains(seq); }  ///< whether create() was called for it, or fork() or load()
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
   std::int64_t num_tokens(SequenceId seq) const { return this->tokens_of(sequences_.find(seq)); }
   /// @brief Tokens that are at full rank at the end of the sequence.
@@ -139,8 +139,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->check_query_window(slot, q_window, key.num_tokens);
     this->take_prompt(slot, {key, value, q_window, {}, Base::Rows::keeps_masses}, prompt, stream);  // masses need normalised attention
   }
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }  ///< a complete prompt
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }  ///< a complete prompt whose queries nobody wants
   /// @brief Stores what is left of a prompt whose last part came with Prompt::continues. @throws CapacityError if others have taken the pages since
   void finish_prompt(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("finish_prompt", stream);
@@ -158,7 +158,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { this->enqueue_append(batch, key, value, first * m, m, stream); });
     if (!replayed) this->advance_host(seqs, m);
   }
-  void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }
+  void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }  ///< of one sequence
   /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) {
     check_advance(seqs, m);
@@ -173,7 +173,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     Base::refuse_capture("maintain", stream);
     this->flush(seqs, stream);
   }
-  void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }
+  void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }  ///< of one sequence
   /// @brief Upper bound of the pages that maintain(seqs) takes.
   std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return this->pages_to_flush(this->idle_slots(seqs), 0); }
 
@@ -200,7 +200,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     }
     maintain(seqs, stream);
   }
-  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append_maintained(std::span(&seq, 1), key, value, stream); }
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append_maintained(std::span(&seq, 1), key, value, stream); }  ///< of one sequence
 
   /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Capturable; changes nothing.
   ///
@@ -211,7 +211,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     this->check_queries(query, out, lse, query.num_tokens);
     attend_to<false>(seqs, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, cuda::QueryTokens::own, stream);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }  ///< of one sequence
 
   /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: what HeavyHitters is given with accumulate(). Dropped positions get 0. Costs the
   /// keys once more; capturable; changes nothing.
@@ -368,9 +368,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   int tokens_per_page(int kv_head) const { return cuda::tokens_per_page(layer_, kv_head); }
   /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless the token policy keeps all at full rank).
   std::size_t bytes_for(std::int64_t tokens) const { return cuda::bytes_for(layer_, tokens); }
-  int num_free_sequences() const { return sequences_.num_free(); }
-  const CacheConfig& config() const { return config_; }
-  const Pool& pool() const { return layer_.pool(); }
+  int num_free_sequences() const { return sequences_.num_free(); }  ///< that create() still has room for
+  const CacheConfig& config() const { return config_; }  ///< as it was given, defaults filled in
+  const Pool& pool() const { return layer_.pool(); }  ///< pages, which layers may share
 };
 
 LOWRANKKV_NAMESPACE_END
