@@ -31,7 +31,7 @@ if [[ ${1:-} == --cuda ]]; then
   exit 0
 fi
 [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
-# Where there is no GPU the CUDA programs are compiled to be checked, not to run: half the time is the optimiser's.
+# Where there is no GPU the CUDA programs are compiled to be checked, not to run: a third of the time is the optimiser's.
 nvidia-smi -L > /dev/null 2>&1 || cuda+=("-DCMAKE_CUDA_FLAGS_RELEASE=-O1 -DNDEBUG -Xcicc=-O1 -Xptxas=-O1")
 tools=$PWD/build/tools
 if [[ ! -x $tools/bin/conan ]]; then

@@ -237,11 +237,11 @@ lowrankkv_status lowrankkv_truncate(lowrankkv_cache* cache, int64_t seq, int64_t
 lowrankkv_status lowrankkv_remove(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count) {
   return guarded([&] { live(cache).remove(seq, first, count); });
 }
-lowrankkv_status lowrankkv_divide(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count, int64_t divisor) {
-  return guarded([&] { live(cache).divide(seq, first, count, divisor); });
-}
 lowrankkv_status lowrankkv_shift(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t delta) {
   return guarded([&] { live(cache).shift(seq, first, delta); });
+}
+lowrankkv_status lowrankkv_divide(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t count, int64_t divisor) {
+  return guarded([&] { live(cache).divide(seq, first, count, divisor); });
 }
 lowrankkv_status lowrankkv_position(const lowrankkv_cache* cache, int64_t seq, int64_t token, int64_t* position) {
   return guarded([&] {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -121,45 +122,47 @@ class PositionShifts {
 
 namespace detail {
 
+/// Raises unless a sequence has the tokens [first, first + count).
+inline void check_token_range(const char* call, std::int64_t num_tokens, std::int64_t first, std::int64_t count) {
+  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>(call, ": ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
+}
+/// Calls check(piece) for the piece that token `first` is in, and for those that begin behind it, before `end`.
+template <class Check>
+void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& check, std::int64_t end = (std::numeric_limits<std::int64_t>::max)()) {
+  check(shifts.piece(first));
+  for (const PositionShift& piece : shifts.pieces()) {
+    if (piece.first > first && piece.first < end) check(piece);
+  }
+}
+
 /// Raises unless the tokens from `first` on can move by `delta`, and no offset beyond `limit` then. @param unrotated  keys are stored before their rotary embedding
 inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t delta, std::int64_t limit) {
   if (!unrotated) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
   if (first < 0 || first > num_tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", num_tokens, " tokens");
   const auto refuse = [limit](std::int64_t by, std::int64_t offset) { fail<ValueError>("shift_positions: by ", by, " after ", offset, ", at most ", limit, " in all"); };
   if (delta > 2 * limit || delta < -2 * limit) refuse(delta, shifts.piece(first).offset);
-  const auto check = [&](const PositionShift& piece) {
+  check_pieces(shifts, first, [&](const PositionShift& piece) {
     const std::int64_t by = delta * piece.divisor;
     if (piece.offset + by > limit || piece.offset + by < -limit) refuse(by, piece.offset);
-  };
-  check(shifts.piece(first));
-  for (const PositionShift& piece : shifts.pieces()) {
-    if (piece.first > first) check(piece);
-  }
+  });
 }
 
 /// Raises unless the positions of tokens [first, first + count) can be divided. @param unrotated  keys are stored before their rotary embedding
 inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t divisor) {
   if (!unrotated) fail<StateError>("divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide them by ", divisor);
-  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>("divide_positions: ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
+  check_token_range("divide_positions", num_tokens, first, count);
   const auto check = [&](const PositionShift& piece) {
     if (divisor < 1 || divisor > PositionShifts::kMostDivisor / piece.divisor) fail<ValueError>("divide_positions: by ", divisor, " after ", piece.divisor, ", 1 to ", PositionShifts::kMostDivisor, " in all expected");
   };
-  check(shifts.piece(first));
-  for (const PositionShift& piece : shifts.pieces()) {
-    if (piece.first > first && piece.first < first + count) check(piece);
-  }
+  check_pieces(shifts, first, check, first + count);
 }
 
 /// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond `limit` without them.
 inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t limit) {
-  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>("remove: ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
-  const auto check = [&](const PositionShift& piece) {
+  check_token_range("remove", num_tokens, first, count);
+  check_pieces(shifts, first + count, [&](const PositionShift& piece) {
     if (piece.offset + count > limit) fail<ValueError>("remove: positions would be ", piece.offset + count, " beyond their tokens, at most ", limit);
-  };
-  check(shifts.piece(first + count));
-  for (const PositionShift& piece : shifts.pieces()) {
-    if (piece.first > first + count) check(piece);
-  }
+  });
 }
 
 /// Raises unless the positions of tokens to come are whole, as they are in every sequence that was saved.
