@@ -92,7 +92,8 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
   CodedMaps maps;
   maps.rank = coded_channels(bits);
   maps.bits.assign(bits.begin(), bits.begin() + maps.rank);
-  const Eigen::MatrixX<Real> axes = part.spectrum.vectors.leftCols(maps.rank);
+  const Eigen::MatrixX<Real>& vectors = part.spectrum.vectors;
+  const Eigen::MatrixX<Real> axes = vectors.leftCols(maps.rank);
   const Eigen::MatrixX<Real>&root = part.metric.root, &inverse = part.metric.inverse;
   maps.down = cpu::to_row_major(root * axes);
   maps.up = cpu::to_row_major(inverse * axes);
@@ -196,7 +197,8 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
       head.value_rank = value.rank;
       head.value_down = std::move(value.down);
       // [head_dim, rank] to [rank, head_dim]
-      head.output_up = cpu::to_row_major(cpu::to_matrix({value.up.data(), shape.head_dim, value.rank}).transpose());
+      const Eigen::MatrixX<Real> up = cpu::to_matrix({value.up.data(), shape.head_dim, value.rank});
+      head.output_up = cpu::to_row_major(up.transpose());
       head.value_metric = std::move(value.metric);
       head.value_metric_inverse = std::move(value.inverse);
       head.value_mean = std::move(value.mean);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
@@ -35,8 +36,8 @@ constexpr double gaussian_distortion(int bits) {
 /// @return bits of the same shape as `energies`
 /// @throws ValueError for widths out of order or range, energies that are negative or not finite
 /// Cost: O(steps log steps), steps = channels x widths.
-template <class = void>
-std::vector<std::vector<std::uint8_t>> allocate_bits(std::span<const Eigen::VectorXd> energies, double budget, std::span<const int> widths, int together = 1) {
+template <class Real = double>
+std::vector<std::vector<std::uint8_t>> allocate_bits(std::type_identity_t<std::span<const Eigen::VectorX<Real>>> energies, double budget, std::span<const int> widths, int together = 1) {
   using ::lowrankkv::detail::fail;
   int previous = 0;
   for (const int width : widths) {

@@ -107,7 +107,7 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
 
 /// @brief Reads a bundle for a model of `num_layers` layers of `shape`.
 /// @throws FormatError if the file is damaged or of another kind, ShapeError if it belongs to another model
-template <class = void>
+template <class Real = double>
 std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape, int num_layers) {
   const io::Safetensors file = io::Safetensors::read(path);
   const auto metadata = [&](const std::string& key) {
@@ -144,8 +144,8 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
       const std::vector<double> count = file.values<double>(prefix + "count", {heads});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         Moments& moments = moments_of(head);
-        moments.second = Eigen::Map<const Eigen::MatrixXd>(second.data() + head * dim * dim, dim, dim);
-        moments.first = Eigen::Map<const Eigen::VectorXd>(sum.data() + head * dim, dim);
+        moments.second = Eigen::Map<const Eigen::MatrixX<Real>>(second.data() + head * dim * dim, dim, dim);
+        moments.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data() + head * dim, dim);
         moments.count = count[static_cast<std::size_t>(head)];
         if (!moments.second.allFinite() || !moments.first.allFinite() || !(moments.count >= 0.0)) {
           ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* of head ", head, " is not finite, or counts ", moments.count, " rows");
@@ -170,7 +170,7 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
       const std::string tensor = "layers." + std::to_string(i) + ".coded_" + name + ".metric";
       const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        coding.head(head).*metric = Eigen::Map<const Eigen::MatrixXd>(all.data() + head * dim * dim, dim, dim);
+        coding.head(head).*metric = Eigen::Map<const Eigen::MatrixX<Real>>(all.data() + head * dim * dim, dim, dim);
         if (!(coding.head(head).*metric).allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head, " is not finite");
       }
     };
@@ -183,8 +183,8 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     const std::string prefix = "layers." + std::to_string(i) + ".values.";
     const std::vector<double> second = file.values<double>(prefix + "second_moment", {heads * dim, heads * dim});
     const std::vector<double> sum = file.values<double>(prefix + "sum", {heads * dim});
-    values.second = Eigen::Map<const Eigen::MatrixXd>(second.data(), heads * dim, heads * dim);
-    values.first = Eigen::Map<const Eigen::VectorXd>(sum.data(), heads * dim);
+    values.second = Eigen::Map<const Eigen::MatrixX<Real>>(second.data(), heads * dim, heads * dim);
+    values.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data(), heads * dim);
     values.count = file.values<double>(prefix + "count", {1}).front();
     if (!values.second.allFinite() || !values.first.allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* is not finite, ", values.count, " rows");
   }

@@ -44,12 +44,12 @@ class CodingStatistics {
   CodingStatistics() = default;
   /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are extreme, and left out
   /// @param rope    with Rope::pre, keys come unrotated and statistics are of them
-  template <class = void>
+  template <class Real = double>
   explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32) : shape_(shape), exempt_(exempt) {
     if (rope.keys == Rope::pre) rotary_ = cpu::RotaryTable(rope, shape.head_dim);
-    const Eigen::MatrixXd zero = Eigen::MatrixXd::Zero(shape.head_dim, shape.head_dim);
+    const Eigen::MatrixX<Real> zero = Eigen::MatrixX<Real>::Zero(shape.head_dim, shape.head_dim);
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads), {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
-    grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixXd::Identity(shape.head_dim, shape.head_dim));
+    grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixX<Real>::Identity(shape.head_dim, shape.head_dim));
   }
   /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is used.
   template <class = void>
@@ -149,7 +149,8 @@ class CodingStatistics {
     const Matrix means = stored.transpose() * squares;
     const Vector sums = squares.colwise().sum();
     const Matrix seen_by = gram * outputs;  // o N of every query
-    Eigen::VectorXd spread(count);
+    using Real = decltype(1.0 * typename Matrix::Scalar());  // double
+    Eigen::VectorX<Real> spread(count);
     for (Eigen::Index i = 0; i < count; ++i) {
       spread[i] = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(seen_by.col(i).dot(means.col(i))) +
                   static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
@@ -163,7 +164,7 @@ class CodingStatistics {
         add_turned(queries.row(i), shares, first, head.key_metric);
       }
     } else {
-      const Eigen::MatrixXd wide = queries.template cast<double>();
+      const Eigen::MatrixX<Real> wide = queries.template cast<double>();
       head.key_metric.noalias() += wide.transpose() * spread.asDiagonal() * wide;
     }
     head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());

@@ -32,37 +32,40 @@ struct JointValueMaps {
 /// @param moments of stacked values, [num_kv_heads head_dim]: Moments::add on rows [n, num_kv_heads head_dim], or weight_moments
 /// @throws ShapeError unless num_kv_heads divides the width and 1 <= rank <= width, ValueError on NaN or Inf
 /// Cost: O((num_kv_heads head_dim)^3).
-template <class = void>
+template <class Real = double>
 JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) {
   const Eigen::Index width = moments.second.rows();
   const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
   if (rank < 1 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
   JointValueMaps maps;
-  maps.value_down = principal_axes(moments.second).vectors.leftCols(rank);
+  const Eigen::MatrixX<Real> axes = principal_axes(moments.second).vectors;
+  maps.value_down = axes.leftCols(rank);
   for (Eigen::Index head = 0; head < num_kv_heads; ++head) {
-    maps.output_up.push_back(maps.value_down.middleRows(head * dim, dim).transpose());
+    maps.output_up.push_back(axes.block(head * dim, 0, dim, rank).transpose());
   }
   return maps;
 }
 
 /// @brief The squared error sum ||v - v^||^2 of the best joint maps of `rank`: the sum of the joint sigma^2 beyond it, in
 /// the unit of moments.second. @throws ShapeError unless 0 <= rank <= width. Cost: O((num_kv_heads head_dim)^3).
-template <class = void>
+template <class Real = double>
 double joint_error(const Moments& moments, int rank) {
   const Eigen::Index width = moments.second.rows();
   if (rank < 0 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
-  return principal_axes(moments.second).values.tail(width - rank).sum();
+  const Eigen::VectorX<Real> values = principal_axes(moments.second).values;
+  return values.tail(width - rank).sum();
 }
 
 /// @brief The same for the best maps of each head alone, `rank_per_head` each: joint_error(num_kv_heads rank_per_head) is
 /// never above it (lemma 4.2). @throws ShapeError as above, for head_dim. Cost: O(num_kv_heads head_dim^3).
-template <class = void>
+template <class Real = double>
 double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_head) {
   double error = 0.0;
   for (const Moments& head : head_moments(moments, num_kv_heads)) {
     const Eigen::Index dim = head.second.rows();
     if (rank_per_head < 0 || rank_per_head > dim) ::lowrankkv::detail::fail<ShapeError>("rank: rank_per_head ", rank_per_head, ", head_dim ", dim);
-    error += principal_axes(head.second).values.tail(dim - rank_per_head).sum();
+    const Eigen::VectorX<Real> values = principal_axes(head.second).values;
+    error += values.tail(dim - rank_per_head).sum();
   }
   return error;
 }

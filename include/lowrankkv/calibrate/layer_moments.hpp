@@ -177,8 +177,9 @@ class LayerMoments {
       HeadBasis maps;
       maps.key_rank = of_keys;
       maps.value_rank = of_values;
-      const Eigen::MatrixX<Real> keys = key_spectrum(head, options).vectors.leftCols(maps.key_rank);
-      maps.value_down = cpu::to_row_major(value_spectrum(head, options).vectors.leftCols(maps.value_rank));
+      const Eigen::MatrixX<Real> key_axes = key_spectrum(head, options).vectors, value_axes = value_spectrum(head, options).vectors;
+      const Eigen::MatrixX<Real> keys = key_axes.leftCols(maps.key_rank);
+      maps.value_down = cpu::to_row_major(value_axes.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
         const MetricRoot metric = metric_root(moments.query.second);
         const Eigen::MatrixX<Real>&root = metric.root, &inverse = metric.inverse;

@@ -23,8 +23,8 @@ struct Moments {
   double count = 0.0;
 
   Moments() = default;
-  template <class = void>
-  explicit Moments(int head_dim) : second(Eigen::MatrixXd::Zero(head_dim, head_dim)), first(Eigen::VectorXd::Zero(head_dim)) {}
+  template <class Real = double>
+  explicit Moments(int head_dim) : second(Eigen::MatrixX<Real>::Zero(head_dim, head_dim)), first(Eigen::VectorX<Real>::Zero(head_dim)) {}
 
   /// @brief Adds rows [n, head_dim]. @throws ShapeError if head_dim differs. Cost: n head_dim^2.
   template <class Real = double>
@@ -81,11 +81,12 @@ struct MetricRoot {
 template <class Real = double>
 MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
-  const double mean = spectrum.values.mean();
+  const Eigen::MatrixX<Real>& vectors = spectrum.vectors;
+  const Eigen::VectorX<Real>& values = spectrum.values;
+  const double mean = values.mean();
   if (!(mean > 0.0)) ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean, ", must be positive");
-  const Eigen::VectorX<Real> roots = (spectrum.values / mean).cwiseMax(floor).cwiseSqrt();
-  return {spectrum.vectors * roots.asDiagonal() * spectrum.vectors.transpose(),
-          spectrum.vectors * roots.cwiseInverse().asDiagonal() * spectrum.vectors.transpose()};
+  const Eigen::VectorX<Real> roots = (values / mean).cwiseMax(floor).cwiseSqrt();
+  return {vectors * roots.asDiagonal() * vectors.transpose(), vectors * roots.cwiseInverse().asDiagonal() * vectors.transpose()};
 }
 
 }  // namespace calibrate

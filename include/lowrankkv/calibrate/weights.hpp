@@ -42,7 +42,7 @@ namespace calibrate {
 /// @param input   moments of x [hidden]: second, first and count as Moments::add collects them
 /// @param bias    b [channels]; empty: none
 /// @throws ShapeError if hidden or channels differ. Cost: O(channels hidden^2). In f64.
-template <class Real = double>
+template <class Real = double, class Stored = float>
 Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
   ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment", std::int64_t{input.second.rows()});
   ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "sum", std::int64_t{input.first.size()});
@@ -53,8 +53,9 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
   moments.second = w * input.second * w.transpose();
   moments.first = w * input.first;
   if (!bias.empty()) {
-    const Eigen::VectorX<Real> b = Eigen::Map<const Eigen::VectorXf>(bias.data(), weight.rows).template cast<double>();
-    moments.second += moments.first * b.transpose() + b * moments.first.transpose() + input.count * b * b.transpose();
+    const Eigen::VectorX<Real>& sum = moments.first;
+    const Eigen::VectorX<Real> b = Eigen::Map<const Eigen::VectorX<Stored>>(bias.data(), weight.rows).template cast<double>();
+    moments.second += sum * b.transpose() + b * sum.transpose() + input.count * b * b.transpose();
     moments.first += input.count * b;
   }
   return moments;
@@ -88,9 +89,10 @@ Moments weight_moments(MatrixView weight) {
 
 /// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of some distances: what unrotated
 /// keys meet of queries. Centring goes with it. @param rotary  of head_dim  @param distances  spread over a context
-template <class Real = double>
+template <class Real = double, class Stored = float>
 Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
-  using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  using Rows = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const Eigen::VectorX<Real>& sum = moments.first;
   Moments result(static_cast<int>(moments.second.rows()));
   result.count = moments.count;
   for (const std::int64_t distance : distances) {
@@ -101,22 +103,24 @@ Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, s
     };
     const double share = 1.0 / static_cast<double>(distances.size());
     result.second += share * turn(turn(moments.second).transpose());
-    result.first += share * turn(moments.first.transpose()).transpose();
+    result.first += share * turn(sum.transpose()).transpose();
   }
   return result;
 }
 
 /// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.
 /// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless num_kv_heads divides it
-template <class = void>
+template <class Real = double>
 std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
-  const Eigen::Index width = joint.second.rows();
+  const Eigen::MatrixX<Real>& second = joint.second;
+  const Eigen::VectorX<Real>& first = joint.first;
+  const Eigen::Index width = second.rows();
   const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
   std::vector<Moments> heads(static_cast<std::size_t>(num_kv_heads));
   for (Eigen::Index head = 0; head < num_kv_heads; ++head) {
     Moments& moments = heads[static_cast<std::size_t>(head)];
-    moments.second = joint.second.block(head * dim, head * dim, dim, dim);
-    moments.first = joint.first.segment(head * dim, dim);
+    moments.second = second.block(head * dim, head * dim, dim, dim);
+    moments.first = first.segment(head * dim, dim);
     moments.count = joint.count;
   }
   return heads;

@@ -32,14 +32,14 @@ std::vector<HeadFolds> fold_maps(const State& state, const std::vector<HeadBasis
 
 /// @brief Takes the quantizer's rotation back out of a basis [head_dim, rank] that was read from an epoch, so that its channels
 /// are in the order of their energy again.
-template <class State>
+template <class State, class Stored = float>
 void undo_rotation(const State& state, int head, Part part, std::vector<float>& basis) {
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
   using Codec = typename State::Codec;
   if constexpr (requires(const typename Codec::Layout& layout, std::span<const float> rms) { Codec::fold(state.quantizer, layout, rms); }) {
     const ChannelFold fold = Codec::fold(state.quantizer, state.code_layout(head, part), part == Part::key ? calibrated.key_rms : calibrated.value_rms);
     if (fold.rotation.empty()) return;
-    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    using RowMajor = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     const int rank = part == Part::key ? calibrated.key_rank : calibrated.value_rank;
     Eigen::Map<RowMajor> columns(basis.data(), state.head_dim(), rank);
     columns = (columns * Eigen::Map<const RowMajor>(fold.rotation.data(), rank, rank).transpose()).eval();

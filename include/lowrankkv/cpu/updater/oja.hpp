@@ -72,10 +72,10 @@ struct Impl<Oja, Cpu> {
     state.moment.noalias() += wide.transpose() * wide;
   }
 
-  template <class Real = double>
+  template <class Real = double, class Stored = float>
   static bool maybe_update(const Oja& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase phase) {
     if (state.moment.size() == 0) return false;
-    using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    using RowMajor = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
     double rate = policy.prefill_rate;
     if (phase == Phase::decode) rate = policy.decode_rate / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(state.decode_steps++));
     const Eigen::MatrixX<Real> moved = cpu::oja_step(state.moment, cpu::to_matrix(basis), rate, policy.form);
