@@ -114,6 +114,8 @@ int main(int count, char** arguments) {
     codes("4 3 2 1 bits", shape, {4, 3, 2, 1});
     codes("1.5 bits", shape, {2, 2, 2});
     codes("4 bits", shape, {4, 4, 4, 4});
+    codes("4/3 bits", shape, {4, 4, 4, 4}, {3, 3, 3, 3});
+    codes("4/3 bits, rank 32", shape, {4}, {3});
     plain("f16 rank 32", shape, 32);
     plain("f16 rank 80", shape, 80);
     // Values joint over all heads: per head as many channels as keys have, together; in codes of 4 and 3 bits (STAR-KV).

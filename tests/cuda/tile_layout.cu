@@ -140,41 +140,50 @@ TEST_CASE("maps that lift keys are those of coefficients, and of codes, to what 
   for (float& x : values) x = normal(random);
   for (int i = 0; i < dim; ++i) mean.push_back(normal(random));
   const auto number = [](std::uint32_t word, int place) { return to_float(Half{static_cast<std::uint16_t>(word >> (16 * place))}); };
+  // What lane 4 (channel % 8) + t has of a channel: four numbers of every unit.
+  const auto element = [&](const gpu::HostLift& lift, int unit, int channel, int t, int i) {
+    const bool second = channel >= dim / 2;
+    const int place = channel % (dim / 2);
+    const uint4& words = lift.operands[static_cast<std::size_t>((unit * (dim / 16) + place / 8) * 32 + place % 8 * 4 + t)];
+    return number(i < 2 ? (second ? words.z : words.x) : (second ? words.w : words.y), i % 2);
+  };
+  const auto check_means = [&](const gpu::HostLift& lift, float range) {
+    for (int channel = 0; channel < dim; ++channel) {
+      const uint2& words = lift.means[static_cast<std::size_t>(channel % (dim / 2) / 2)];
+      CHECK(number(channel < dim / 2 ? words.x : words.y, channel % 2) * lift.factor == round_to(DType::f16, mean[static_cast<std::size_t>(channel)] / lift.factor * range) * lift.factor / range);
+    }
+  };
   for (const DType type : {DType::f16, DType::bf16}) {
     const auto value = [&](int coefficient, int channel) { return coefficient < 20 ? round_to(DType::f16, values[static_cast<std::size_t>(coefficient * dim + channel)]) : 0.0F; };
     const gpu::HostLift lift = gpu::lift_plain(type, units, dim, mean, value);
-    CHECK(lift.parts == (type == DType::f16 ? 1 : 2));
-    if (type == DType::bf16) continue;
+    const float range = type == DType::f16 ? 1.0F : gpu::kTurnedBFloat;
     for (int unit = 0; unit < units; ++unit) {
-      for (int block = 0; block < dim / 8; ++block) {
-        for (int lane = 0; lane < 32; ++lane) {
-          const uint2 words = lift.operands[static_cast<std::size_t>((unit * (dim / 8) + block) * 32 + lane)];
-          for (int i = 0; i < 4; ++i) {
-            const int coefficient = 16 * unit + 2 * (lane % 4) + i % 2 + 8 * (i / 2), channel = 8 * block + lane / 4;
-            CHECK(number(i < 2 ? words.x : words.y, i % 2) * lift.factor == value(coefficient, channel));
-          }
+      for (int channel = 0; channel < dim; ++channel) {
+        for (int item = 0; item < 16; ++item) {
+          const int t = item / 4, i = item % 4, coefficient = 16 * unit + 2 * t + i % 2 + 8 * (i / 2);
+          CHECK(element(lift, unit, channel, t, i) * lift.factor * range == value(coefficient, channel));
         }
       }
     }
-    for (int channel = 0; channel < dim; ++channel) CHECK(lift.numbers[static_cast<std::size_t>(channel / 2 * 4 + channel % 2)] * lift.factor == doctest::Approx(mean[static_cast<std::size_t>(channel)]));
+    check_means(lift, 1.0F);
   }
-  const std::vector<std::uint8_t> widths{4, 2};
+  const std::vector<std::uint8_t> widths{8, 2};
   const auto plane = [&](int place, int channel) { return place < width ? values[static_cast<std::size_t>(place * dim + channel)] : 0.0F; };
   const gpu::HostLift lift = gpu::lift_codes(widths, dim, mean, plane);
+  float largest = 0.0F;
   for (int channel = 0; channel < dim; ++channel) {
-    double centre = 0.0;
-    const float scale = lift.numbers[static_cast<std::size_t>(channel)];
+    float sum = 0.0F;  // over the largest levels
     for (int place = 0; place < 2 * gpu::kCodeUnit; ++place) {
-      const int unit = place / 32, within = place % 32, lane = channel % 8 * 4 + within % 16 / 4;
-      const std::size_t at = static_cast<std::size_t>((unit * (dim / 8) + channel / 8) * 32 + lane) * 2;
-      const auto byte = [&](const uint2& words) { return static_cast<int>(static_cast<std::int8_t>((within < 16 ? words.x : words.y) >> (8 * (within % 4)))); };
-      const int integer = 256 * byte(lift.operands[at]) + byte(lift.operands[at + 1]);
-      CHECK(std::abs(static_cast<float>(integer) * scale - plane(place, channel)) <= 0.501F * scale);
-      centre += 0.5 * integer * ((1 << widths[static_cast<std::size_t>(unit)]) - 1);
+      const int unit = place / 32;
+      const float found = element(lift, place / 16, channel, place % 16 / 4, place % 4), entered = unit == 0 ? 1.0F : 0.5F;
+      CHECK(found * lift.factor == doctest::Approx(static_cast<double>(entered * plane(place, channel))).epsilon(1e-3));
+      sum += std::abs(found) * (unit == 0 ? 127.5F : 3.0F);
     }
-    CHECK(lift.numbers[static_cast<std::size_t>(dim + channel)] == doctest::Approx(-centre * static_cast<double>(scale)));
-    CHECK(lift.numbers[static_cast<std::size_t>(2 * dim + channel)] == mean[static_cast<std::size_t>(channel)]);
+    largest = std::max(largest, sum);
   }
+  CHECK(largest <= 16.1F);
+  CHECK(largest > 7.9F);
+  check_means(lift, 1.0F);
 }
 
 TEST_CASE("pages hold the largest tile, and waste the least of those considered") {

@@ -45,9 +45,20 @@ struct TurnedRows {
     }
     return low;
   }
-  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, kNoPlace where there is none. Tiles come in ascending order. All lanes of a warp call it.
+  /// Where rows [first, first + 16 steps) stand. Tiles come in ascending order. All lanes of a warp call it.
   template <int steps>
-  __device__ __forceinline__ void find(int first, int (&places)[steps][2]) {
+  __device__ __forceinline__ void find(int first, TilePlaces<steps>& tile) {
+    tile.follow = !tail && listed == nullptr && num_shifts == 0;
+    if (others != nullptr) {  // none of them may stand in between
+      meet_others(first);
+      tile.follow = tile.follow && compressed_before(before) >= first + 16 * steps;
+    }
+    tile.base = first_position + first + (others != nullptr ? before - num_others : 0);
+    if (!tile.follow) find_places<steps>(first, tile.places);
+  }
+  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, kNoPlace where there is none.
+  template <int steps>
+  __device__ __forceinline__ void find_places(int first, int (&places)[steps][2]) {
     find_tokens<steps>(first, places);
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) {
@@ -60,7 +71,15 @@ struct TurnedRows {
       place = token < 0 ? kNoPlace : place;
     }
   }
-  /// The tokens that the rows are of; -1: none.
+  /// Of the full rows, the one at `at` comes behind so many compressed ones.
+  __device__ int compressed_before(int at) const { return at < num_others ? __ldg(others + at) - at : INT32_MAX; }
+  /// Counts the full rows that stand before compressed row `first`.
+  __device__ __forceinline__ void meet_others(int first) {
+    before = before < 0 ? others_before(first) : before;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int step = 32; step == 32; before += step) step = __popc(__ballot_sync(~0U, compressed_before(before + lane) <= first));
+  }
+  /// The tokens that the rows are of; -1: none. `before` counts already.
   template <int steps>
   __device__ __forceinline__ void find_tokens(int first, int (&places)[steps][2]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -79,11 +98,8 @@ struct TurnedRows {
       }
     }
     if (others == nullptr) return;
-    before = before < 0 ? others_before(first) : before;
-    const auto compressed_before = [&](int at) { return at + lane < num_others ? __ldg(others + at + lane) - (at + lane) : INT32_MAX; };
-    for (int step = 32; step == 32; before += step) step = __popc(__ballot_sync(~0U, compressed_before(before) <= first));
     for (int at = before, step = 32; step == 32; at += step) {
-      const int mine = compressed_before(at);
+      const int mine = compressed_before(at + lane);
       step = __popc(__ballot_sync(~0U, mine < first + 16 * steps));
       for (int other = 0; other < step; ++other) {
         const int limit = __shfl_sync(~0U, mine, other);
@@ -96,11 +112,11 @@ struct TurnedRows {
   }
 };
 
-/// Writes a warp's state where rings were, merges those of the block into one. All threads call it. @param channel  (unit, i) -> of the i-th of a lane's values of a unit
+/// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param channel  (unit, i) -> of the i-th of a lane's values of a unit
 template <int max_units, class Channel>
 __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum, float weight, const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  __syncthreads();  // the rings are empty
+  __syncthreads();  // nobody needs the queries
   float* const states = reinterpret_cast<float*>(memory);
   float* const state = states + static_cast<std::size_t>(threadIdx.x / 32) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
   if (g == 0) {
@@ -127,12 +143,12 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 /// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
 /// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
-/// @param  lift_operands  of lifting maps, of one part, that are copied to shared memory, behind the rings; 0: they stay where they are
+/// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
 template <DType type, PlainRows which, int max_units>
-__global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_operands) {
+__global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ __align__(8) std::uint64_t barriers[kTurnedWarps][kTurnedStages];
-  __shared__ __align__(16) float factors[kTurnedWarps * kBlockColumns];
+  __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
+  __shared__ __align__(16) float factors[turned_warps(max_units) * kBlockColumns];
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt, recent = which == PlainRows::recent;
   constexpr int steps = turned_steps(max_units), tile_rows = steps * kPlainRows;
   const int first_entry = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
@@ -150,12 +166,33 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  PageWalk walk(tables, tables.page_table(list, slot, head), layout, 0);
+  bool tail = false;
+  int first = 0, last = 0;  // tiles of the entry
+  const std::uint8_t* next = nullptr;
+  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
+    if (tile >= last) return nullptr;
+    const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes);
+    return prompt ? rows_of_prompt + place : tail ? tables.tail(slot, head) + place : walk.next(warps);
+  };
+  const auto begin = [&](int entry) {  // its first tiles are on their way then
+    tail = recent && entry == 0;
+    const int splits = tail ? 1 : list_splits, tiles = ((tail ? tables.ring_rows() : list_rows) + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
+    first = tail ? 0 : (recent ? entry - 1 : entry) * per_split;
+    last = min(tiles, first + per_split);
+    walk.seek(first + warp);
+    next = tile_at(first + warp);
+    ring.fetch(next, key_bytes);
+    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+  };
+  begin(first_entry);
   release_next_kernel();
   const LiftMap lift = coded ? tables.maps[head].lift : LiftMap{};
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr, lift_operands == 0 ? 0 : key_units);
-  float* const turned = reinterpret_cast<float*>(shared_memory + ring_bytes) + turn_floats(head_dim, lift_operands) + warp * turned_floats(head_dim);
-  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim, lift.factor);
-  __syncthreads();
+  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr, lift_units == 0 ? 0 : cuda::lift_units(false, key_units));
+  std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every entry; turned queries before
+  std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
+  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
+  const float unit_of_logits = turn.largest[t] * (coded ? lift.factor : type == DType::f16 ? 1.0F : 1.0F / kTurnedBFloat);
   // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail.
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
@@ -163,64 +200,66 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables
     detail::TurnedRows range;
     range.read_shifts(tables.rotary, slot);
     range.lengths = lengths;
-    range.tail = recent && entry == 0;
+    range.tail = tail;
     range.rows = range.tail ? tables.ring_rows() : list_rows;
     range.listed = range.tail || prompt ? nullptr : tables.row_positions(list, slot, head);
     range.num_others = coded ? tables.num_rows(RowList::full, slot, head) : 0;
     range.others = coded && range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
     range.first_position = coded ? range.num_others : prompt ? lengths.tail_position : 0;
-    const int split = recent ? entry - 1 : entry, splits = range.tail ? 1 : list_splits, tiles = (range.rows + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
-    const int first = range.tail ? 0 : split * per_split, last = min(tiles, first + per_split);
-    PageWalk walk(tables, tables.page_table(list, slot, head), layout, first + warp);
-    const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
-      if (tile >= last) return nullptr;
-      const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes);
-      return prompt ? rows_of_prompt + place : range.tail ? tables.tail(slot, head) + place : walk.next(warps);
-    };
-    const std::uint8_t* next = tile_at(first + warp);
-    ring.fetch(next, key_bytes);
-    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F;
     for (int tile = first + warp; tile < last; tile += warps) {
       next = tile_at(tile + warps);
       const std::uint8_t* here = ring.wait();
       const uint4* words = reinterpret_cast<const uint4*>(here) + lane;
-      int places[steps][2];
-      range.find<steps>(tile * tile_rows, places);
+      TilePlaces<steps> places;
+      range.find(tile * tile_rows, places);
       float s[steps][4];
-      const auto meet = [&](auto unroll, auto&& lifted) { turned_logits<steps, decltype(unroll)::value>(tables.rotary, turn, head_dim, turned, places, lifted, s); };
-      const auto meet_coefficients = [&](auto&& keys) {
-        using Rows = float(&)[steps][4];
-        if (lift_operands > 0) meet(detail::Constant<(max_units <= 2 ? 2 : 1)>{}, [&](int at, Rows x, Rows y) { lift_pairs<type, steps, max_units>(turn, turn.operands, detail::Constant<1>{}, head_dim, keys, key_units, at, x, y); });
-        else meet(detail::Constant<1>{}, [&](int at, Rows x, Rows y) { lift_pairs<type, steps, max_units>(turn, lift.operands, lift.parts, head_dim, keys, key_units, at, x, y); });
-      };
-      if constexpr (coded && max_units <= 2) {  // they fit registers
-        uint4 keys[steps][max_units];
-        #pragma unroll
-        for (int i = 0; i < steps; ++i) {
-          #pragma unroll
-          for (int unit = 0; unit < max_units; ++unit) keys[i][unit] = unit < key_units ? words[(i * key_units + unit) * 32] : uint4{};
-        }
-        __syncwarp();
-        ring.fetch(next, key_bytes);
-        meet_coefficients([&](int i, int unit) { return keys[i][unit]; });
+      constexpr int at_once = coded && max_units <= 2 ? steps / 2 : steps;
+      using Words = std::uint32_t(&)[at_once][2];
+      const auto meet = [&](auto&& prepare) { turned_logits<steps, at_once>(tables.rotary, turn, head_dim, turned, places, prepare, s); };
+      if constexpr (coded) {
+        const auto with_map = [&](const uint4* map) {
+          meet([&](int first_step, auto&& use) {
+            const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
+            const auto lift_block = [&](auto all, auto&& keys) {
+              use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(map, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
+            };
+            if constexpr (max_units <= 2) {  // they fit registers
+              uint4 keys[at_once][max_units];
+              #pragma unroll
+              for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
+              lift_block(detail::Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
+            } else {
+              lift_block(detail::Constant<0>{}, read);
+            }
+          });
+        };
+        if (lift_units > 0) with_map(turn.operands);
+        else with_map(lift.operands);
       } else {
-        if constexpr (coded) meet_coefficients([&](int i, int unit) { return words[(i * key_units + unit) * 32]; });
-        else meet(detail::Constant<1>{}, [&](int at, float (&x)[steps][4], float (&y)[steps][4]) { read_pairs<type, steps>(tables.rotary, here, key_units, at, x, y); });
-        __syncwarp();
-        ring.fetch(next, key_bytes);
+        meet([&](int, auto&& use) { use([&](int at, Words x, Words y) { read_pairs<type, steps>(tables.rotary, here, key_units, at, x, y); }); });
       }
+      __syncwarp();
+      ring.fetch(next, key_bytes);
       std::uint32_t p[steps][2];
       float logits[steps][2], best = top;
       #pragma unroll
       for (int i = 0; i < steps; ++i) {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int at = tile * tile_rows + 16 * i + 8 * r + g, place = range.tail ? (at - range.lengths.tail_first + range.rows) % range.rows : at;
-          logits[i][r] = place < (range.tail || prompt ? limit : range.rows) ? s[i][2 * r] + s[i][2 * r + 1] : -INFINITY;
-          best = fmaxf(best, logits[i][r]);
+          logits[i][r] = (s[i][2 * r] + s[i][2 * r + 1]) * unit_of_logits;
         }
       }
+      const int seen = (prompt ? limit : range.rows) - tile * tile_rows;  // rows of the tile that the column sees
+      if (range.tail || __any_sync(~0U, seen < tile_rows)) {
+        #pragma unroll
+        for (int i = 0; i < 2 * steps; ++i) {
+          const int at = 8 * i + g;
+          if (at >= seen || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
+        }
+      }
+      #pragma unroll
+      for (int i = 0; i < 2 * steps; ++i) best = fmaxf(best, logits[i / 2][i % 2]);
       best = column_max(best);
       if (__any_sync(~0U, best > top)) {
         const float correction = top == best ? 1.0F : exp2_fast(top - best);
@@ -259,12 +298,12 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_kernel(Tables
       out[unit][2] += out[unit][3];
     }
     const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
-    const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : split);
+    const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : recent ? entry - 1 : entry);
     const float total = column_sum(sum);
-    detail::finish_turned(shared_memory, top, total, total, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
+    if (entry + blocks < entries) begin(entry + blocks);
+    detail::finish_turned(states, top, total, total, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
                           step.state(row, target, block));
-    release_to_copies();
-    __syncthreads();  // the states were merged; tiles may take their place
+    __syncthreads();  // the states were merged; queries may take their place
   }
   if (which != PlainRows::recent) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
 }

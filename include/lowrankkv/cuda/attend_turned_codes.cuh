@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attend_turned_codes.cuh  Decode attention over tiles of codes whose keys are stored before their rotary embedding: lifted, turned (cuda/turned_keys.cuh), values as ever.
 ///
-/// Keys are lifted in integers: codes times a map of 16 bits a number, relative to the largest of its channel, in two bytes; then k = (sum scale + constant) gain + mean.
+/// Keys' codes become f16 about their centre, exactly, and are lifted: k = sum gain + mean, gains rounded to f16. Heads of more than 128 planes are lifted and turned part by part.
 /// Weights of values are 16-bit integers as in attend_codes.cuh.
-/// Cost: 2 x planes x head_dim products a row and KV head; floor: the tiles' bytes.
+/// Cost: planes x head_dim products a row and KV head; floor: the tiles' bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,71 +16,69 @@ namespace cuda {
 
 namespace detail {
 
-/// A unit of keys of codes of so many bits as operands of mma_codes for rows [16 m, 16 m + 16), every code in the low bits of its byte.
+/// Units of 32 codes whose levels a warp holds in registers; 16 rows that it prepares together.
+inline constexpr int kLevelUnits = 4, kLevelSteps = 2;
+
+/// Two codes of a word as f16 about their centre, exactly; below 8 bits twice that, and codes stand at bit 1 of their bytes.
 template <int bits>
-__device__ __forceinline__ uint4 code_words(const std::uint8_t* unit, int m) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if constexpr (bits == 8) {
-    return reinterpret_cast<const uint4*>(unit)[32 * m + lane];
-  } else if constexpr (bits == 4) {
-    const uint4 w = reinterpret_cast<const uint4*>(unit)[32 * (m / 2) + lane];
-    const int shift = 4 * (m % 2);
-    return {w.x >> shift & 0x0f0f0f0fU, w.y >> shift & 0x0f0f0f0fU, w.z >> shift & 0x0f0f0f0fU, w.w >> shift & 0x0f0f0f0fU};
-  } else if constexpr (bits == 2) {
-    const uint4 w = reinterpret_cast<const uint4*>(unit)[lane];
-    const int shift = 2 * m;
-    return {w.x >> shift & 0x03030303U, w.y >> shift & 0x03030303U, w.z >> shift & 0x03030303U, w.w >> shift & 0x03030303U};
-  } else {
-    const uint2 w = reinterpret_cast<const uint2*>(unit)[lane];
-    return {w.x >> (2 * m) & 0x01010101U, w.x >> (2 * m + 1) & 0x01010101U, w.y >> (2 * m) & 0x01010101U, w.y >> (2 * m + 1) & 0x01010101U};
-  }
+__device__ __forceinline__ std::uint32_t two_levels(std::uint32_t bytes, std::uint32_t selector) {
+  const std::uint32_t word = __byte_perm(bytes, 0x64646464U, selector);  // 1024 + byte
+  const __half2 numbers = *reinterpret_cast<const __half2*>(&word);
+  const __half2 levels = bits == 8 ? __hsub2(__hsub2(numbers, __float2half2_rn(1024.0F)), __float2half2_rn(127.5F)) : __hsub2(numbers, __float2half2_rn(1023.0F + static_cast<float>(1 << bits)));
+  return *reinterpret_cast<const std::uint32_t*>(&levels);
 }
 
-/// Sums of two blocks of eight channels over `units` units of one width, high and low bytes of the map apart.
+/// A unit of keys of codes of so many bits as two operands of mma_half for rows [16 m, 16 m + 16): the codes in the words of either half.
 template <int bits>
-__device__ __forceinline__ void lift_units(const std::uint8_t*& at, int units, const uint2*& operands, int blocks, int a, int b, int (&x)[4][2][4], int (&y)[4][2][4]) {
+__device__ __forceinline__ void unit_levels(const std::uint8_t* unit, int m, uint4& first, uint4& second) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  #pragma unroll 1
-  for (int unit = 0; unit < units; ++unit) {
-    const uint4 first = reinterpret_cast<const uint4*>(operands)[a * 32 + lane], second = reinterpret_cast<const uint4*>(operands)[b * 32 + lane];
+  constexpr std::uint32_t mask = bits == 8 ? ~0U : 0x01010101U * (((1U << bits) - 1U) << 1);
+  const auto at = [](std::uint32_t word, int shift) { return (bits == 8 ? word : shift == 0 ? word << 1 : word >> (shift - 1)) & mask; };
+  uint4 w;
+  if constexpr (bits == 1) {
+    const uint2 two = reinterpret_cast<const uint2*>(unit)[lane];
+    w = {at(two.x, 2 * m), at(two.x, 2 * m + 1), at(two.y, 2 * m), at(two.y, 2 * m + 1)};
+  } else {
+    const int shift = bits == 4 ? 4 * (m % 2) : 2 * m;
+    w = reinterpret_cast<const uint4*>(unit)[32 * (bits == 8 ? m : bits == 4 ? m / 2 : 0) + lane];
+    w = {at(w.x, shift), at(w.y, shift), at(w.z, shift), at(w.w, shift)};
+  }
+  first = {two_levels<bits>(w.x, 0x4140), two_levels<bits>(w.y, 0x4140), two_levels<bits>(w.x, 0x4342), two_levels<bits>(w.y, 0x4342)};
+  second = {two_levels<bits>(w.z, 0x4140), two_levels<bits>(w.w, 0x4140), two_levels<bits>(w.z, 0x4342), two_levels<bits>(w.w, 0x4342)};
+}
+
+/// The levels of rows [16 first, 16 (first + kLevelSteps)) of up to kLevelUnits units of keys, zeros where there are none; `at` moves behind them.
+__device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_unit, const std::uint8_t*& at, int first, uint4 (&keys)[kLevelSteps][2 * kLevelUnits]) {
+  #pragma unroll
+  for (int unit = 0; unit < kLevelUnits; ++unit) {
+    const int bits = first_unit + unit < layout.key_units ? layout.key_widths[first_unit + unit] : 0;
     #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const uint4 words = code_words<bits>(at, m);
-      mma_codes(x[m][0], words.x, words.y, words.z, words.w, first.x, first.y);
-      mma_codes(x[m][1], words.x, words.y, words.z, words.w, first.z, first.w);
-      mma_codes(y[m][0], words.x, words.y, words.z, words.w, second.x, second.y);
-      mma_codes(y[m][1], words.x, words.y, words.z, words.w, second.z, second.w);
+    for (int i = 0; i < kLevelSteps; ++i) {
+      uint4 &low = keys[i][2 * unit], &high = keys[i][2 * unit + 1];
+      if (bits == 2) unit_levels<2>(at, first + i, low, high);
+      else if (bits == 4) unit_levels<4>(at, first + i, low, high);
+      else if (bits == 1) unit_levels<1>(at, first + i, low, high);
+      else if (bits == 8) unit_levels<8>(at, first + i, low, high);
+      else low = high = uint4{};
     }
     at += code_unit_bytes(bits);
-    operands += 2 * blocks * 32;
-  }
-}
-
-/// Rows of eight channels of what their integers come to. @param gains  of this lane's rows
-__device__ __forceinline__ void lifted_rows(const TurnShared& turn, int head_dim, int block, const int (&sums)[4][2][4], const float (&gains)[4][2], float (&x)[4][4]) {
-  const float* numbers = turn.numbers + 8 * block + 2 * (static_cast<int>(threadIdx.x) % 4);
-  const float2 scale = *reinterpret_cast<const float2*>(numbers), constant = *reinterpret_cast<const float2*>(numbers + head_dim), mean = *reinterpret_cast<const float2*>(numbers + 2 * head_dim);
-  #pragma unroll
-  for (int m = 0; m < 4; ++m) {
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float own_scale = i % 2 == 0 ? scale.x : scale.y, own_constant = i % 2 == 0 ? constant.x : constant.y, own_mean = i % 2 == 0 ? mean.x : mean.y;
-      x[m][i] = fmaf(fmaf(static_cast<float>(256 * sums[m][0][i] + sums[m][1][i]), own_scale, own_constant), gains[m][i / 2], own_mean);
-    }
   }
 }
 
 }  // namespace detail
 
+/// @brief Warps of a block, at most.
+inline constexpr int kTurnedCodeWarps = 8;
+
 /// @brief Partial states of the compressed lists. Grid: (blocks x blocks of columns) x heads x sequences; a block has every blocks-th split.
 /// @tparam max_units   units of values that a head may have
-/// @param  stage_bytes, lift_operands  as of attend_turned_kernel
-/// @tparam copied  lifting maps are copied to shared memory
+/// @tparam copied      lifting maps are copied to shared memory
+/// @param  stage_bytes, lift_units  as of attend_turned_kernel
 template <int max_units, bool copied>
-__global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_operands) {
+__global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ __align__(8) std::uint64_t barriers[kTurnedWarps][kTurnedStages];
-  __shared__ __align__(16) float factors[kTurnedWarps * kBlockColumns];
+  __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
+  __shared__ __align__(16) float factors[kTurnedCodeWarps * kBlockColumns];
   __shared__ HeadTiles layout;
   const int first_split = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
@@ -93,14 +91,27 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, g = static_cast<int>(threadIdx.x) % 32 / 4;
   const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits;
-  const int head_dim = tables.head_dim, key_pattern = layout.key_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
+  const int head_dim = tables.head_dim, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
+  int first = 0, last = 0;  // tiles of the split
+  const std::uint8_t* next = nullptr;
+  const auto begin = [&](int split) {  // its first tiles are on their way then
+    first = split * per_split;
+    last = min(tiles, first + per_split);
+    walk.seek(first + warp);
+    next = first + warp < last ? walk.next(warps) : nullptr;
+    ring.fetch(next, key_bytes);
+    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+  };
+  begin(first_split);
   release_next_kernel();
   const LiftMap lift = tables.maps[head].lift;
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift, copied ? 2 * layout.key_units : 0);
-  float* const turned = reinterpret_cast<float*>(shared_memory + ring_bytes) + turn_floats(head_dim, lift_operands) + warp * turned_floats(head_dim);
-  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim, 1.0F);
-  __syncthreads();
+  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift, copied ? cuda::lift_units(true, layout.key_units) : 0);
+  std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every split; turned queries before
+  std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
+  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
+  const float unit_of_logits = turn.largest[threadIdx.x % 4] * lift.factor;
   detail::TurnedRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
@@ -108,11 +119,6 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
   range.listed = tables.row_positions(RowList::compressed, slot, head);
   range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   for (int split = first_split; split < splits; split += blocks) {
-    const int first = split * per_split, last = min(tiles, first + per_split);
-    PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, first + warp);
-    const std::uint8_t* next = first + warp < last ? walk.next(warps) : nullptr;
-    ring.fetch(next, key_bytes);
-    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F, weight = 0.0F;
     for (int tile = first + warp; tile < last; tile += warps) {
       next = tile + warps < last ? walk.next(warps) : nullptr;
@@ -121,29 +127,33 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
         const std::uint8_t* at = here + layout.gain_place(part, 16 * m + 8 * r + g);
         return layout.gains == ScaleKind::norm_log8 ? detail::gain_of_byte(*at, 0x7650) : __half2float(*reinterpret_cast<const __half*>(at));
       };
-      float gains[4][2], value_gains[4][2], s[4][4];
-      #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      float value_gains[4][2], s[4][4];
+      TilePlaces<4> places;
+      range.find(tile * kCodeRows, places);
+      turned_logits<4, detail::kLevelSteps>(tables.rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+        __half2 gains[2 * detail::kLevelSteps];
         #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          gains[m][r] = gain(Part::key, m, r);
-          value_gains[m][r] = gain(Part::value, m, r);
-        }
-      }
-      int places[4][2];
-      range.find<4>(tile * kCodeRows, places);
-      turned_logits<4, 1>(tables.rotary, turn, head_dim, turned, places, [&](int a, float (&x)[4][4], float (&y)[4][4]) {
-        const int b = a + head_dim / 16;
-        int first_sums[4][2][4] = {}, second_sums[4][2][4] = {};
+        for (int i = 0; i < 2 * detail::kLevelSteps; ++i) gains[i] = __float2half2_rn(gain(Part::key, first_step + i / 2, i % 2));
         const std::uint8_t* at = here + layout.key_offset;
-        const uint2* operands = copied ? turn.operands : lift.operands;
-        detail::lift_units<8>(at, key_pattern & 0xff, operands, head_dim / 8, a, b, first_sums, second_sums);
-        detail::lift_units<4>(at, key_pattern >> 8 & 0xff, operands, head_dim / 8, a, b, first_sums, second_sums);
-        detail::lift_units<2>(at, key_pattern >> 16 & 0xff, operands, head_dim / 8, a, b, first_sums, second_sums);
-        detail::lift_units<1>(at, key_pattern >> 24, operands, head_dim / 8, a, b, first_sums, second_sums);
-        detail::lifted_rows(turn, head_dim, a, first_sums, gains, x);
-        detail::lifted_rows(turn, head_dim, b, second_sums, gains, y);
+        const uint4* map = copied ? turn.operands : lift.operands;
+        for (int unit = 0; unit < layout.key_units; unit += detail::kLevelUnits, map += 2 * detail::kLevelUnits * (head_dim / (2 * kTurnPairs)) * 32) {
+          uint4 keys[detail::kLevelSteps][2 * detail::kLevelUnits];
+          detail::unpack_keys(layout, unit, at, first_step, keys);
+          use([&](int own, std::uint32_t (&x)[detail::kLevelSteps][2], std::uint32_t (&y)[detail::kLevelSteps][2]) {
+            lift_pairs<detail::kLevelSteps, 2 * detail::kLevelUnits, true>(map, head_dim, [&](int i, int k) { return keys[i][k]; }, 2 * (layout.key_units - unit), own, uint2{}, x, y);
+            const uint2 mean = unit == 0 ? turn.means[4 * own + static_cast<int>(threadIdx.x) % 4] : uint2{};
+            #pragma unroll
+            for (int i = 0; i < 2 * detail::kLevelSteps; ++i) {
+              const __half2 gain_of_row = gains[i];
+              const auto with_gain = [&](std::uint32_t& word, const std::uint32_t& onto) { *reinterpret_cast<__half2*>(&word) = __hfma2(*reinterpret_cast<__half2*>(&word), gain_of_row, *reinterpret_cast<const __half2*>(&onto)); };
+              with_gain(x[i / 2][i % 2], mean.x);
+              with_gain(y[i / 2][i % 2], mean.y);
+            }
+          });
+        }
       }, s);
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) value_gains[i / 2][i % 2] = gain(Part::value, i / 2, i % 2);
       __syncwarp();
       ring.fetch(next, key_bytes);
       const int valid = rows - tile * kCodeRows;
@@ -152,7 +162,8 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
       for (int m = 0; m < 4; ++m) {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          logits[m][r] = 16 * m + 8 * r + g < valid ? s[m][2 * r] + s[m][2 * r + 1] : -INFINITY;
+          logits[m][r] = (s[m][2 * r] + s[m][2 * r + 1]) * unit_of_logits;
+          if (valid < kCodeRows && 16 * m + 8 * r + g >= valid) logits[m][r] = -INFINITY;
           best = fmaxf(best, logits[m][r]);
         }
       }
@@ -204,10 +215,10 @@ __global__ void __launch_bounds__(32 * kTurnedWarps) attend_turned_codes_kernel(
       ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
     }
     const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
-    detail::finish_turned(shared_memory, top, column_sum(sum), weight, out, layout.value_units, layout.channels(Part::value), [&](int unit, int i) { return unit * kCodeUnit + 8 * i + g; }, factors,
+    if (split + blocks < splits) begin(split + blocks);
+    detail::finish_turned(states, top, column_sum(sum), weight, out, layout.value_units, layout.channels(Part::value), [&](int unit, int i) { return unit * kCodeUnit + 8 * i + g; }, factors,
                           step.state(row, step.first_entry(Source::compressed) + split, block));
-    release_to_copies();
-    __syncthreads();  // the states were merged; tiles may take their place
+    __syncthreads();  // the states were merged; queries may take their place
   }
   wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
 }

@@ -238,7 +238,7 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_numbers_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_means_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
@@ -250,8 +250,8 @@ class LayerMaps {
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
   void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type) {
-    std::vector<uint2> operands;
-    std::vector<float> numbers;
+    std::vector<uint4> operands;
+    std::vector<uint2> means;
     std::vector<std::size_t> first;
     for (std::size_t head = 0; head < heads_.size(); ++head) {
       const HeadBasis& own = basis.heads[head];
@@ -272,23 +272,22 @@ class LayerMaps {
       }
       first.push_back(operands.size());
       operands.insert(operands.end(), lift.operands.begin(), lift.operands.end());
-      numbers.insert(numbers.end(), lift.numbers.begin(), lift.numbers.end());
+      means.insert(means.end(), lift.means.begin(), lift.means.end());
       heads_[head].lift.factor = lift.factor;
-      heads_[head].lift.parts = lift.parts;
     }
-    lifts_ = DeviceArray<uint2>(operands);
-    lift_numbers_ = DeviceArray<float>(numbers);
+    lifts_ = DeviceArray<uint4>(operands);
+    lift_means_ = DeviceArray<uint2>(means);
     for (std::size_t head = 0; head < heads_.size(); ++head) {
       LiftMap& lift = heads_[head].lift;
       lift.operands = lifts_.data() + first[head];
-      lift.numbers = lift_numbers_.data() + 3 * head * static_cast<std::size_t>(head_dim);
+      lift.means = lift_means_.data() + head * static_cast<std::size_t>(head_dim / 4);
     }
   }
 
   DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
-  DeviceArray<uint2> lifts_;
-  DeviceArray<float> lift_numbers_;
+  DeviceArray<uint4> lifts_;
+  DeviceArray<uint2> lift_means_;
   std::vector<HeadMaps> heads_;
   std::uint64_t checksum_ = 0;
 };

@@ -16,22 +16,23 @@ namespace detail {
 
 /// How a turning kernel is launched: as many warps as there is room for; maps that lift stay in global memory where they would leave room for few.
 struct TurnedLaunch {
-  int warps = 0, ring_bytes = 0, bytes = 0, operands = 0;
+  int warps = 0, ring_bytes = 0, bytes = 0, units = 0;
 
-  /// @param stage_bytes  of a ring's stage  @param state_bytes  of a warp's state  @param operands  of lifting maps  @throws CapacityError where not even one warp fits
+  /// @param most_warps  of a block  @param stage_bytes  of a ring's stage  @param state_bytes  of a warp's state  @param lift_units  of lifting maps  @throws CapacityError where not even one warp fits
   template <class... Parameters>
-  TurnedLaunch(void (*kernel)(Parameters...), const LayerState& layer, int stage_bytes, int state_bytes, int lift_operands) : operands(lift_operands) {
-    const int room = free_shared(kernel, layer.shared_bytes()), ring = (std::max)(kTurnedStages * stage_bytes, state_bytes);
-    const auto turning = [&] { return turn_bytes(layer.tables().head_dim, operands); };
-    const auto fitting = [&] { return (std::min)(kTurnedWarps, (room - turning().block) / (ring + turning().warp)); };
+  TurnedLaunch(void (*kernel)(Parameters...), const LayerState& layer, int most_warps, int stage_bytes, int state_bytes, int lift_units) : units(lift_units) {
+    const int room = free_shared(kernel, layer.shared_bytes()), ring = kTurnedStages * stage_bytes;
+    const int head_dim = layer.tables().head_dim, warp = ring + (std::max)(turn_warp_bytes(head_dim), state_bytes);  // states lie where turned queries were
+    const auto block = [&] { return turn_block_bytes(head_dim, units); };
+    const auto fitting = [&] { return (std::min)(most_warps, (room - block()) / warp); };
     warps = fitting();
-    if (warps < kTurnedWarps / 3 && operands > 0) {
-      operands = 0;
+    if (warps < 4 && units > 0) {
+      units = 0;
       warps = fitting();
     }
-    if (warps < 1) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", turning().block + ring + turning().warp, " bytes of shared memory, the device has ", room, " to give");
+    if (warps < 1) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", block() + warp, " bytes of shared memory, the device has ", room, " to give");
     ring_bytes = warps * ring;
-    bytes = ring_bytes + turning().block + warps * turning().warp;
+    bytes = block() + warps * warp;
   }
 };
 
@@ -45,24 +46,22 @@ template <PlainRows which>
 void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   const Tables& tables = layer.tables();
-  int units = 0, stage_bytes = 0, channels = 0, operands = 0;
-  bool whole = true;  // maps have one part
+  int units = 0, stage_bytes = 0, channels = 0, lift_units = 0;
   for (int head = 0; head < (coded ? tables.num_heads : 1); ++head) {
     const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
     units = (std::max)({units, tiles.key_units, tiles.value_units});
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
     channels = (std::max)(channels, tiles.channels(Part::value));
-    if (coded) operands = (std::max)(operands, tiles.key_units);
-    whole = whole && (!coded || layer.lift_parts(head) == 1);
+    if (coded) lift_units = (std::max)(lift_units, cuda::lift_units(false, tiles.key_units));
   }
   with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
     with_units<coded>(units, [&](auto max_units) {
       const auto kernel = attend_turned_kernel<type(), which, max_units()>;
-      const TurnedLaunch launch(kernel, layer, stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), whole ? operands : 0);
+      const TurnedLaunch launch(kernel, layer, turned_warps(max_units()), stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), lift_units);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
       launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), which != PlainRows::recent && layer.overlaps(), "attend_turned_kernel", stream, tables, step, batch, queries,
-                   first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.operands);
+                   first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.units);
     });
   });
 }
@@ -82,13 +81,13 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
       launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
-                   launch.ring_bytes, launch.operands);
+                   launch.ring_bytes, launch.units);
     };
     const auto kernel = attend_turned_codes_kernel<max_units(), true>;
-    const TurnedLaunch launch(kernel, layer, stage_bytes, state_bytes, 2 * layer.tiles().max_units(Part::key));
-    if (launch.operands > 0) return start(kernel, launch);
+    const TurnedLaunch launch(kernel, layer, kTurnedCodeWarps, stage_bytes, state_bytes, lift_units(true, layer.tiles().max_units(Part::key)));
+    if (launch.units > 0) return start(kernel, launch);
     const auto reading = attend_turned_codes_kernel<max_units(), false>;
-    start(reading, TurnedLaunch(reading, layer, stage_bytes, state_bytes, 0));
+    start(reading, TurnedLaunch(reading, layer, kTurnedCodeWarps, stage_bytes, state_bytes, 0));
   });
 }
 

@@ -148,8 +148,6 @@ class LayerState {
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
   /// @brief Device memory of what all sequences share.
   std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + rotary_.bytes(); }
-  /// @brief Parts of the map that lifts a head's keys.
-  int lift_parts(int head) const { return maps_.heads()[static_cast<std::size_t>(head)].lift.parts; }
   const RotaryTables& rotary() const { return rotary_; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }

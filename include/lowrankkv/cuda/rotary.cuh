@@ -20,8 +20,10 @@ namespace cuda {
 inline constexpr int kTurnBase = 64, kTurnDigits = 6;  ///< positions below 2^31
 /// @brief Rows of the table of small offsets: a tile's rows and what may be missing between them. Rows that stand further apart cost another pass over the tile.
 inline constexpr int kTurnRows = 80;
-/// @brief Pairs by which its rows are longer than they must be: neighbouring rows stand in other banks of shared memory.
-inline constexpr int kTurnPad = 8;
+/// @brief Couples of blocks of eight pairs, the last of which may be half a one.
+__host__ __device__ constexpr int turn_couples(int head_dim) { return (head_dim / 16 + 1) / 2; }
+/// @brief Words of that table.
+__host__ __device__ constexpr int turn_words(int head_dim) { return turn_couples(head_dim) * kTurnRows * 16; }
 /// @brief Pieces that the positions of a sequence may be moved in, and their farthest: differences of positions are below 2^31.
 inline constexpr int kMaxShifts = 32;
 inline constexpr std::int64_t kFarthestPosition = (std::int64_t{1} << 30) - 1;
@@ -47,7 +49,7 @@ struct ShiftList {
 /// not turn are pairs of angle zero behind the others. Eight pairs are two blocks of eight channels of a row, so that lanes find both channels of their pairs in their own registers.
 struct Rotary {
   const float2* digits = nullptr;   ///< [kTurnDigits, kTurnBase, head_dim / 2]: cosine and sine, pairs in turning order
-  const float2* offsets = nullptr;  ///< [kTurnRows, head_dim / 2 + kTurnPad]: the same of small offsets. Null: keys are stored turned
+  const std::uint32_t* offsets = nullptr;  ///< [turn_couples, kTurnRows, t, block of the couple]: of small offsets, in f16, cosines of pairs 2t and 2t + 1, sines. Null: keys are stored turned
   DeviceShift* shifts = nullptr;    ///< [slots, kMaxShifts], pieces in order of their tokens
   std::int32_t* num_shifts = nullptr;  ///< [slots]
   std::int32_t pairs = 0;           ///< that turn, a multiple of eight
@@ -63,16 +65,19 @@ struct Rotary {
     if (own >= pairs) return own / 8 * 16 + own % 8 + (second ? 8 : 0);
     return interleaved ? 2 * pair(own) + (second ? 1 : 0) : own + (second ? pairs : 0);
   }
-  /// @brief Cosine and sine of a pair, in turning order, at a position. Up to 2^18, either way, its digits are loaded at once.
-  __device__ float2 phase(int position, int place, int head_dim) const {
-    const auto digit = [&](int power, unsigned value) { return __ldg(digits + (power * kTurnBase + static_cast<int>(value % kTurnBase)) * (head_dim / 2) + place); };
-    const auto add = [](const float2& x, const float2& y) { return float2{x.x * y.x - x.y * y.y, x.y * y.x + x.x * y.y}; };
+  /// @brief Cosines and sines of pairs 2 two and 2 two + 1, in turning order, at a position. Up to 2^18, either way, its digits are loaded at once.
+  __device__ float4 phases(int position, int two, int head_dim) const {
+    const auto digit = [&](int power, unsigned value) { return __ldg(reinterpret_cast<const float4*>(digits) + (power * kTurnBase + static_cast<int>(value % kTurnBase)) * (head_dim / 4) + two); };
+    const auto add = [](const float4& x, const float4& y) { return float4{x.x * y.x - x.y * y.y, x.y * y.x + x.x * y.y, x.z * y.z - x.w * y.w, x.w * y.z + x.z * y.w}; };
     unsigned left = static_cast<unsigned>(abs(position));
-    const float2 low = digit(0, left), middle = digit(1, left / kTurnBase), high = digit(2, left / kTurnBase / kTurnBase);
-    float2 sum = add(add(low, middle), high);
+    const float4 low = digit(0, left), middle = digit(1, left / kTurnBase), high = digit(2, left / kTurnBase / kTurnBase);
+    float4 sum = add(add(low, middle), high);
     left /= kTurnBase * kTurnBase * kTurnBase;
     for (int power = 3; left > 0; ++power, left /= kTurnBase) sum = add(sum, digit(power, left));
-    if (position < 0) sum.y = -sum.y;
+    if (position < 0) {
+      sum.y = -sum.y;
+      sum.w = -sum.w;
+    }
     return sum;
   }
 };
@@ -95,17 +100,22 @@ class RotaryTables {
     rotary_.interleaved = config.pairing == RopePairing::interleaved;
     std::vector<double> frequencies(static_cast<std::size_t>(head_dim / 2));
     for (int place = 0; place < rotary_.pairs; ++place) frequencies[static_cast<std::size_t>(place)] = all[static_cast<std::size_t>(rotary_.pair(place))];
-    std::vector<float2> digits, offsets;
+    std::vector<float2> digits;
+    std::vector<std::uint32_t> offsets;
     double unit = 1.0;
     for (int power = 0; power < kTurnDigits; ++power, unit *= kTurnBase) {
       for (int digit = 0; digit < kTurnBase; ++digit) append(digits, frequencies, unit * digit);
     }
-    for (int row = 0; row < kTurnRows; ++row) {
-      append(offsets, frequencies, row);
-      offsets.resize(offsets.size() + kTurnPad, {1.0F, 0.0F});
+    for (int word = 0; word < turn_words(head_dim); ++word) {
+      const auto of = [&](int pair) {
+        const double angle = pair < head_dim / 2 ? frequencies[static_cast<std::size_t>(pair)] * (word / 16 % kTurnRows) : 0.0;
+        return static_cast<std::uint32_t>(to_half(static_cast<float>(word % 2 == 0 ? std::cos(angle) : std::sin(angle))).bits);
+      };
+      const int pair = word / 16 / kTurnRows * 16 + word / 2 % 2 * 8 + word / 4 % 4 * 2;
+      offsets.push_back(of(pair) | of(pair + 1) << 16);
     }
     digits_ = DeviceArray<float2>(digits);
-    offsets_ = DeviceArray<float2>(offsets);
+    offsets_ = DeviceArray<std::uint32_t>(offsets);
     shifts_ = DeviceArray<DeviceShift>(static_cast<std::size_t>(max_sequences) * kMaxShifts);
     num_shifts_ = DeviceArray<std::int32_t>(static_cast<std::size_t>(max_sequences));
     rotary_.shifts = shifts_.data();
@@ -142,7 +152,8 @@ class RotaryTables {
     for (const double frequency : frequencies) table.push_back({static_cast<float>(std::cos(frequency * position)), static_cast<float>(std::sin(frequency * position))});
   }
   Rotary rotary_;
-  DeviceArray<float2> digits_, offsets_;
+  DeviceArray<float2> digits_;
+  DeviceArray<std::uint32_t> offsets_;
   DeviceArray<DeviceShift> shifts_;
   DeviceArray<std::int32_t> num_shifts_;
 };

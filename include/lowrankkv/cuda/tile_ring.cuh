@@ -157,18 +157,13 @@ __device__ __forceinline__ void mma_plain(float (&c)[4], const uint4& a, std::ui
   }
 }
 
-/// @brief d = a b + c, the same.
-template <DType type>
-__device__ __forceinline__ void mma_plain_onto(float (&d)[4], const uint4& a, std::uint32_t b0, std::uint32_t b1, const float4& c) {
-  if constexpr (type == DType::f16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(c.x), "f"(c.y), "f"(c.z), "f"(c.w));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(c.x), "f"(c.y), "f"(c.z), "f"(c.w));
-  }
+/// @brief d = a b + c of f16, sums rounded to f16 too: d[0] has columns 2t and 2t + 1 of row g, d[1] of row g + 8; c is of both rows.
+__device__ __forceinline__ void mma_half_onto(std::uint32_t (&d)[2], const uint4& a, std::uint32_t b0, std::uint32_t b1, std::uint32_t c) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};" : "=r"(d[0]), "=r"(d[1]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c));
+}
+/// @brief c += a b, the same.
+__device__ __forceinline__ void mma_half(std::uint32_t (&c)[2], const uint4& a, std::uint32_t b0, std::uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};" : "+r"(c[0]), "+r"(c[1]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
 /// @brief c += a b, 16 x 8 by 8 x 8 elements of tf32, f32 sums. Bits beyond tf32's are ignored.

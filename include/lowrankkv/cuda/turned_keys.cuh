@@ -2,8 +2,12 @@
 /// @file cuda/turned_keys.cuh  Logits of keys that are stored before their rotary embedding: a tile is lifted to head_dim, turned in registers and meets the queries, once for the group.
 ///
 /// With base position b of a tile, q R(p) k = (R(-b) q) R(p - b) k: a warp turns its queries back once a tile, and rows by small offsets, whose cosines and sines lie in shared
-/// memory. Lifted keys are accumulators of one product and operands of the next without leaving their lanes: k = t is channel 2t of a block of eight, k = t + 4 channel
-/// 2t + 1. Both sides enter as a high and a low part of tf32: the result is that of f32 arithmetic to about 2^-20.
+/// memory. A lifted key is an accumulator of one product and an operand of the next without leaving its lane: the first channels of eight pairs are eight numbers of the sum over
+/// sixteen, their second channels the other eight.
+///
+/// Keys are numbers of 16 bits on this way, as they would be in a cache of turned keys in f16, two channels an instruction: lifted, turned, each rounded to f16 (bf16 rows
+/// times 2^-4, so that they fit up to 2^20). Queries are two numbers of 16 bits relative to their largest, sums over channels f32. A logit's error is that of three to four roundings of
+/// the key's channels to 11 bits.
 /// Cost: head_dim x rank products a row and KV head, whatever the group; floor: the tiles' bytes.
 #pragma once
 
@@ -15,83 +19,97 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Numbers of eight channels of a warp's turned queries: eight more than there are, so that blocks stand in other banks.
-inline constexpr int kTurnedBlock = 8 * kBlockColumns + 8;
+/// @brief Pairs of a block: what one product of 16 channels takes.
+inline constexpr int kTurnPairs = 8;
+/// @brief Words of a warp's turned queries for two blocks of pairs: 16 more than there are, so that neighbours stand in other banks.
+inline constexpr int kTurnedBlocks = 32 * 4 + 16;
 inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
 
-/// @brief Numbers in shared memory that a block needs to turn keys: offsets, queries, a lifting map of so many operands a block of channels and lane.
-__host__ __device__ constexpr int turn_floats(int head_dim, int operands) {
-  return kTurnRows * (head_dim + 2 * kTurnPad) + head_dim * kBlockColumns + 3 * head_dim + operands * (head_dim / 8) * 64;
+/// @brief Bytes that a block of threads needs to turn keys: offsets, queries, means, a lifting map of so many units. A multiple of 16.
+__host__ __device__ constexpr int turn_block_bytes(int head_dim, int units) {
+  return 4 * turn_words(head_dim) + 4 * kBlockColumns * (head_dim + 4) + 2 * head_dim + units * (head_dim / (2 * kTurnPairs)) * 512;
 }
 /// @brief The same of a warp: its turned queries.
-__host__ __device__ constexpr int turned_floats(int head_dim) { return head_dim / 8 * kTurnedBlock; }
+__host__ __device__ constexpr int turn_warp_bytes(int head_dim) { return 4 * turn_couples(head_dim) * kTurnedBlocks; }
 /// @brief Stages of a warp's ring: the keys of a tile, its values.
 inline constexpr int kTurnedStages = 2;
-/// @brief Warps of a block of a turning kernel, at most.
-inline constexpr int kTurnedWarps = 12;
-/// @brief Bytes of a block and of each warp.
-struct TurnBytes {
-  int block = 0, warp = 0;
+/// @brief Warps of a block of a turning kernel, at most: splits are multiples of 16 tiles; where a tile has more than two units, shared memory has room for fewer, and they get more registers.
+__host__ __device__ constexpr int turned_warps(int max_units) { return max_units <= 2 ? 16 : 8; }
+
+/// @brief Where the rows of a tile stand, as a lane sees its own: rows 16 i + 8 r + lane / 4.
+template <int steps>
+struct TilePlaces {
+  bool follow = false;   ///< row i stands at position base + i, or is no row and its logit is not looked at; the same for all lanes
+  int base = 0;
+  int places[steps][2];  ///< otherwise: positions, or kNoPlace where nobody sees a row
 };
-/// @brief The shared memory that turning takes.
-constexpr TurnBytes turn_bytes(int head_dim, int operands) {
-  constexpr int size = static_cast<int>(sizeof(float));
-  return {size * turn_floats(head_dim, operands), size * turned_floats(head_dim)};
-}
 
 /// @brief What the warps of a block share: offsets, queries, the lifting map. In shared memory.
 struct TurnShared {
-  const float2* offsets = nullptr;  ///< [kTurnRows, head_dim / 2 + kTurnPad]
-  float* raw = nullptr;             ///< [head_dim, kBlockColumns]: queries, times the softmax scale, channels in turning order
-  float* numbers = nullptr;         ///< [3, head_dim]: those of a lifting map
-  const uint2* operands = nullptr;  ///< a copy of those of the lifting map
+  const std::uint32_t* offsets = nullptr;  ///< as Rotary::offsets
+  float* raw = nullptr;              ///< [head_dim, kBlockColumns]: queries relative to the largest of their column, channels in turning order
+  float* largest = nullptr;          ///< [kBlockColumns]
+  const uint2* means = nullptr;      ///< as LiftMap::means
+  const uint4* operands = nullptr;   ///< a copy of those of the lifting map
 
   TurnShared() = default;
   /// @brief Lays it out; all threads copy what does not depend on the queries. The caller synchronises.
-  /// @param lift  null: rows at full rank  @param copied  of its operands, for eight channels and a lane: units x parts, or none
+  /// @param lift  null: rows at full rank  @param copied  units of its operands that are copied
   __device__ TurnShared(std::uint8_t* memory, const Rotary& rotary, int head_dim, const LiftMap* lift, int copied) {
-    float4* table = reinterpret_cast<float4*>(memory);
-    const int size = kTurnRows * (head_dim / 2 + kTurnPad) / 2;
+    uint4* table = reinterpret_cast<uint4*>(memory);
+    const int size = turn_words(head_dim) / 4, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     #pragma unroll 8
-    for (int i = static_cast<int>(threadIdx.x); i < size; i += static_cast<int>(blockDim.x)) table[i] = __ldg(reinterpret_cast<const float4*>(rotary.offsets) + i);
-    offsets = reinterpret_cast<const float2*>(memory);
+    for (int i = thread; i < size; i += threads) table[i] = __ldg(reinterpret_cast<const uint4*>(rotary.offsets) + i);
+    offsets = reinterpret_cast<const std::uint32_t*>(memory);
     raw = reinterpret_cast<float*>(table + size);
-    numbers = raw + head_dim * kBlockColumns;
-    uint2* copy = reinterpret_cast<uint2*>(numbers + 3 * head_dim);
+    largest = raw + head_dim * kBlockColumns;
+    uint4* own_means = reinterpret_cast<uint4*>(largest + 4 * kBlockColumns);
+    uint4* copy = own_means + head_dim / 8;
+    means = reinterpret_cast<const uint2*>(own_means);
     operands = copy;
     if (lift == nullptr) return;
-    for (int i = static_cast<int>(threadIdx.x); i < 3 * head_dim; i += static_cast<int>(blockDim.x)) numbers[i] = __ldg(lift->numbers + i);
+    for (int i = thread; i < head_dim / 8; i += threads) own_means[i] = __ldg(reinterpret_cast<const uint4*>(lift->means) + i);
     #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < copied * (head_dim / 8) * 16; i += static_cast<int>(blockDim.x)) {
-      reinterpret_cast<uint4*>(copy)[i] = __ldg(reinterpret_cast<const uint4*>(lift->operands) + i);
-    }
+    for (int i = thread; i < copied * (head_dim / (2 * kTurnPairs)) * 32; i += threads) copy[i] = __ldg(lift->operands + i);
   }
 
-  /// @brief Copies a block of columns of the queries, times `factor`. All threads call it; the caller synchronises.
-  __device__ void load_queries(const StepQueries& queries, const Rotary& rotary, const AttentionStep& step, int sequence, int kv_head, int block, int head_dim, float factor) {
-    for (int item = static_cast<int>(threadIdx.x); item < kBlockColumns * head_dim; item += static_cast<int>(blockDim.x)) {
+  /// @brief Copies a block of columns of the queries. All threads call it; they are synchronised at the end.
+  __device__ void load_queries(const StepQueries& queries, const Rotary& rotary, const AttentionStep& step, int sequence, int kv_head, int block, int head_dim) {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    int* const bits = reinterpret_cast<int*>(largest);
+    if (thread < kBlockColumns) bits[thread] = 0;
+    __syncthreads();
+    for (int item = thread; item < kBlockColumns * head_dim; item += threads) {
       const int own = item / head_dim, column = block * kBlockColumns + own, place = item % head_dim;
-      raw[place * kBlockColumns + own] = column < step.columns() ? factor * queries.at(step, sequence, kv_head, column, rotary.channel(place, head_dim)) : 0.0F;
+      const float value = column < step.columns() ? queries.at(step, sequence, kv_head, column, rotary.channel(place, head_dim)) : 0.0F;
+      raw[place * kBlockColumns + own] = value;
+      atomicMax(bits + own, __float_as_int(fabsf(value)));
     }
+    __syncthreads();
+    for (int item = thread; item < kBlockColumns * head_dim; item += threads) raw[item] *= largest[item % kBlockColumns] > 0.0F ? __fdividef(1.0F, largest[item % kBlockColumns]) : 0.0F;
+    __syncthreads();
   }
 
-  /// @brief The queries turned back by `base` positions, [head_dim / 8, kTurnedBlock: columns, eight channels each]. All lanes call it; they are synchronised at the end.
-  __device__ void turn_back(const Rotary& rotary, int head_dim, int base, float* turned) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  /// @brief The queries turned back by `base` positions as operands, [turn_couples, kTurnedBlocks]: a lane's two words of either block. All lanes call it; they are synchronised at the end.
+  __device__ void turn_back(const Rotary& rotary, int head_dim, int base, std::uint32_t* turned) const {
     __syncwarp();
-    for (int pair = lane; pair < head_dim / 2; pair += 32) {
-      const float2 phase = rotary.phase(base, pair, head_dim);
-      const float4 x = reinterpret_cast<const float4*>(raw)[pair], y = reinterpret_cast<const float4*>(raw)[pair + head_dim / 2];
-      float* first = turned + pair / 8 * kTurnedBlock + pair % 8;
-      float* second = first + head_dim / 16 * kTurnedBlock;
-      const auto turn = [&](int column, float p, float q) {
-        first[8 * column] = p * phase.x + q * phase.y;
-        second[8 * column] = q * phase.x - p * phase.y;
+    for (int two = static_cast<int>(threadIdx.x) % 32; two < head_dim / 4; two += 32) {  // pairs 2 two and 2 two + 1
+      const float4 phase = rotary.phases(base, two, head_dim);
+      const float4* x = reinterpret_cast<const float4*>(raw) + 2 * two;
+      const float4* y = x + head_dim / 2;
+      const float4 x0 = x[0], x1 = x[1], y0 = y[0], y1 = y[1];
+      std::uint32_t* const own = turned + two / kTurnPairs * kTurnedBlocks + two % 4 * 4 + two / 4 % 2 * 2;
+      const auto turn = [&](int column, float p0, float p1, float q0, float q1) {
+        const float first0 = p0 * phase.x + q0 * phase.y, first1 = p1 * phase.z + q1 * phase.w, second0 = q0 * phase.x - p0 * phase.y, second1 = q1 * phase.z - p1 * phase.w;
+        #pragma unroll
+        for (int low = 0; low < 2; ++low) {
+          *reinterpret_cast<uint2*>(own + (2 * column + low) * 16) = {detail::pair_of<DType::f16>(first0, first1, low == 1), detail::pair_of<DType::f16>(second0, second1, low == 1)};
+        }
       };
-      turn(0, x.x, y.x);
-      turn(1, x.y, y.y);
-      turn(2, x.z, y.z);
-      turn(3, x.w, y.w);
+      turn(0, x0.x, x1.x, y0.x, y1.x);
+      turn(1, x0.y, x1.y, y0.y, y1.y);
+      turn(2, x0.z, x1.z, y0.z, y1.z);
+      turn(3, x0.w, x1.w, y0.w, y1.w);
     }
     __syncwarp();
   }
@@ -99,155 +117,176 @@ struct TurnShared {
 
 namespace detail {
 
-/// Turns eight pairs of channels, the first of each in x, the second in y: [steps][rows g, g + 8, pairs 2t and 2t + 1 each].
-template <int steps>
-__device__ __forceinline__ void turn_rows(const float2* table, const int (&offsets)[steps][2], int block, float (&x)[steps][4], float (&y)[steps][4]) {
-  const float2* own = table + 8 * block + 2 * (static_cast<int>(threadIdx.x) % 4);
-  #pragma unroll
-  for (int i = 0; i < steps; ++i) {
-    #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float4 both = *reinterpret_cast<const float4*>(own + offsets[i][r]);
-      const float x0 = x[i][2 * r], x1 = x[i][2 * r + 1], y0 = y[i][2 * r], y1 = y[i][2 * r + 1];
-      x[i][2 * r] = x0 * both.x - y0 * both.y;
-      y[i][2 * r] = y0 * both.x + x0 * both.y;
-      x[i][2 * r + 1] = x1 * both.z - y1 * both.w;
-      y[i][2 * r + 1] = y1 * both.z + x1 * both.w;
-    }
-  }
+/// Turns two neighbouring pairs of channels: their first channels in x, the second in y. @param cosines, sines  of the two
+__device__ __forceinline__ void turn_pairs(std::uint32_t cosines, std::uint32_t sines, std::uint32_t& x, std::uint32_t& y) {
+  const auto half = [](std::uint32_t& word) -> __half2& { return *reinterpret_cast<__half2*>(&word); };
+  const __half2 c = half(cosines), s = half(sines), first = half(x), second = half(y);
+  half(x) = __hfma2(first, c, __hneg2(__hmul2(second, s)));
+  half(y) = __hfma2(second, c, __hmul2(first, s));
 }
 
-/// s += the products of eight channels of lifted, turned rows with a warp's turned queries: columns as the queries' high and low parts.
-template <int steps>
-__device__ __forceinline__ void add_products(const float* turned, int block, const float (&x)[steps][4], float (&s)[steps][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float2 b = *reinterpret_cast<const float2*>(turned + block * kTurnedBlock + 8 * (lane / 8) + 2 * (lane % 4));
-  if (lane / 4 % 2 == 1) b = {beyond_tf32(b.x), beyond_tf32(b.y)};
+/// One pass over a tile's pairs of channels: s += products of turned rows with turned queries.
+/// @param row_offset  (step, half) -> which of the table's offsets the row has
+template <int steps, int at_once, class Prepare, class Offset>
+__device__ __forceinline__ void add_logits(const TurnShared& shared, int head_dim, const std::uint32_t* turned, Prepare&& prepare, Offset&& row_offset, float (&s)[steps][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, blocks = head_dim / (2 * kTurnPairs);
   #pragma unroll
-  for (int i = 0; i < steps; ++i) {
-    mma_tf32(s[i], {beyond_tf32(x[i][0]), beyond_tf32(x[i][2]), beyond_tf32(x[i][1]), beyond_tf32(x[i][3])}, b.x, b.y);
-    mma_tf32(s[i], {x[i][0], x[i][2], x[i][1], x[i][3]}, b.x, b.y);
+  for (int group = 0; group < steps / at_once; ++group) {
+    prepare(group * at_once, [&](auto&& lift) {
+      #pragma unroll 1
+      for (int couple = 0; 2 * couple < blocks; ++couple) {
+        const uint4 b = *reinterpret_cast<const uint4*>(turned + couple * kTurnedBlocks + 4 * lane);
+        const std::uint32_t* const offsets = shared.offsets + couple * (16 * kTurnRows) + lane % 4 * 4;
+        uint4 turns[at_once][2];
+        #pragma unroll
+        for (int i = 0; i < 2 * at_once; ++i) turns[i / 2][i % 2] = *reinterpret_cast<const uint4*>(offsets + 16 * row_offset(group * at_once + i / 2, i % 2));
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (half == 1 && 2 * couple + 1 == blocks) break;
+          std::uint32_t x[at_once][2], y[at_once][2];
+          lift(2 * couple + half, x, y);
+          #pragma unroll
+          for (int i = 0; i < at_once; ++i) {
+            #pragma unroll
+            for (int r = 0; r < 2; ++r) turn_pairs(half == 0 ? turns[i][r].x : turns[i][r].z, half == 0 ? turns[i][r].y : turns[i][r].w, x[i][r], y[i][r]);
+            mma_plain<DType::f16>(s[group * at_once + i], {x[i][0], x[i][1], y[i][0], y[i][1]}, half == 0 ? b.x : b.z, half == 0 ? b.y : b.w);
+          }
+        }
+      }
+    });
   }
 }
 
 }  // namespace detail
 
 /// @brief Logits s of a tile of 16 x steps rows, as the accumulators of products with high and low parts of queries in neighbouring columns. A warp.
-/// @param places    positions of this lane's rows 16 step + 8 half + lane / 4, or kNoPlace where nobody sees a row
-/// @param lift      (block, x, y): fills x, y [steps][4] with the first and the second channels of pairs [8 block, 8 block + 8), in turning order, of the rows
-/// @tparam unroll    of the loop over blocks
-template <int steps, int unroll, class Lift>
-__device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnShared& shared, int head_dim, float* turned, const int (&places)[steps][2], Lift&& lift, float (&s)[steps][4]) {
+/// @param prepare  (first step, use): calls use(lift) after it has what it needs of so many steps, once or several times, where lift(block, x, y) fills x, y [at_once][2 (row g,
+///                 g + 8)] with the first and the second channels of pairs 8 block + 2t and 2t + 1, in turning order; keys are the sums over the calls
+/// @tparam at_once  times 16 rows that are prepared together
+template <int steps, int at_once, class Prepare>
+__device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnShared& shared, int head_dim, std::uint32_t* turned, const TilePlaces<steps>& tile, Prepare&& prepare, float (&s)[steps][4]) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  #pragma unroll
+  for (int i = 0; i < 4 * steps; ++i) s[i / 4][i % 4] = 0.0F;
+  if (tile.follow) {
+    shared.turn_back(rotary, head_dim, tile.base, turned);
+    detail::add_logits<steps, at_once>(shared, head_dim, turned, prepare, [&](int i, int r) { return 16 * i + 8 * r + g; }, s);
+    return;
+  }
   std::uint32_t pending = 0;  // rows that have no logit yet
   #pragma unroll
-  for (int i = 0; i < steps; ++i) {
-    #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      pending |= places[i][r] != kNoPlace ? 1U << (2 * i + r) : 0U;
-      s[i][2 * r] = s[i][2 * r + 1] = 0.0F;
-    }
-  }
-  const int stride = head_dim / 2 + kTurnPad;
+  for (int i = 0; i < 2 * steps; ++i) pending |= tile.places[i / 2][i % 2] != kNoPlace ? 1U << i : 0U;
   while (__any_sync(~0U, pending != 0)) {  // once, unless rows stand far apart
     int first = INT32_MAX;
     #pragma unroll
-    for (int i = 0; i < 2 * steps; ++i) first = min(first, pending >> i & 1U ? places[i / 2][i % 2] : INT32_MAX);
+    for (int i = 0; i < 2 * steps; ++i) first = min(first, pending >> i & 1U ? tile.places[i / 2][i % 2] : INT32_MAX);
     const int base = __reduce_min_sync(~0U, first);
     shared.turn_back(rotary, head_dim, base, turned);
-    int offsets[steps][2];
     std::uint32_t near = 0;
     #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const bool meets = (pending >> (2 * i + r) & 1U) != 0 && places[i][r] - base < kTurnRows;
-        near |= meets ? 1U << (2 * i + r) : 0U;
-        offsets[i][r] = meets ? (places[i][r] - base) * stride : 0;
-        asm volatile("" : "+r"(offsets[i][r]));  // kept, not found again for every block
-      }
-    }
+    for (int i = 0; i < 2 * steps; ++i) near |= (pending >> i & 1U) != 0 && tile.places[i / 2][i % 2] - base < kTurnRows ? 1U << i : 0U;
     float part[steps][4] = {};
-    #pragma unroll(unroll)
-    for (int block = 0; block < head_dim / 16; ++block) {
-      float x[steps][4], y[steps][4];
-      lift(block, x, y);
-      detail::turn_rows<steps>(shared.offsets, offsets, block, x, y);
-      detail::add_products<steps>(turned, block, x, part);
-      detail::add_products<steps>(turned, block + head_dim / 16, y, part);
-    }
+    detail::add_logits<steps, at_once>(shared, head_dim, turned, prepare, [&](int i, int r) { return (near >> (2 * i + r) & 1U) != 0 ? tile.places[i][r] - base : 0; }, part);
     #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if ((near >> (2 * i + r) & 1U) == 0) continue;
-        s[i][2 * r] = part[i][2 * r];
-        s[i][2 * r + 1] = part[i][2 * r + 1];
-      }
+    for (int i = 0; i < 2 * steps; ++i) {
+      if ((near >> i & 1U) == 0) continue;
+      s[i / 2][i % 2 * 2] = part[i / 2][i % 2 * 2];
+      s[i / 2][i % 2 * 2 + 1] = part[i / 2][i % 2 * 2 + 1];
     }
     pending &= ~near;
   }
 }
 
-/// @brief Two numbers of a word of f16 or bf16.
-template <DType type>
-__device__ __forceinline__ float2 two_numbers(std::uint32_t word) {
-  if constexpr (type == DType::f16) return __half22float2(*reinterpret_cast<const __half2*>(&word));
-  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000U)};
+/// @brief Two numbers, rounded to f16.
+__device__ __forceinline__ std::uint32_t half_word(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&both);
 }
+/// @brief Two numbers of a tile's word as f16; those of bf16 times kTurnedBFloat.
+template <DType type>
+__device__ __forceinline__ std::uint32_t half_word(std::uint32_t word) {
+  if constexpr (type == DType::f16) return word;
+  return half_word(kTurnedBFloat * __uint_as_float(word << 16), kTurnedBFloat * __uint_as_float(word & 0xffff0000U));
+}
+/// @brief A unit of 16 rows and channels of plain keys as an operand of f16.
+template <DType type>
+__device__ __forceinline__ uint4 half_words(const uint4& words) { return {half_word<type>(words.x), half_word<type>(words.y), half_word<type>(words.z), half_word<type>(words.w)}; }
 
 /// @brief Eight pairs of channels, in turning order, of rows at full rank, from a plain tile's keys.
 template <DType type, int steps>
-__device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys, int key_units, int block, float (&x)[steps][4], float (&y)[steps][4]) {
-  const bool turn = 8 * block < rotary.pairs, split = turn && !rotary.interleaved;
-  const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / 8 : 2 * block + 1;  // blocks of eight channels
-  const auto read = [&](int i, int from, float (&into)[4]) {
+__device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys, int key_units, int block, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
+  const bool turn = kTurnPairs * block < rotary.pairs, split = turn && !rotary.interleaved;
+  const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / kTurnPairs : 2 * block + 1;  // blocks of eight channels
+  const auto read = [&](int i, int from) {
     const uint2 words = *reinterpret_cast<const uint2*>(keys + ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) * 16 + from % 2 * 8);
-    const float2 low = two_numbers<type>(words.x), high = two_numbers<type>(words.y);
-    into[0] = low.x;
-    into[1] = low.y;
-    into[2] = high.x;
-    into[3] = high.y;
+    return uint2{half_word<type>(words.x), half_word<type>(words.y)};
   };
   #pragma unroll
   for (int i = 0; i < steps; ++i) {
-    read(i, a, x[i]);
-    read(i, b, y[i]);
+    const uint2 first = read(i, a), second = read(i, b);
+    x[i][0] = first.x;
+    x[i][1] = first.y;
+    y[i][0] = second.x;
+    y[i][1] = second.y;
     if (!turn || !rotary.interleaved) continue;
     #pragma unroll
-    for (int r = 0; r < 4; r += 2) {  // lanes have the pairs t of the first block and t of the second
-      const float second = x[i][r + 1];
-      x[i][r + 1] = y[i][r];
-      y[i][r] = second;
+    for (int r = 0; r < 2; ++r) {  // lanes have the pair t of the first block and that of the second
+      const std::uint32_t both = x[i][r];
+      x[i][r] = __byte_perm(both, y[i][r], 0x5410);
+      y[i][r] = __byte_perm(both, y[i][r], 0x7632);
     }
   }
 }
 
-/// @brief Eight pairs of channels of rows of plain coefficients, times 2^k: what `operands` were multiplied by.
-/// @param operands  of the map, of so many parts  @param words  (step, unit) -> the tile's keys as operands
-template <DType type, int steps, int max_units, class Parts, class Words>
-__device__ __forceinline__ void lift_pairs(const TurnShared& shared, const uint2* operands, Parts parts, int head_dim, Words&& words, int key_units, int block, float (&x)[steps][4], float (&y)[steps][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, blocks = head_dim / 8, a = block, b = block + blocks / 2;
-  const float4* means = reinterpret_cast<const float4*>(shared.numbers) + lane % 4;
-  const float4 first = means[4 * a], second = means[4 * b];
-  #pragma unroll
-  for (int unit = 0; unit < max_units; ++unit) {
-    if (unit == 0 || unit < key_units) {  // there is one
+/// @brief Eight pairs of channels of rows of coefficients, times 2^k: what `operands` were multiplied by. Sums over 32 coefficients are rounded to f16 once in their middle, longer ones
+/// are f32 up to their end.
+/// @param units  of the map, at least one  @param words  (step, unit) -> the keys as operands, zeros where there is no unit  @param onto  words of x, and of y, to begin with
+/// @tparam all   the map has max_units units, zeros behind the last: no branches
+template <int steps, int max_units, bool all, class Words>
+__device__ __forceinline__ void lift_pairs(const uint4* operands, int head_dim, Words&& words, int units, int block, const uint2& onto, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
+  const uint4* own = operands + block * 32 + static_cast<int>(threadIdx.x) % 32;
+  const int stride = head_dim / (2 * kTurnPairs) * 32;
+  if constexpr (max_units <= 2) {
+    #pragma unroll
+    for (int unit = 0; unit < max_units; ++unit) {
+      if (unit > 0 && !all && unit >= units) break;
+      const uint4 map = own[unit * stride];
       #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        const uint2* own = operands + (unit * blocks * 32 + lane) * parts + part;
-        const uint2 p = own[a * 32 * parts], q = own[b * 32 * parts];
-        #pragma unroll
-        for (int i = 0; i < steps; ++i) {
-          const uint4 keys = words(i, unit);
-          if (unit == 0 && part == 0) {
-            mma_plain_onto<type>(x[i], keys, p.x, p.y, first);
-            mma_plain_onto<type>(y[i], keys, q.x, q.y, second);
-          } else {
-            mma_plain<type>(x[i], keys, p.x, p.y);
-            mma_plain<type>(y[i], keys, q.x, q.y);
-          }
+      for (int i = 0; i < steps; ++i) {
+        const uint4 keys = words(i, unit);
+        if (unit == 0) {
+          mma_half_onto(x[i], keys, map.x, map.y, onto.x);
+          mma_half_onto(y[i], keys, map.z, map.w, onto.y);
+        } else {
+          mma_half(x[i], keys, map.x, map.y);
+          mma_half(y[i], keys, map.z, map.w);
         }
       }
+    }
+  } else {
+    const auto wide = [](const std::uint32_t& word) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); };
+    const float2 first = wide(onto.x), second = wide(onto.y);
+    float sums[steps][2][4];
+    #pragma unroll
+    for (int i = 0; i < 4 * steps; ++i) {
+      sums[i / 4][0][i % 4] = i % 2 == 0 ? first.x : first.y;
+      sums[i / 4][1][i % 4] = i % 2 == 0 ? second.x : second.y;
+    }
+    #pragma unroll
+    for (int unit = 0; unit < max_units; ++unit) {
+      if (unit > 0 && !all && unit >= units) break;
+      const uint4 map = own[unit * stride];
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
+        const uint4 keys = words(i, unit);
+        mma_plain<DType::f16>(sums[i][0], keys, map.x, map.y);
+        mma_plain<DType::f16>(sums[i][1], keys, map.z, map.w);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < 2 * steps; ++i) {
+      x[i / 2][i % 2] = half_word(sums[i / 2][0][2 * (i % 2)], sums[i / 2][0][2 * (i % 2) + 1]);
+      y[i / 2][i % 2] = half_word(sums[i / 2][1][2 * (i % 2)], sums[i / 2][1][2 * (i % 2) + 1]);
     }
   }
 }
