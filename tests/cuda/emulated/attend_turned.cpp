@@ -10,23 +10,6 @@
 #include "emulator.hpp"
 #include "lowrankkv/cuda/attend_turned_codes.cuh"
 
-extern "C" {
-cudaError_t cudaMalloc(void** memory, std::size_t bytes) { return *memory = std::malloc(bytes), cudaSuccess; }
-cudaError_t cudaFree(void* memory) { return std::free(memory), cudaSuccess; }
-cudaError_t cudaMemset(void* memory, int value, std::size_t bytes) { return std::memset(memory, value, bytes), cudaSuccess; }
-cudaError_t cudaMemcpy(void* target, const void* source, std::size_t bytes, cudaMemcpyKind) { return std::memcpy(target, source, bytes), cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-const char* cudaGetErrorName(cudaError_t) { return "none"; }
-const char* cudaGetErrorString(cudaError_t) { return "none"; }
-}
-
-LOWRANKKV_NAMESPACE_BEGIN
-namespace cuda {
-alignas(128) std::uint8_t shared_memory[240 * 1024];
-}
-LOWRANKKV_NAMESPACE_END
-
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 
@@ -176,10 +159,8 @@ void compare(Problem& problem, Layer& layer, const gpu::HeadTiles& tiles, gpu::A
   batch.slots[0] = 1;
   const int stage = std::max(tiles.value_offset, tiles.bytes - tiles.value_offset), ring = problem.warps * gpu::kTurnedStages * stage;
   const int state = (3 + tiles.channels(Part::value)) * gpu::kBlockColumns * 4;
-  REQUIRE(ring + gpu::turn_block_bytes(problem.head_dim, lift_units) + problem.warps * std::max(gpu::turn_warp_bytes(problem.head_dim), state) <= static_cast<int>(sizeof(gpu::shared_memory)));
-  std::memset(gpu::shared_memory, 0xff, sizeof(gpu::shared_memory));  // NaN, whatever the type
-  emulated::launch({static_cast<unsigned>(problem.blocks * step.blocks), 1, 1}, problem.warps * 32,
-                   [&] { kernel(layer.tables, step, batch, queries, 0, problem.blocks, stage, ring, lift_units); });
+  const int bytes = ring + gpu::turn_block_bytes(problem.head_dim, lift_units) + problem.warps * std::max(gpu::turn_warp_bytes(problem.head_dim), state);
+  emulated::run(static_cast<unsigned>(problem.blocks * step.blocks), static_cast<unsigned>(problem.warps * 32), static_cast<std::size_t>(bytes), kernel, layer.tables, step, batch, queries, 0, problem.blocks, stage, ring, lift_units);
   std::vector<double> top, sum;
   Matrix out;
   problem.expect(sees, top, sum, out);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of CUDA threads on the host, for kernels that are run where no GPU is: threads are fibers, what a warp does together (products of matrices, shuffles, votes)
-// is done by its last lane to come, as the PTX manual defines it. Slow, in the order of the threads, and blind to races: it finds wrong arithmetic and wrong addresses.
+// CUDA kernels on the host, for machines without a GPU: threads of a block are fibers, blocks run one after the other, what a warp does together (products of matrices,
+// shuffles, votes) is done by its last lane to come, as the PTX manual defines it. Slow, in the order of the threads, and blind to races: it finds wrong arithmetic, wrong
+// layouts and indices, reads of shared memory that nobody wrote (it is filled with NaN) and writes behind it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -26,109 +28,170 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 struct Warp {
-  int arrived = 0;
+  int arrived = 0, lanes = 32;
   unsigned generation = 0;
   const char* what = nullptr;
   std::array<std::array<std::uint8_t, 64>, 32> in{}, out{};
 };
+/// Most shared memory of a block, and what must not be written behind what a kernel asked for.
+inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024;
+
 struct Block {
   Index block, size, grid;
-  int current = 0, alive = 0, at_barrier = 0;
+  int current = 0, alive = 0, at_barrier = 0, sum = 0;
   unsigned barrier = 0;
   std::vector<ucontext_t> threads;
-  std::vector<bool> done;
+  std::vector<char> done, waits;
   std::vector<Warp> warps;
   ucontext_t scheduler{};
-  std::function<void()> kernel;
+  const std::function<void()>* kernel = nullptr;
+  std::unique_ptr<std::uint8_t[]> stacks{new std::uint8_t[kStack * 1024]};
+  alignas(128) std::uint8_t shared[kShared + kGuard];
 };
 inline Block& block() {
   static Block one;
   return one;
 }
-inline Index thread() { return {static_cast<unsigned>(block().current), 0, 0}; }
-inline void yield() { swapcontext(&block().threads[static_cast<std::size_t>(block().current)], &block().scheduler); }
+inline std::uint8_t* dynamic_shared() { return block().shared; }
+inline Index& thread() {
+  static Index one;
+  return one;
+}
+[[noreturn]] inline void fail(const char* what, const char* more = "") {
+  std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more, block().block.x, block().block.y, block().block.z, block().current);
+  std::abort();
+}
+/// This thread waits until somebody lets it go on.
+inline void wait() {
+  Block& own = block();
+  own.waits[static_cast<std::size_t>(own.current)] = 1;
+  swapcontext(&own.threads[static_cast<std::size_t>(own.current)], &own.scheduler);
+}
 inline void run_thread() {
   Block& own = block();
-  own.kernel();
-  own.done[static_cast<std::size_t>(own.current)] = true;
+  (*own.kernel)();
+  own.done[static_cast<std::size_t>(own.current)] = 1;
   --own.alive;
-  yield();
+  Warp& warp = own.warps[static_cast<std::size_t>(own.current / 32)];
+  if (warp.arrived > 0) fail("a lane ends while others wait for it: ", warp.what);
+  --warp.lanes;
+  if (own.at_barrier > 0) fail("a thread ends while others wait at a barrier");
+  swapcontext(&own.threads[static_cast<std::size_t>(own.current)], &own.scheduler);
 }
-
-inline void make_thread(ucontext_t& context, std::uint8_t* stack, std::size_t size) {
+inline void make_thread(ucontext_t& context, std::uint8_t* stack) {
   getcontext(&context);
   context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = size;
+  context.uc_stack.ss_size = kStack;
   makecontext(&context, run_thread, 0);
 }
-
-/// Runs a kernel, block after block, threads of a block in turn.
-template <class Kernel>
-void launch(Index grid, int threads, Kernel&& kernel) {
-  constexpr std::size_t stack = 256 * 1024;
-  const std::unique_ptr<std::uint8_t[]> stacks(new std::uint8_t[stack * static_cast<std::size_t>(threads)]);
+inline void run_block(int threads) {
   Block& own = block();
-  own.kernel = kernel;
-  own.size = {static_cast<unsigned>(threads), 1, 1};
-  own.grid = grid;
+  own.alive = threads;
+  own.at_barrier = own.sum = 0;
+  own.done.assign(static_cast<std::size_t>(threads), 0);
+  own.waits.assign(static_cast<std::size_t>(threads), 0);
+  own.warps.resize(static_cast<std::size_t>((threads + 31) / 32));
+  for (std::size_t warp = 0; warp < own.warps.size(); ++warp) {
+    own.warps[warp].arrived = 0;
+    own.warps[warp].lanes = std::min(32, threads - 32 * static_cast<int>(warp));
+  }
+  if (own.threads.size() < static_cast<std::size_t>(threads)) own.threads.resize(static_cast<std::size_t>(threads));
+  for (int i = 0; i < threads; ++i) make_thread(own.threads[static_cast<std::size_t>(i)], own.stacks.get() + kStack * static_cast<std::size_t>(i));
+  while (own.alive > 0) {
+    bool moved = false;
+    for (int i = 0; i < threads; ++i) {
+      if (own.done[static_cast<std::size_t>(i)] != 0 || own.waits[static_cast<std::size_t>(i)] != 0) continue;
+      own.current = i;
+      thread() = {static_cast<unsigned>(i), 0, 0};
+      moved = true;
+      swapcontext(&own.scheduler, &own.threads[static_cast<std::size_t>(i)]);
+    }
+    if (!moved) fail("all threads wait");
+  }
+}
+inline void execute(dim3 grid, dim3 size, std::size_t shared, const std::function<void()>& kernel) {
+  Block& own = block();
+  if (shared > kShared) fail("more shared memory than there is");
+  own.kernel = &kernel;
+  own.size = {size.x, size.y, size.z};
+  own.grid = {grid.x, grid.y, grid.z};
   for (unsigned item = 0; item < grid.x * grid.y * grid.z; ++item) {
     own.block = {item % grid.x, item / grid.x % grid.y, item / grid.x / grid.y};
-    own.alive = threads;
-    own.at_barrier = 0;
-    own.threads.assign(static_cast<std::size_t>(threads), {});
-    own.done.assign(static_cast<std::size_t>(threads), false);
-    own.warps.assign(static_cast<std::size_t>(threads / 32), {});
-    for (int i = 0; i < threads; ++i) make_thread(own.threads[static_cast<std::size_t>(i)], stacks.get() + stack * static_cast<std::size_t>(i), stack);
-    while (own.alive > 0) {
-      for (int i = 0; i < threads; ++i) {
-        own.current = i;
-        if (!own.done[static_cast<std::size_t>(i)]) swapcontext(&own.scheduler, &own.threads[static_cast<std::size_t>(i)]);
-      }
-    }
+    std::memset(own.shared, 0xff, shared + kGuard);
+    run_block(static_cast<int>(size.x));
+    if (std::any_of(own.shared + shared, own.shared + shared + kGuard, [](std::uint8_t byte) { return byte != 0xff; })) fail("shared memory was written behind its end");
   }
+}
+
+/// What is enqueued: done at once, or kept in the graph that is being captured.
+using Graph = std::vector<std::function<void()>>;
+inline Graph*& captured() {
+  static Graph* graph = nullptr;
+  return graph;
+}
+template <class Work>
+void enqueue(Work&& work) {
+  if (captured() != nullptr) captured()->push_back(work);
+  else work();
+}
+/// A launch: kernel(arguments...) for every thread.
+template <class Kernel, class... Arguments>
+void run(dim3 grid, dim3 size, std::size_t shared, Kernel kernel, Arguments... arguments) {
+  enqueue([=] { execute(grid, size, shared, [&] { kernel(arguments...); }); });
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  run(config->gridDim, config->blockDim, config->dynamicSmemBytes, kernel, Parameters(arguments)...);
+  return cudaSuccess;
 }
 
 inline void synchronise() {
   Block& own = block();
-  const unsigned before = own.barrier;
-  if (++own.at_barrier == own.alive) {
-    own.at_barrier = 0;
-    ++own.barrier;
-  }
-  while (own.barrier == before) yield();
+  if (++own.at_barrier < own.alive) return wait();
+  own.at_barrier = 0;
+  ++own.barrier;
+  std::fill(own.waits.begin(), own.waits.end(), char{0});
+}
+/// The sum of a number over the threads.
+inline int sum_of_threads(int number) {
+  Block& own = block();
+  synchronise();
+  own.sum = 0;
+  synchronise();
+  own.sum += number;
+  synchronise();
+  return own.sum;
 }
 
-/// What the 32 lanes of a warp do together: all(inputs, outputs) once every lane has come with its own. Lanes that come for different things end the program.
+/// What the lanes of a warp do together: all(inputs, outputs) once every lane has come with its own. Lanes that come for different things end the program.
 template <class Out, class In, class All>
 Out together(const char* what, const In& mine, All&& all) {
   static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64);
   Block& own = block();
-  Warp& warp = own.warps[static_cast<std::size_t>(own.current / 32)];
-  const std::size_t lane = static_cast<std::size_t>(own.current % 32);
+  const std::size_t lane = static_cast<std::size_t>(own.current % 32), first = static_cast<std::size_t>(own.current / 32 * 32);
+  Warp& warp = own.warps[first / 32];
   if (warp.arrived == 0) warp.what = what;
-  if (std::strcmp(warp.what, what) != 0) {
-    std::fprintf(stderr, "lanes of a warp came for %s and for %s\n", warp.what, what);
-    std::abort();
-  }
+  if (std::strcmp(warp.what, what) != 0) fail("a lane comes for another instruction than ", warp.what);
   std::memcpy(warp.in[lane].data(), &mine, sizeof(In));
-  const unsigned before = warp.generation;
-  if (++warp.arrived == 32) {
-    std::array<In, 32> in;
-    std::array<Out, 32> out;
+  if (++warp.arrived == warp.lanes) {
+    std::array<In, 32> in{};
+    std::array<Out, 32> out{};
     for (std::size_t i = 0; i < 32; ++i) std::memcpy(&in[i], warp.in[i].data(), sizeof(In));
     all(in, out);
     for (std::size_t i = 0; i < 32; ++i) std::memcpy(warp.out[i].data(), &out[i], sizeof(Out));
     warp.arrived = 0;
-    ++warp.generation;
+    for (std::size_t i = first; i < std::min(first + 32, own.waits.size()); ++i) own.waits[i] = 0;
+  } else {
+    wait();
   }
-  while (warp.generation == before) yield();
   Out result;
   std::memcpy(&result, warp.out[lane].data(), sizeof(Out));
   return result;
 }
 
-template <class T>
-T from_lane(const char* what, T value, const std::function<int(int)>& source) {
+template <class T, class Source>
+T from_lane(const char* what, T value, Source&& source) {
   return together<T>(what, value, [&](const auto& in, auto& out) {
     for (int lane = 0; lane < 32; ++lane) out[static_cast<std::size_t>(lane)] = in[static_cast<std::size_t>(source(lane))];
   });
@@ -147,40 +210,45 @@ inline float bfloat_of(std::uint32_t word, int place) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-inline std::uint32_t half_bits(double value) {  // to f16 once: f32 holds what products of f16 and their sums of two come to
+inline std::uint32_t half_bits(double value) {  // rounded once
   const __half rounded = __double2half(value);
   std::uint16_t bits;
   std::memcpy(&bits, &rounded, 2);
   return bits;
 }
-template <class Operation>
-__half2 both(const __half2& a, Operation&& operation) {
-  std::uint32_t word;
-  std::memcpy(&word, &a, 4);
-  word = half_bits(operation(static_cast<double>(half_of(word, 0)), 0)) | half_bits(operation(static_cast<double>(half_of(word, 1)), 1)) << 16;
-  __half2 result;
-  std::memcpy(static_cast<void*>(&result), &word, 4);
+template <class To, class From>
+To cast(From value) {
+  To result;
+  static_assert(sizeof(To) == sizeof(From));
+  std::memcpy(static_cast<void*>(&result), &value, sizeof(To));
   return result;
 }
-inline double element(const __half2& a, int place) {
-  std::uint32_t word;
-  std::memcpy(&word, &a, 4);
-  return static_cast<double>(half_of(word, place));
+/// Both numbers of a word of f16: operation(number, which).
+template <class Operation>
+__half2 both(const __half2& a, Operation&& operation) {
+  const std::uint32_t word = cast<std::uint32_t>(a);
+  return cast<__half2>(half_bits(operation(static_cast<double>(half_of(word, 0)), 0)) | half_bits(operation(static_cast<double>(half_of(word, 1)), 1)) << 16);
 }
+inline double element(const __half2& a, int place) { return static_cast<double>(half_of(cast<std::uint32_t>(a), place)); }
 
-/// mma.m16n8k16: four words of a, two of b; d(lane, row half, column, sum).
+/// Words of a lane of mma: up to four of a, two of b.
 struct Operands {
   std::uint32_t a[4], b[2];
 };
-template <class Element, class Use>
-void products(const std::array<Operands, 32>& in, Element&& number, Use&& use) {
+/// mma.m16n8k16 of 16-bit numbers: use(lane, half of the rows, column of two, sum).
+template <class Number, class Use>
+void products(const std::array<Operands, 32>& in, Number&& number, Use&& use) {
+  float a[16][16], b[8][16];
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 16; ++k) a[row][k] = number(in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], k % 2);
+  }
+  for (int column = 0; column < 8; ++column) {
+    for (int k = 0; k < 16; ++k) b[column][k] = number(in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8], k % 2);
+  }
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       double sum = 0.0;
-      for (int k = 0; k < 16; ++k) {
-        const std::uint32_t a = in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], b = in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8];
-        sum += static_cast<double>(number(a, k % 2)) * static_cast<double>(number(b, k % 2));
-      }
+      for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * static_cast<double>(b[column][k]);
       use(row % 8 * 4 + column / 2, row / 8, column % 2, sum);
     }
   }
@@ -192,55 +260,71 @@ void products(const std::array<Operands, 32>& in, Element&& number, Use&& use) {
 #define __launch_bounds__(...)
 #undef __shared__
 #define __shared__ static
-#define threadIdx (::emulated::thread())
-#define blockIdx (::emulated::block().block)
-#define blockDim (::emulated::block().size)
-#define gridDim (::emulated::block().grid)
+#define cudaLaunchKernelEx ::emulated::launch
+
+inline ::emulated::Index& threadIdx = ::emulated::thread();
+inline ::emulated::Index& blockIdx = ::emulated::block().block;
+inline ::emulated::Index& blockDim = ::emulated::block().size;
+inline ::emulated::Index& gridDim = ::emulated::block().grid;
 
 inline void __syncthreads() { emulated::synchronise(); }
-inline void __syncwarp() { emulated::together<int>("syncwarp", 0, [](const auto&, auto&) {}); }
+inline int __syncthreads_or(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0) > 0; }
+inline int __syncthreads_and(int vote) { return emulated::sum_of_threads(vote == 0 ? 1 : 0) == 0; }
+inline void __syncwarp(unsigned = ~0U) { emulated::together<int>("syncwarp", 0, [](const auto&, auto&) {}); }
 template <class T>
 T __ldg(const T* address) { return *address; }
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) { return emulated::from_lane("shfl_xor", value, [mask](int lane) { return lane ^ mask; }); }
+T __shfl_xor_sync(unsigned, T value, int mask) { return emulated::from_lane("shfl.xor", value, [mask](int lane) { return lane ^ mask; }); }
 template <class T>
-T __shfl_sync(unsigned, T value, int source) { return emulated::from_lane("shfl", value, [source](int) { return source; }); }
-// Declared for headers that other kernels share; nothing here calls them.
-int __syncthreads_or(int);
-int __shfl_up_sync(unsigned, int, int);
+T __shfl_up_sync(unsigned, T value, int delta) { return emulated::from_lane("shfl.up", value, [delta](int lane) { return lane < delta ? lane : lane - delta; }); }
+template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+  struct Ask {
+    T value;
+    int source;
+  };
+  return emulated::together<T>("shfl", Ask{value, source}, [](const auto& in, auto& out) {
+    for (std::size_t lane = 0; lane < 32; ++lane) out[lane] = in[static_cast<std::size_t>(in[lane].source) % 32].value;
+  });
+}
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  return emulated::together<unsigned>("ballot", static_cast<int>(vote), [](const auto& in, auto& out) {
+  return emulated::together<unsigned>("vote", static_cast<int>(vote), [](const auto& in, auto& out) {
     unsigned votes = 0;
     for (std::size_t lane = 0; lane < 32; ++lane) votes |= in[lane] != 0 ? 1U << lane : 0U;
     out.fill(votes);
   });
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, !vote) == 0; }
 inline int __reduce_min_sync(unsigned, int value) {
-  return emulated::together<int>("reduce_min", value, [](const auto& in, auto& out) { out.fill(*std::min_element(in.begin(), in.end())); });
+  return emulated::together<int>("redux.min", value, [](const auto& in, auto& out) { out.fill(*std::min_element(in.begin(), in.end())); });
 }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
+inline int __ffs(int word) { return __builtin_ffs(word); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(y) << 32 | x;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7U)) & 0xffU) << (8 * i);
   return result;
 }
-template <class To, class From>
-To emulated_cast(From value) {
-  To result;
-  std::memcpy(&result, &value, sizeof(To));
-  return result;
-}
-inline float __uint_as_float(unsigned value) { return emulated_cast<float>(value); }
-inline unsigned __float_as_uint(float value) { return emulated_cast<unsigned>(value); }
-inline float __int_as_float(int value) { return emulated_cast<float>(value); }
-inline int __float_as_int(float value) { return emulated_cast<int>(value); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return std::max(a & 0xffffU, b & 0xffffU) | std::max(a >> 16, b >> 16) << 16; }
+inline float __uint_as_float(unsigned value) { return emulated::cast<float>(value); }
+inline unsigned __float_as_uint(float value) { return emulated::cast<unsigned>(value); }
+inline float __int_as_float(int value) { return emulated::cast<float>(value); }
+inline int __float_as_int(float value) { return emulated::cast<int>(value); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
-inline int atomicMax(int* place, int value) { return std::exchange(*place, std::max(*place, value)); }
+template <class T>
+T atomicMax(T* place, T value) { return std::exchange(*place, std::max(*place, value)); }
+template <class T>
+T atomicXor(T* place, T value) { return std::exchange(*place, *place ^ value); }
+template <class T>
+T atomicExch(T* place, T value) { return std::exchange(*place, value); }
+inline float rsqrtf(float x) { return 1.0F / std::sqrt(x); }
 template <class T>
 T atomicAdd(T* place, T value) { return std::exchange(*place, *place + value); }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return emulated::both(a, [&](double x, int i) { return x * emulated::element(b, i) + emulated::element(c, i); }); }
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) { return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel)); }
 using std::max;
 using std::min;

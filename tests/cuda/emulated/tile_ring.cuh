@@ -68,6 +68,38 @@ inline void mma_half(std::uint32_t (&c)[2], const uint4& a, std::uint32_t b0, st
   const std::uint32_t onto[2] = {c[0], c[1]};
   mma_half_onto(c, a, b0, b1, onto);
 }
+/// m16n8k8 of tf32: bits beyond the first ten of a fraction are not read.
+inline void mma_tf32(float (&c)[4], const float4& a, float b0, float b1) {
+  using Sums = std::array<float, 4>;
+  const auto read = [](std::uint32_t bits) { return static_cast<double>(__uint_as_float(bits & ~0x1fffU)); };
+  const emulated::Operands mine{{__float_as_uint(a.x), __float_as_uint(a.y), __float_as_uint(a.z), __float_as_uint(a.w)}, {__float_as_uint(b0), __float_as_uint(b1)}};
+  const Sums d = emulated::together<Sums>("mma.tf32", mine, [&](const auto& in, auto& out) {
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 8; ++column) {
+        double sum = 0.0;
+        for (int k = 0; k < 8; ++k) sum += read(in[static_cast<std::size_t>(row % 8 * 4 + k % 4)].a[row / 8 + 2 * (k / 4)]) * read(in[static_cast<std::size_t>(column * 4 + k % 4)].b[k / 4]);
+        out[static_cast<std::size_t>(row % 8 * 4 + column / 2)][static_cast<std::size_t>(2 * (row / 8) + column % 2)] = static_cast<float>(sum);
+      }
+    }
+  });
+  for (std::size_t i = 0; i < 4; ++i) c[i] += d[i];
+}
+inline float beyond_tf32(float value) { return value - __uint_as_float(__float_as_uint(value) & ~0x1fffU); }
+/// ldmatrix: four 8 x 8 matrices of 16-bit elements, transposed or not; lane 8 m + i names row i of matrix m.
+template <bool transposes>
+uint4 load_matrices(const std::uint16_t* row) {
+  using Words = std::array<std::uint32_t, 4>;
+  const Words words = emulated::together<Words>("ldmatrix", row, [](const auto& in, auto& out) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        const auto at = [&](int i, int j) { return static_cast<std::uint32_t>(in[static_cast<std::size_t>(8 * matrix + i)][j]); };
+        const int g = lane / 4, t = 2 * (lane % 4);
+        out[static_cast<std::size_t>(lane)][static_cast<std::size_t>(matrix)] = transposes ? at(t, g) | at(t + 1, g) << 16 : at(g, t) | at(g, t + 1) << 16;
+      }
+    }
+  });
+  return {words[0], words[1], words[2], words[3]};
+}
 /// m16n8k32 of unsigned and signed bytes.
 inline void mma_codes(int (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
   using Sums = std::array<int, 4>;
