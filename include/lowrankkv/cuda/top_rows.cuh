@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
     still_wanted = from.wanted;
   }
   for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int item = thread; item < 256 * (kCopies + 1); item += kSelectThreads) histogram[0][item] = 0;
+    for (int item = thread; item < 256 * (kCopies + 1); item += kSelectThreads) reinterpret_cast<int*>(histogram)[item] = 0;
     __syncthreads();
     const std::uint32_t known = prefix;
     for_each_round([&](int row, const std::uint32_t (&keys)[kItems]) {

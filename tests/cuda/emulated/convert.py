@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA sources as C++ that runs on the host (emulator.hpp): launches become calls, dynamic shared memory a pointer, copies in the background copies.
 
-    convert.py SOURCE_FOLDER TARGET_FOLDER     every .cuh and .cu of a folder, but those that stand beside this script take their places; files that would not change stay as they are
+    convert.py SOURCE_FOLDER TARGET_FOLDER     every .cuh and .cu (as .cpp) of a folder, but those that stand beside this script take their places; files that would not change stay as they are
 """
 import pathlib
 import re
@@ -61,7 +61,7 @@ def main():
     for path in sorted(source.glob("*.cu*")):
         own = pathlib.Path(__file__).parent / path.name
         text = own.read_text() if own.exists() else convert(path.read_text())
-        copy = target / path.name
+        copy = target / (path.name if path.suffix == ".cuh" else path.stem + ".cpp")
         if not copy.exists() or copy.read_text() != text:
             copy.write_text(text)
 
