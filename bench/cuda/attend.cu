@@ -31,7 +31,7 @@ struct Shape {
 };
 
 template <class Cache>
-void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies, Rope keys = Rope::post) {
+void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies, Rope keys = Rope::post, int full_row_bits = 0) {
   if (std::string(name).rfind(only, 0) != 0) return;
   CacheConfig config;
   config.shape = {shape.query_heads, shape.kv_heads, kDim};
@@ -39,6 +39,7 @@ void measure(const char* name, const Shape& shape, const LayerBasis& maps, const
   config.max_tokens = shape.tokens + 64;
   config.page_bytes = 65536;
   config.rope.keys = keys;
+  config.full_row_bits = full_row_bits;
   Cache cache(config, maps, policies);
   const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
   const gpu::DeviceArray<__half> device(bench::random_halves(piece * row));
@@ -96,6 +97,14 @@ void codes(const char* name, const Shape& shape, const std::vector<int>& key_blo
   const LayerBasis maps = bench::basis(shape.kv_heads, static_cast<int>(key_bits.size()), static_cast<int>(value_bits.size()), key_bits, value_bits);
   measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}}, keys);
 }
+/// Codes of 2 bits, and two rows of a hundred, those of the largest errors, at full rank.
+void outliers(const char* name, const Shape& shape, int full_row_bits) {
+  const std::vector<std::uint8_t> bits = bench::bits_of({2, 2, 2, 2});
+  Budgeted<Cuda>::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {4, 32};
+  policies.token_policy.get<ResidualOutliers>().share = 0.02F;
+  measure<Budgeted<Cuda>>(name, shape, bench::basis(shape.kv_heads, kDim, kDim, bits, bits), policies, Rope::post, full_row_bits);
+}
 void plain(const char* name, const Shape& shape, int rank, Rope keys = Rope::post) {
   measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}, keys);
 }
@@ -116,6 +125,8 @@ int main(int count, char** arguments) {
     codes("4 bits", shape, {4, 4, 4, 4});
     codes("4/3 bits", shape, {4, 4, 4, 4}, {3, 3, 3, 3});
     codes("4/3 bits, rank 32", shape, {4}, {3});
+    outliers("2 bits, outliers f16", shape, 0);
+    outliers("2 bits, outliers 8", shape, 8);
     plain("f16 rank 32", shape, 32);
     plain("f16 rank 80", shape, 80);
     // Values joint over all heads: per head as many channels as keys have, together; in codes of 4 and 3 bits (STAR-KV).
@@ -130,6 +141,7 @@ int main(int count, char** arguments) {
     plain("unrotated, rank 80", shape, 80, Rope::pre);
     if (shape.batch * shape.tokens * shape.kv_heads > 8LL * 131072 * 8) continue;
     measure<FullKV<Cuda>>("FullKV", shape, {}, {});
+    measure<FullKV<Cuda>>("8 bits, FullKV", shape, {}, {}, Rope::post, 8);
     measure<FullKV<Cuda>>("unrotated, FullKV", shape, {}, {}, Rope::pre);
   }
 }

@@ -49,6 +49,7 @@ struct Settings {
   lowrankkv::OjaForm form = lowrankkv::OjaForm::power;
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
   bool unrotated = false;  ///< keys come before their rotary embedding
+  int full_row_bits = 0;   ///< CacheConfig::full_row_bits
 };
 
 template <class Policy, class Member>

@@ -69,7 +69,8 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       const int dim = config.shape.head_dim, n = lengths[random() % 5], w = std::min(n, 1 + static_cast<int>(random() % 40));
       gpu::LayerTiles tiles;
       tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), false);
-      tiles.full.tiles_per_page = 1;
+      tiles.listed = tiles.full;
+      tiles.listed.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
       gpu::LayerState layer(config, tiles, {}, {100, 0}, {}, {}, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));

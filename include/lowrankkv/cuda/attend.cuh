@@ -56,13 +56,13 @@ void with_maps(const LayerState& layer, Part part, Function&& function) {
   else with_bool(layer.wide_maps(part), function);
 }
 
-/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel before it ends  @param most_rows  of a list: short ones need no deep rings, and more blocks share a multiprocessor
-template <PlainRows which>
+/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel before it ends  @param most_rows  of a split: short ones need no deep rings, and more blocks share a multiprocessor
+template <PlainRows which, bool scaled = false>
 void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, std::int64_t most_rows, bool early, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   int units = 0, bytes = 0, channels = 0;
   for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
-    const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
+    const HeadTiles& tiles = which == PlainRows::prompt ? layer.tiles().full : layer.layout(coded ? RowList::compressed : RowList::full, head);
     units = (std::max)(units, (std::max)(tiles.key_units, tiles.value_units));
     bytes = (std::max)(bytes, tiles.bytes);
     channels = (std::max)(channels, tiles.channels(Part::value));
@@ -72,8 +72,9 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
         const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        const auto kernel = attend_plain_kernel<type(), which, max_units(), column_blocks()>;
-        const auto warp_bytes = [&](int stages) { return (std::max)(stages * bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))); };  // states lie where rings were
+        const auto kernel = attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
+        const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
+        const auto warp_bytes = [&](int stages) { return (std::max)({stages * bytes, tail_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))}); };  // states lie where rings were
         const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());  // the order of sums depends on it: whatever the rows
         const int stages = static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows), std::int64_t{1}, std::int64_t{kPlainStages}));
         launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
@@ -140,8 +141,11 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
   if constexpr (form != CodedForm::none) {
     if (projects) project_queries<form, segmented>(layer, step, batch, queries, first_sequence, stream);
   }
-  const std::int64_t recent_rows = (std::max)(full_rows, std::int64_t{layer.tables().ring_rows()});
-  attend_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + splits_of(full_rows), recent_rows, projects, stream);
+  const int full_splits = full_splits_of(full_rows, false);
+  const std::int64_t split_rows = full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits, recent_rows = (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
+  with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
+    attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, recent_rows, projects, stream);
+  });
   if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
   if constexpr (form != CodedForm::none) {
     if (!projects) return;

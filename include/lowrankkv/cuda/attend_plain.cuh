@@ -2,13 +2,16 @@
 /// @file cuda/attend_plain.cuh  Decode attention over plain tiles: rows at full rank, the tail, coefficients in f16 or bf16.
 ///
 /// A warp takes tiles of 16 to 64 rows from its ring. Queries and weights enter the products as a high and a low part in neighbouring columns,
-/// so that only the stored rows are 16-bit numbers: the result is that of f32 arithmetic to about 2^-20.
+/// so that only the stored rows are 16-bit numbers: the result is that of f32 arithmetic to about 2^-20. Codes of rows in 8 bits are such numbers too (cuda/scaled_tiles.cuh); a row's
+/// steps go into its logit and, as a logarithm, into its weight.
 /// Floor: the tiles' bytes, once, at the memory's rate.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/cuda/query_operands.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -24,11 +27,11 @@ enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 /// groups, heads, sequences.
 /// Rows at full rank meet the queries as they are: recent ones and a prompt's own are attended to while queries are projected. Compressed ones wait for
 /// the kernels before this one.
-/// @tparam type           of the tiles  @tparam which  rows
+/// @tparam type           of the tiles  @tparam which  rows  @tparam scaled  full rows in pages are in 8 bits
 /// @tparam max_units      units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-/// @param  stages         tiles of a warp's ring
-template <DType type, PlainRows which, int max_units, int column_blocks>
+/// @param  stages         tiles of a warp's ring; of a tail whose tiles are larger than those in pages, as many as its memory holds
+template <DType type, PlainRows which, int max_units, int column_blocks, bool scaled = false>
 __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence, int stages) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
@@ -44,12 +47,14 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const bool tail = which == PlainRows::recent && entry == 0;  // then the splits of the full rows
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
-  const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
+  const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;
+  const int tile_bytes = scaled && tail ? tables.full.bytes : layout.bytes;
+  if (scaled && tail) stages = max(1, stages * layout.bytes / tile_bytes);
   // A prompt's queries see the rows up to their own token: those of the last of these columns.
   const int last_token = min((first_block + column_blocks) * kBlockColumns - 1, step.columns() - 1) / step.group;
   const int list_rows = tail ? tables.ring_rows() : prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head);
   const int place = which == PlainRows::recent && !tail ? entry - 1 : entry;  // among the splits of the list
-  SegmentRows range{0, 0, list_rows, 0, tail || prompt ? 1 : splits_of(list_rows)};
+  SegmentRows range{0, 0, list_rows, 0, tail || prompt ? 1 : full_splits_of(list_rows, false)};
   int segment = 0;
   if constexpr (coded) {
     for (range.splits = 0; segment < tables.num_segments(slot, list_rows); ++segment) {
@@ -71,7 +76,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
-  TileRing<kPlainStages> ring(memory + warp * stages * layout.bytes, barriers[warp], layout.bytes, stages);
+  TileRing<kPlainStages> ring(memory + warp * stages * tile_bytes, barriers[warp], tile_bytes, stages);
   PageWalk walk(tables, table, layout, first + warp);
   // The first of every warps-th tile that holds a row: of a tail, few may.
   const auto with_rows = [&](int tile) {
@@ -87,10 +92,10 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     const int tile = with_rows(fetched);
     fetched = tile + warps;
     if (tile >= last) return nullptr;
-    if (prompt) return step.prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes);
-    return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes) : walk.next(warps);
+    if (prompt) return step.prompt + (static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(tile_bytes);
+    return tail ? tail_tiles + static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes) : walk.next(warps);
   };
-  for (int stage = 0; stage < stages; ++stage) ring.fetch(next_tile(), layout.bytes);
+  for (int stage = 0; stage < stages; ++stage) ring.fetch(next_tile(), tile_bytes);
   if (coded) wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   const std::size_t block_row = coded ? step.query_row(sequence, tables.num_heads, head, segment) + static_cast<std::size_t>(first_block) : 0;
@@ -122,73 +127,92 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
     const int index = (at - lengths.tail_first + rows) % rows;
     return index < limit[block];
   };
-  for (int tile = with_rows(first + warp); tile < last; tile = with_rows(tile + warps)) {
-    const std::uint8_t* next = next_tile();
-    const std::uint8_t* here = ring.wait();
-    const uint4* words = reinterpret_cast<const uint4*>(here + layout.key_offset) + lane;
-    float s[column_blocks][steps][4] = {};
-    #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      #pragma unroll 4
-      for (int unit = 0; unit < key_units; ++unit) {
-        const uint4 a = words[(i * key_units + unit) * 32];
-        #pragma unroll
-        for (int block = 0; block < column_blocks; ++block) {
-          const uint2 b = shared_query[(unit * column_blocks + block) * 32 + lane];
-          mma_plain<type>(s[block][i], a, b.x, b.y);
-        }
-      }
-    }
-    std::uint32_t p[column_blocks][steps][2];
-    const bool whole = !tail && tile * tile_rows >= range.begin && (tile + 1) * tile_rows <= (prompt ? all_see : rows);
-    #pragma unroll
-    for (int block = 0; block < column_blocks; ++block) {
-      float logits[steps][2], best = top[block];
+  const auto attend_tiles = [&](auto bytes) {
+    constexpr bool in_bytes = decltype(bytes)::value;
+    for (int tile = with_rows(first + warp); tile < last; tile = with_rows(tile + warps)) {
+      const std::uint8_t* next = next_tile();
+      const std::uint8_t* here = ring.wait();
+      const auto operand = [&](Part part, int unit) {  // of the tensor cores
+        if constexpr (in_bytes) return detail::scaled_words<type>(reinterpret_cast<const uint2*>(here + layout.offset(part))[32 * unit + lane]);
+        else return reinterpret_cast<const uint4*>(here + (scaled ? tables.full : layout).offset(part))[32 * unit + lane];
+      };
+      float s[column_blocks][steps][4] = {};
       #pragma unroll
       for (int i = 0; i < steps; ++i) {
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          logits[i][r] = (s[block][i][2 * r] + s[block][i][2 * r + 1]) * scale[block].unit;
-          if (!whole && !visible(tile * tile_rows + 16 * i + 8 * r + g, block)) logits[i][r] = -INFINITY;
-          best = fmaxf(best, logits[i][r]);
+        #pragma unroll 4
+        for (int unit = 0; unit < key_units; ++unit) {
+          const uint4 a = operand(Part::key, i * key_units + unit);
+          #pragma unroll
+          for (int block = 0; block < column_blocks; ++block) {
+            const uint2 b = shared_query[(unit * column_blocks + block) * 32 + lane];
+            mma_plain<type>(s[block][i], a, b.x, b.y);
+          }
         }
       }
-      best = column_max(best);
-      if (__any_sync(~0U, best > top[block])) {
-        const float correction = top[block] == best ? 1.0F : exp2_fast(top[block] - best);
-        sum[block] *= correction;
-        top[block] = best;
+      std::uint32_t p[column_blocks][steps][2];
+      // Steps of rows: those of keys go into logits, those of values into weights, as logarithms.
+      float key_steps[steps][2], value_steps[steps][2];
+      #pragma unroll
+      for (int i = 0; i < 2 * steps && in_bytes; ++i) {
+        key_steps[i / 2][i % 2] = detail::step_of(layout, here, Part::key, 8 * i + g);
+        value_steps[i / 2][i % 2] = fmaxf(detail::step_of(layout, here, Part::value, 8 * i + g), kLeastStep);
+      }
+      const bool whole = !tail && tile * tile_rows >= range.begin && (tile + 1) * tile_rows <= (prompt ? all_see : rows);
+      #pragma unroll
+      for (int block = 0; block < column_blocks; ++block) {
+        float logits[steps][2], best = top[block];
+        #pragma unroll
+        for (int i = 0; i < steps; ++i) {
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            logits[i][r] = (s[block][i][2 * r] + s[block][i][2 * r + 1]) * scale[block].unit;
+            if (in_bytes) logits[i][r] = fmaf(logits[i][r], key_steps[i][r], __log2f(value_steps[i][r]));
+            if (!whole && !visible(tile * tile_rows + 16 * i + 8 * r + g, block)) logits[i][r] = -INFINITY;
+            best = fmaxf(best, logits[i][r]);
+          }
+        }
+        best = column_max(best);
+        if (__any_sync(~0U, best > top[block])) {
+          const float correction = top[block] == best ? 1.0F : exp2_fast(top[block] - best);
+          sum[block] *= correction;
+          top[block] = best;
+          #pragma unroll
+          for (int unit = 0; unit < max_units; ++unit) {
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) out[block][unit][i] *= correction;
+          }
+        }
+        const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
+        #pragma unroll
+        for (int i = 0; i < steps; ++i) {
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = exp2_fast(logits[i][r] - base);
+            sum[block] += in_bytes ? __fdividef(e, value_steps[i][r]) : e;
+            p[block][i][r] = transposed(split_in_two<type>(e));
+          }
+        }
+      }
+      #pragma unroll
+      for (int i = 0; i < steps; ++i) {
         #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
-          #pragma unroll
-          for (int i = 0; i < 4; ++i) out[block][unit][i] *= correction;
+          if (unit < value_units) {
+            const uint4 a = operand(Part::value, i * value_units + unit);
+            #pragma unroll
+            for (int block = 0; block < column_blocks; ++block) mma_plain<type>(out[block][unit], a, p[block][i][0], p[block][i][1]);
+          }
         }
       }
-      const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
-      #pragma unroll
-      for (int i = 0; i < steps; ++i) {
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float e = exp2_fast(logits[i][r] - base);
-          sum[block] += e;
-          p[block][i][r] = transposed(split_in_two<type>(e));
-        }
-      }
+      __syncwarp();
+      ring.fetch(next, tile_bytes);
     }
-    words = reinterpret_cast<const uint4*>(here + layout.value_offset) + lane;
-    #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      #pragma unroll
-      for (int unit = 0; unit < max_units; ++unit) {
-        if (unit < value_units) {
-          const uint4 a = words[(i * value_units + unit) * 32];
-          #pragma unroll
-          for (int block = 0; block < column_blocks; ++block) mma_plain<type>(out[block][unit], a, p[block][i][0], p[block][i][1]);
-        }
-      }
-    }
-    __syncwarp();
-    ring.fetch(next, layout.bytes);
+  };
+  if constexpr (scaled) {
+    if (tail) attend_tiles(std::false_type{});
+    else attend_tiles(std::true_type{});
+  } else {
+    attend_tiles(std::false_type{});
   }
   const int channels = layout.channels(Part::value);
   const std::size_t size = static_cast<std::size_t>(3 + channels) * kBlockColumns;

@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   __shared__ __align__(16) float factors[turned_warps(max_units) * kBlockColumns];
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt, recent = which == PlainRows::recent;
   constexpr int steps = turned_steps(max_units), tile_rows = steps * kPlainRows;
+  constexpr bool ahead = !coded || max_units > 2;  // the next split's tiles are fetched while states are merged; where sixteen warps share registers, that costs more than it gains
   const int first_entry = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
   const RowList list = coded ? RowList::compressed : RowList::full;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     if (!recent) wait_for_last_kernel();
     return;
   }
-  const HeadTiles layout = coded ? tables.compressed[head] : tables.full;
+  const HeadTiles layout = coded ? tables.compressed[head] : tables.listed;  // tails have the same
   const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     ring.fetch(next, key_bytes);
     ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
   };
-  begin(first_entry);
+  if (ahead) begin(first_entry);
   release_next_kernel();
   const LiftMap lift = coded ? tables.maps[head].lift : LiftMap{};
   TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr, lift_units == 0 ? 0 : cuda::lift_units(false, key_units));
@@ -197,6 +198,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   for (int entry = first_entry; entry < entries; entry += blocks) {
+    if (!ahead) begin(entry);
     detail::TurnedRows range;
     range.read_shifts(tables.rotary, slot);
     range.lengths = lengths;
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
     const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : recent ? entry - 1 : entry);
     const float total = column_sum(sum);
-    if (entry + blocks < entries) begin(entry + blocks);
+    if (ahead && entry + blocks < entries) begin(entry + blocks);
     detail::finish_turned(states, top, total, total, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
                           step.state(row, target, block));
     __syncthreads();  // the states were merged; queries may take their place

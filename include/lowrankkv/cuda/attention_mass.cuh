@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables ta
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], columns = queries.columns();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const bool listed = static_cast<int>(blockIdx.x) < list_pieces, packed = !listed && prompt.packed != nullptr;
-  const HeadTiles& layout = tables.full;
+  const HeadTiles& layout = tables.listed;  // the others have the same: masses and 8 bits do not go together
   const DeviceLengths lengths = tables.lengths[slot];
   const int ring = tables.ring_rows(), units = layout.key_units;
   const int count = listed ? tables.num_rows(RowList::full, slot, head) : packed ? prompt.rows : ring;  // as they lie

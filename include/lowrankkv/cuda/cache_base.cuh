@@ -74,7 +74,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   std::int64_t tokens_of(int slot) const { return layer_.sequence(slot).num_tokens + prompts_.of(slot).rows(); }
 
   /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
-  float limit() const { return config_.check_finite ? max_finite(config_.full_type) : max_finite(DType::f32); }
+  float limit() const {
+    if (!config_.check_finite) return max_finite(DType::f32);
+    const float coded = config_.full_row_bits == 8 ? kScaledHalf * max_finite(DType::f16) : max_finite(DType::f32);  // so many steps, each an f16
+    return (std::min)(max_finite(config_.full_type), coded);
+  }
 
   void check_views(const KeyView& key, const ValueView& value, std::int64_t sequences, std::int64_t m) const {
     ::lowrankkv::detail::check_keys_and_values(key, value, sequences, m, config_.shape.num_kv_heads, config_.shape.head_dim);

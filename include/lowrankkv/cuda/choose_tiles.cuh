@@ -20,7 +20,7 @@ namespace cuda {
 
 /// @brief Pages that max_sequences can ever need, whose lists have so many rows at most.
 inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, const MostRows& most) {
-  std::int64_t pages = config.shape.num_kv_heads * tiles.full.pages_for(most.full);
+  std::int64_t pages = config.shape.num_kv_heads * tiles.listed.pages_for(most.full);
   for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(most.compressed);
   return pages * config.max_sequences;
 }
@@ -33,7 +33,7 @@ inline void fit_pages(LayerTiles& tiles) {
     if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
     layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
   };
-  fit(tiles.full);
+  fit(tiles.listed);
   for (HeadTiles& layout : tiles.compressed) fit(layout);
 }
 
@@ -53,8 +53,8 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
   std::size_t largest = 0, best = 0, least = 0;
   std::vector<int> sizes;  // of tiles
   for (const LayerTiles& tiles : layers) {
-    largest = (std::max)(largest, static_cast<std::size_t>((std::max)(tiles.full.bytes, tiles.max_tile_bytes())));
-    sizes.push_back(tiles.full.bytes);
+    largest = (std::max)(largest, static_cast<std::size_t>((std::max)(tiles.listed.bytes, tiles.max_tile_bytes())));
+    sizes.push_back(tiles.listed.bytes);
     for (const HeadTiles& layout : tiles.compressed) sizes.push_back(layout.bytes);
   }
   std::sort(sizes.begin(), sizes.end());
@@ -85,6 +85,7 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
   const bool turns = config.rope.keys == Rope::pre;
   LayerTiles tiles;
   tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim), turns);
+  tiles.listed = config.full_row_bits == 8 ? scaled_tiles(tiles.full) : tiles.full;
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
     tiles.form = Codec::form;

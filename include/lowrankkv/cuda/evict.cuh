@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tabl
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
   const std::int32_t *chosen = eviction.chosen + list + leaving.full[sequence], *freed = eviction.freed + list;
   const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.replaced[sequence * tables.num_heads + head]);
-  const HeadTiles& layout = tables.full;
+  const HeadTiles& layout = tables.listed;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
   const SourceRows rows(tables, source, slot, head);
   for (int i = first; i < end; ++i) {

@@ -75,6 +75,7 @@ class LayerState {
     tables_.head_dim = config.shape.head_dim;
     tables_.full_type = config.full_type;
     tables_.full = tiles_.full;
+    tables_.listed = tiles_.listed;
     tables_.compressed = compressed_.data();
     if (config.rope.keys == Rope::pre) rotary_ = RotaryTables(config.rope, config.shape.head_dim, config.max_sequences);
     tables_.rotary = rotary_.get();
@@ -159,7 +160,7 @@ class LayerState {
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
   /// @brief Lists of a kind that a sequence has.
   int num_lists(RowList list) const { return list == RowList::full ? config_.shape.num_kv_heads : static_cast<int>(tiles_.compressed.size()); }
-  const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.full : tiles_.compressed[static_cast<std::size_t>(head)]; }
+  const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.listed : tiles_.compressed[static_cast<std::size_t>(head)]; }
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 

@@ -21,7 +21,8 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   usage.pending_bytes = pending;
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
   std::size_t pages = 0;
-  usage.full_row_bytes = static_cast<std::size_t>(heads * now.rows.num_full * row);
+  const HeadTiles& listed_tiles = layer.tiles().listed;  // of 8 bits with their steps
+  usage.full_row_bytes = static_cast<std::size_t>(heads * now.rows.num_full * listed_tiles.bytes / listed_tiles.rows);
   for (const HeadTiles& tiles : layer.tiles().compressed) usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
   for (const auto& list : now.pages) {
     for (const auto& own : list) pages += own.size();

@@ -18,7 +18,8 @@ namespace cuda {
 struct LayerTiles {
   CodedForm form = CodedForm::none;
   DType coded_type = DType::f16;           ///< of plain tiles of coefficients
-  HeadTiles full;
+  HeadTiles full;                          ///< of tails and of prompts that are taken in
+  HeadTiles listed;                        ///< of full rows in pages: the same, or scaled
   std::vector<HeadTiles> compressed;       ///< per head, then, with joint values, per group; empty: nothing is compressed
   int joint_heads = 0;                     ///< of a group whose values are one latent; 0: none
   std::vector<PartTiles> parts;            ///< per head: keys, values
@@ -74,6 +75,17 @@ inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_unit
   tiles.rows = kPlainRows * (turns ? turned_steps(most_units) : plain_steps(most_units));
   tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
   tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief Plain tiles in 8 bits.
+inline HeadTiles scaled_tiles(HeadTiles tiles) {
+  constexpr std::int32_t kAlignment = 128;
+  const std::int32_t steps = tiles.rows / kPlainRows;
+  tiles.scaled = true;
+  tiles.key_offset = (tiles.step_byte(Part::value, tiles.rows) + kAlignment - 1) / kAlignment * kAlignment;
+  tiles.value_offset = tiles.key_offset + steps * tiles.key_units * kPlainUnitBytes / 2;
+  tiles.bytes = tiles.value_offset + steps * tiles.value_units * kPlainUnitBytes / 2;
   return tiles;
 }
 

@@ -57,6 +57,11 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
 __device__ inline void move_plain_row(const HeadTiles& layout, const std::uint8_t* source, int from, std::uint8_t* target, int to) {
   for (const Part part : {Part::key, Part::value}) {
     if (part == Part::key ? !layout.keys : !layout.values) continue;
+    if (layout.scaled) {
+      for (int channel = static_cast<int>(threadIdx.x) % 32; channel < layout.channels(part); channel += 32) target[layout.plain_byte(part, to, channel)] = source[layout.plain_byte(part, from, channel)];
+      if (threadIdx.x % 32 == 0) *reinterpret_cast<std::uint16_t*>(target + layout.step_byte(part, to)) = *reinterpret_cast<const std::uint16_t*>(source + layout.step_byte(part, from));
+      continue;
+    }
     for (int channel = static_cast<int>(threadIdx.x) % 32; channel < layout.channels(part); channel += 32) {
       *reinterpret_cast<std::uint16_t*>(target + layout.plain_byte(part, to, channel)) = *reinterpret_cast<const std::uint16_t*>(source + layout.plain_byte(part, from, channel));
     }

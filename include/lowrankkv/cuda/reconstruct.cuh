@@ -13,6 +13,7 @@
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/unpack_levels.cuh"
 
@@ -280,8 +281,8 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
     const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
     places[0][thread] = key.place_of(position - range.first, range.count);
     places[1][thread] = value.place_of(position - range.first, range.count);
-  } else if (!tail && (thread - kStoreRows) * tables.full.rows < used) {
-    tiles[thread - kStoreRows] = tables.tile(table, tables.full, begin / tables.full.rows + thread - kStoreRows);
+  } else if (!tail && (thread - kStoreRows) * tables.listed.rows < used) {
+    tiles[thread - kStoreRows] = tables.tile(table, tables.listed, begin / tables.listed.rows + thread - kStoreRows);
   }
   const SourceRows ring(tables, {}, slot, head);
   const auto copy = [&](Part part, const DeviceTarget& target) {  // of each: a reference to either would be to a copy in local memory
@@ -292,11 +293,17 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
         const int row = item / (dim / 2), channel = item % (dim / 2) * 2;
         rows.put(row, channel, ring.element(part, begin + row, channel), ring.element(part, begin + row, channel + 1));
       }
+    } else if (tables.listed.scaled) {
+      for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
+        const int row = item / (dim / 2), channel = item % (dim / 2) * 2, in_tile = row % tables.listed.rows;
+        const auto element = [&](int own) { return detail::scaled_element(tables.listed, tiles[row / tables.listed.rows], part, in_tile, own); };
+        rows.put(row, channel, element(channel), element(channel + 1));
+      }
     } else {
       #pragma unroll 4
       for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
         const int lane = item % 32, unit = item / 32 % units, row = item / 32 / units * kPlainRows;
-        const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.full.rows] + tables.full.offset(part) + (row % tables.full.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
+        const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.listed.rows] + tables.listed.offset(part) + (row % tables.listed.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
         // Keys are rows x channels, values channels x rows; whole warps are here.
         const std::uint32_t all[4] = {part == Part::key ? words.x : transposed(words.x), part == Part::key ? words.y : transposed(words.z), part == Part::key ? words.z : transposed(words.y),
                                       part == Part::key ? words.w : transposed(words.w)};

@@ -41,7 +41,7 @@ struct RemovedRows {
 template <class = void>
 __global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, int slot, RowList list, int begin, int end, int rows) {
   const int index = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32, at_once = min(kMoveThreads / 32, end - begin);
-  const HeadTiles& layout = list == RowList::full ? tables.full : tables.compressed[index];
+  const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
   const std::int32_t* table = tables.page_table(list, slot, index);
   for (int first = end; first < rows; first += at_once) {
     const int from = first + warp, to = from - (end - begin);

@@ -49,7 +49,7 @@ struct SavedSequence {
 template <bool to_block>
 __global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int rows, std::uint8_t* block) {
   const int head = static_cast<int>(blockIdx.y), tile = static_cast<int>(blockIdx.x);
-  const auto layout_of = [&](int index) -> const HeadTiles& { return list == RowList::full ? tables.full : tables.compressed[index]; };
+  const auto layout_of = [&](int index) -> const HeadTiles& { return list == RowList::full ? tables.listed : tables.compressed[index]; };
   const HeadTiles& layout = layout_of(head);
   if (tile * layout.rows >= rows) return;
   std::size_t offset = 0;
@@ -72,6 +72,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("num_qo_heads", layer.config().shape.num_qo_heads);
   add("head_dim", tables.head_dim);
   add("full_type", tables.full_type);
+  add("full_row_bits", layer.config().full_row_bits);
   add("unrotated keys", tables.rotary.turns());
   if (tables.rotary.turns()) {
     add("rope pairing", layer.config().rope.pairing);

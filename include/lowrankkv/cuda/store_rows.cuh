@@ -9,6 +9,7 @@
 #include "lowrankkv/cuda/plain_tiles.cuh"
 #include "lowrankkv/cuda/project_rows.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -189,7 +190,7 @@ class ListPiece {
  public:
   /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are, the first of those that share them
   __device__ ListPiece(const Tables& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
-      : layout_(list == RowList::full ? tables.full : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
+      : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = loose.data != nullptr;
     const int first = apart ? 0 : tables.num_rows(list, leaving.slots[sequence], head), added = full ? leaving.full[sequence] : leaving.compressed[sequence];
     const int count = apart ? loose.counts[sequence * tables.num_heads + head] : added;
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
-  const HeadTiles& layout = form == StoreForm::full ? tables.full : tables.compressed[head];
+  const HeadTiles& layout = form == StoreForm::full ? tables.listed : tables.compressed[head];
   const ListPiece piece(tables, leaving, order, loose, list, index, head, head, static_cast<int>(blockIdx.x));
   const int tile_row = piece.tile_row, begin = piece.begin, end = piece.end, from = piece.from;
   if (begin >= end) return;
@@ -262,11 +263,12 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) target[word] = memory.tile[word];
   } else {
     __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
+    __shared__ float inverse_steps[form == StoreForm::full ? kStoreRows : 1];  // of scaled rows
     if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
       tiles[threadIdx.x] = piece.tile(tile_row / layout.rows + static_cast<int>(threadIdx.x));
     }
     __syncthreads();
-    if (form == StoreForm::full && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
+    if (form == StoreForm::full && !layout.scaled && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
       detail::copy_rows(layout, tiles, rows, from, begin, end);
       return;
     }
@@ -288,6 +290,10 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
     __syncthreads();
     for (const Part part : {Part::key, Part::value}) {
       if (part == Part::value && !layout.values) break;
+      if (form == StoreForm::full && layout.scaled) {
+        detail::store_scaled(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, tables.full_type, inverse_steps, begin, end);
+        continue;
+      }
       detail::store_plain(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, begin, end, true);
     }
   }

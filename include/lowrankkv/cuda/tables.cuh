@@ -56,7 +56,8 @@ struct Tables {
   std::int32_t num_lists = 0;                  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
   std::int32_t joint_heads = 0;                ///< whose values are one latent; 0: none
   DType full_type = DType::f16;
-  HeadTiles full;                              ///< tiles of rows at full rank; the tail's are the same
+  HeadTiles full;                              ///< tiles of tails, and of prompts that are taken in
+  HeadTiles listed;                            ///< of full rows in pages: the same, or scaled
   const HeadTiles* compressed = nullptr;       ///< [num_lists]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain

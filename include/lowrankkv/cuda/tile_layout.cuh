@@ -4,6 +4,9 @@
 /// A plain tile holds 16, 32 or 64 rows of one KV head in f16 or bf16: its keys, then its values, 16 rows after 16 rows, in units of
 /// 16 channels. A unit is one A operand of mma.m16n8k16 (keys: rows x channels; values: channels x rows), lane after lane, 16 bytes a lane.
 ///
+/// A scaled plain tile holds the same in 8 bits: the steps of its rows, f16, those of the keys, then those of the values; then the units, a byte where the others have 16 bits. Code c of
+/// a row of step s is (c - 127.5) s.
+///
 /// A tile of codes holds 64 rows: 64 gains of the keys, 64 of the values (8 bits each, or f16; twice as many where channels are of two scale groups, each with a gain a row,
 /// the second group's behind the first's), the codes of the keys, those of the values, group after group, in units of 32 channels of one width: 8, 4, 2 or 1 bits; 256 bytes a bit. A unit is operands of mma.m16n8k32 (u8 x s8): four codes
 /// become operands by one AND, no shift and no conversion. A code that stands at bit p of its byte counts 2^p times, and which
@@ -38,6 +41,7 @@ __host__ __device__ constexpr int plain_place(Part part, int row, int channel) {
 /// @brief The tiles of one list of one KV head.
 struct HeadTiles {
   bool codes = false;               ///< tiles of codes; else plain ones
+  bool scaled = false;              ///< plain tiles in 8 bits
   ScaleKind gains = ScaleKind::norm_log8;  ///< of rows, tiles of codes only
   bool keys = true, values = true;  ///< whether rows have them: with joint values, heads have keys, groups have values
   std::int32_t rows = 0;            ///< of a tile
@@ -74,8 +78,11 @@ struct HeadTiles {
   /// @brief Byte of element (row, channel) of a plain tile.
   __host__ __device__ std::int32_t plain_byte(Part part, int row, int channel) const {
     const int unit = row / kPlainRows * (part == Part::key ? key_units : value_units) + channel / kPlainUnit;
-    return offset(part) + unit * kPlainUnitBytes + plain_place(part, row % kPlainRows, channel % kPlainUnit);
+    const int place = plain_place(part, row % kPlainRows, channel % kPlainUnit);
+    return offset(part) + (scaled ? (unit * kPlainUnitBytes + place) / 2 : unit * kPlainUnitBytes + place);
   }
+  /// @brief Byte of the step of a row's keys, or values, in a scaled plain tile.
+  __host__ __device__ std::int32_t step_byte(Part part, int row) const { return 2 * ((part == Part::key ? 0 : rows) + row); }
 };
 
 /// @brief Times 16 rows in a plain tile whose keys or values fill so many units.
@@ -159,6 +166,12 @@ inline constexpr int kMaxSplits = 32;
 __host__ __device__ constexpr int splits_of(std::int64_t rows) {
   const std::int64_t wanted = (rows + kSplitRows - 1) / kSplitRows;
   return static_cast<int>(wanted < kMaxSplits ? wanted : kMaxSplits);
+}
+/// @brief Splits of a list of full rows, whose keys are turned when they are read, or not. Short lists of those that are not are divided more finely, since one block after the other waits for a tile.
+__host__ __device__ constexpr int full_splits_of(std::int64_t rows, bool turns) {
+  constexpr std::int64_t size = 256, most = 8;
+  const std::int64_t fine = (rows + size - 1) / size < most ? (rows + size - 1) / size : most;
+  return turns || splits_of(rows) > fine ? splits_of(rows) : static_cast<int>(fine);
 }
 /// @brief Splits of a segment of `rows` rows of a list of `total`: as large as those of the list.
 __host__ __device__ constexpr int segment_splits(std::int64_t rows, std::int64_t total) {

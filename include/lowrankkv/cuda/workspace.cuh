@@ -33,7 +33,7 @@ class Workspace {
   /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode steps; null: owned
   /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
   Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
-      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
+      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), turns_(config.rope.keys == Rope::pre), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
     decode_bytes_ = decode_bytes(config, tiles, max_segments, max_rows);
     if (lent.data == nullptr) {
       decode_ = DeviceArray<std::uint8_t>(decode_bytes_);
@@ -71,7 +71,7 @@ class Workspace {
     } else {
       step.compressed_splits = coded_splits(rows.num_compressed);
     }
-    step.full_splits = splits_of(rows.num_full);
+    step.full_splits = full_splits_of(rows.num_full, turns_);
     step.prompt = packed;
     step.prompt_tiles = packed_tiles;
     const std::size_t bytes = carve(step, 1, nullptr);
@@ -102,7 +102,7 @@ class Workspace {
     step.set_tokens(config.max_query_tokens);
     step.segments = max_segments;
     step.compressed_splits = splits_in(max_rows[1], max_segments);
-    step.full_splits = splits_of(max_rows[0]);
+    step.full_splits = full_splits_of(max_rows[0], config.rope.keys == Rope::pre);
     step.width = config.shape.head_dim;
     for (const HeadTiles& layout : tiles.compressed) step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
     step.coded_units = tiles.max_units(Part::key);
@@ -134,6 +134,7 @@ class Workspace {
   std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }
 
   int heads_ = 0, qo_heads_ = 0;
+  bool turns_ = false;  ///< keys are turned when they are read
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;
   DeviceArray<std::uint8_t> decode_, prompt_;

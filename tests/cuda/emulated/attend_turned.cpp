@@ -87,7 +87,7 @@ struct Layer {
     tables.num_heads = tables.num_lists = 1;
     tables.head_dim = problem.head_dim;
     tables.full_type = problem.type;
-    tables.full = full;
+    tables.full = tables.listed = full;
     tables.rotary = rotary.get();
     tables.tail_tiles = 2;
     tails.resize(2 * 2 * at(full.bytes));

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -36,14 +37,21 @@ struct Warp {
 /// Most shared memory of a block, and what must not be written behind what a kernel asked for.
 inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024;
 
+/// A thread of a block. It begins as a context; from then on jumps, which ask nothing of the system, lead to it and back.
+struct Fiber {
+  ucontext_t start{};
+  std::jmp_buf now{};
+  bool begun = false;
+};
+
 struct Block {
   Index block, size, grid;
   int current = 0, alive = 0, at_barrier = 0, sum = 0;
   unsigned barrier = 0;
-  std::vector<ucontext_t> threads;
+  std::vector<Fiber> threads;
   std::vector<char> done, waits;
   std::vector<Warp> warps;
-  ucontext_t scheduler{};
+  std::jmp_buf scheduler{};
   const std::function<void()>* kernel = nullptr;
   std::unique_ptr<std::uint8_t[]> stacks{new std::uint8_t[kStack * 1024]};
   alignas(128) std::uint8_t shared[kShared + kGuard];
@@ -61,11 +69,23 @@ inline Index& thread() {
   std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more, block().block.x, block().block.y, block().block.z, block().current);
   std::abort();
 }
+/// To the scheduler, until it comes back.
+[[gnu::noinline]] inline void leave() {
+  if (_setjmp(block().threads[static_cast<std::size_t>(block().current)].now) == 0) _longjmp(block().scheduler, 1);
+}
+/// To the current thread, until it leaves.
+[[gnu::noinline]] inline void enter() {
+  if (_setjmp(block().scheduler) != 0) return;
+  Fiber& fiber = block().threads[static_cast<std::size_t>(block().current)];
+  if (fiber.begun) _longjmp(fiber.now, 1);
+  fiber.begun = true;
+  setcontext(&fiber.start);
+}
 /// This thread waits until somebody lets it go on.
 inline void wait() {
   Block& own = block();
   own.waits[static_cast<std::size_t>(own.current)] = 1;
-  swapcontext(&own.threads[static_cast<std::size_t>(own.current)], &own.scheduler);
+  leave();
 }
 inline void run_thread() {
   Block& own = block();
@@ -76,13 +96,14 @@ inline void run_thread() {
   if (warp.arrived > 0) fail("a lane ends while others wait for it: ", warp.what);
   --warp.lanes;
   if (own.at_barrier > 0) fail("a thread ends while others wait at a barrier");
-  swapcontext(&own.threads[static_cast<std::size_t>(own.current)], &own.scheduler);
+  leave();
 }
-inline void make_thread(ucontext_t& context, std::uint8_t* stack) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = kStack;
-  makecontext(&context, run_thread, 0);
+inline void make_thread(Fiber& fiber, std::uint8_t* stack) {
+  fiber.begun = false;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = stack;
+  fiber.start.uc_stack.ss_size = kStack;
+  makecontext(&fiber.start, run_thread, 0);
 }
 inline void run_block(int threads) {
   Block& own = block();
@@ -104,7 +125,7 @@ inline void run_block(int threads) {
       own.current = i;
       thread() = {static_cast<unsigned>(i), 0, 0};
       moved = true;
-      swapcontext(&own.scheduler, &own.threads[static_cast<std::size_t>(i)]);
+      enter();
     }
     if (!moved) fail("all threads wait");
   }

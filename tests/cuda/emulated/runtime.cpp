@@ -99,4 +99,5 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t replay) {
 cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
 const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
+float __log2f(float x) noexcept { return std::log2(x); }  // the C library has declared it
 }
