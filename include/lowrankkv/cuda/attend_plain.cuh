@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
   const int key_units = layout.key_units, value_units = layout.value_units, used_blocks = min(column_blocks, step.blocks - first_block);
   TileRing<kPlainStages> ring(memory + warp * stages * tile_bytes, barriers[warp], tile_bytes, stages);
-  PageWalk walk(tables, table, layout, first + warp);
+  PageWalk walk(tables, table, prompt ? tables.listed : layout, first + warp);  // a prompt's tiles are in no pages
   // The first of every warps-th tile that holds a row: of a tail, few may.
   const auto with_rows = [&](int tile) {
     const auto empty = [&](int place) {
