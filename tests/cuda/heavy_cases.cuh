@@ -17,6 +17,7 @@ double check_masses(Random& random, DType type, int trials) {
     const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7}, heads = joins<Cache> ? 2 + 2 * (trial % 2) : 1 + trial % 2, group = groups[trial % 3], dim = joins<Cache> ? dims[trial % 3] : dims[trial % 4];
     CacheConfig config = config_of({heads * group, heads, dim}, 4000, 3, 16);
     config.full_type = type;
+    config.full_row_bits = (trial + trial / 4) % 2 == 1 ? 8 : 0;
     HeavySettings settings{{0.5F, 0, 10 + static_cast<int>(random() % 30)}, {static_cast<int>(random() % 8), 0}};
     settings.heads_per_group = trial % 2 == 0 ? 0 : 2;
     settings.coefficients = type;
@@ -154,6 +155,7 @@ void check_parity(Random& random, int trials) {
     const int heads = joins<Cache> ? 2 + 2 * (trial % 2) : 1 + trial % 3, dim = trial % 2 == 0 ? 64 : 96, intervals[] = {1, 8, 16, 40};
     CacheConfig config = config_of({2 * heads, heads, dim}, 1500, 3, intervals[trial % 4]);
     config.tail_capacity = 128;
+    config.full_row_bits = (trial + trial / 2) % 2 == 1 ? 8 : 0;
     const bool ties = trial % 3 == 0;  // many masses are equal; then all are sums of given ones, which are exact
     const int levels = ties ? 3 : 5000;
     HeavySettings settings{{0.125F * static_cast<float>(random() % 9), trial % 4 == 3 ? 1 + static_cast<int>(random() % 60) : 0, static_cast<int>(random() % 40)},
@@ -239,9 +241,10 @@ void check_parity(Random& random, int trials) {
 
 /// A fork and a loaded copy go on as the original, bit for bit, and leave it alone.
 template <class Cache>
-void check_copies(Random& random) {
+void check_copies(Random& random, int full_row_bits = 0) {
   for (const int budget : {0, 150}) {
-    const CacheConfig config = config_of({8, 2, 64}, 2000, 4, 16);
+    CacheConfig config = config_of({8, 2, 64}, 2000, 4, 16);
+    config.full_row_bits = full_row_bits;
     const HeavySettings settings{{0.3F, budget, 40}, {4, 10}};
     const RandomLayer layer = layer_of<Cache>(random, config.shape, settings);
     Side<Cache> side(config, layer, settings);

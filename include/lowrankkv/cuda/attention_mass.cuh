@@ -18,6 +18,7 @@
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/query_operands.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -117,7 +118,7 @@ __device__ void load_mass_queries(const MassQueries& queries, int units, int blo
 /// is. A prompt's: added to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of kMassRows rows, then those of the rings or of the prompt, x heads x sequences.
 /// @tparam split  queries are not of full_type, or do not stand two channels to a word
 template <DType type, int max_units, bool split>
-__global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
+__global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attention_mass_kernel(Tables tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   uint2* operands = reinterpret_cast<uint2*>(shared_memory);  // of these columns, and of the next
   __shared__ detail::MassColumn turns[3][kMassColumns];       // these columns, the next, and those after them
@@ -125,22 +126,33 @@ __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables ta
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], columns = queries.columns();
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const bool listed = static_cast<int>(blockIdx.x) < list_pieces, packed = !listed && prompt.packed != nullptr;
-  const HeadTiles& layout = tables.listed;  // the others have the same: masses and 8 bits do not go together
+  const HeadTiles& layout = listed ? tables.listed : tables.full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int ring = tables.ring_rows(), units = layout.key_units;
   const int count = listed ? tables.num_rows(RowList::full, slot, head) : packed ? prompt.rows : ring;  // as they lie
   const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kMassRows, row = first + warp * kPlainRows;
   if (first >= count) return;
   uint4 keys[max_units] = {};
+  float factors[2] = {queries.factor, queries.factor};  // of the rows' logits
   if (row < count) {
     const int tile = row / layout.rows;
     const std::uint8_t* base = listed ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
                                : packed ? prompt.packed + (static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes)
                                         : tables.tail_tile(slot, head, row);
-    const uint4* words = reinterpret_cast<const uint4*>(base + layout.key_offset + (row - tile * layout.rows) / kPlainRows * units * kPlainUnitBytes) + lane;
-    #pragma unroll
-    for (int unit = 0; unit < max_units; ++unit) {
-      if (unit < units) keys[unit] = words[32 * unit];
+    const int in_tile = row - tile * layout.rows, place = in_tile / kPlainRows * units * 32 + lane;
+    const std::uint8_t* words = base + layout.key_offset;
+    if (layout.scaled) {
+      #pragma unroll
+      for (int unit = 0; unit < max_units; ++unit) {
+        if (unit < units) keys[unit] = detail::scaled_words<type>(reinterpret_cast<const uint2*>(words)[place + 32 * unit]);
+      }
+      factors[0] *= detail::step_of(layout, base, Part::key, in_tile + g);
+      factors[1] *= detail::step_of(layout, base, Part::key, in_tile + g + 8);
+    } else {
+      #pragma unroll
+      for (int unit = 0; unit < max_units; ++unit) {
+        if (unit < units) keys[unit] = reinterpret_cast<const uint4*>(words)[place + 32 * unit];
+      }
     }
   }
   int index[2], from[2];  // the rows' numbers in their list, tail or prompt; the first columns that see them
@@ -187,7 +199,7 @@ __global__ void __launch_bounds__(kStoreThreads) attention_mass_kernel(Tables ta
       #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int column = 8 * (block + i / 4) + 2 * t + i % 2;
-        const float weight = exp2_fast(fmaf(logits[i / 4][i % 4], queries.factor, -turn_columns[column].lse));  // 0 where there is no column
+        const float weight = exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2], -turn_columns[column].lse));  // 0 where there is no column
         if (base + column >= from[i % 4 / 2]) own[i % 4 / 2] += weight;
       }
     }

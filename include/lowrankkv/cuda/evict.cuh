@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -169,6 +170,18 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tabl
   for (int i = first; i < end; ++i) {
     const int place = freed[i], in_tile = place % layout.rows;
     std::uint8_t* tile = tables.tile(table, layout, place / layout.rows);
+    if (layout.scaled) {
+      const int part_warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+      if (part_warp > 1) continue;  // a warp the key, one the value
+      const Part part = part_warp == 0 ? Part::key : Part::value;
+      float largest = 0.0F;
+      for (int channel = lane; channel < dim; channel += 32) largest = fmaxf(largest, fabsf(rows.element(part, chosen[i], channel)));
+      for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
+      const __half step = detail::step_for(largest);
+      if (lane == 0) *reinterpret_cast<__half*>(tile + layout.step_byte(part, in_tile)) = step;
+      for (int channel = lane; channel < dim; channel += 32) tile[layout.plain_byte(part, in_tile, channel)] = static_cast<std::uint8_t>(detail::scaled_code(rows.element(part, chosen[i], channel), detail::inverse_of(step)));
+      continue;
+    }
     for (int channel = static_cast<int>(threadIdx.x); channel < 2 * dim; channel += kStoreThreads) {
       const Part part = channel < dim ? Part::key : Part::value;
       const int own = channel < dim ? channel : channel - dim;

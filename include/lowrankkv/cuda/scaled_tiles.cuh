@@ -41,6 +41,15 @@ __device__ inline float scaled_element(const HeadTiles& layout, const std::uint8
   return (static_cast<float>(tile[layout.plain_byte(part, row, channel)]) - kScaledCentre) * step_of(layout, tile, part, row);
 }
 
+/// The step of a row whose numbers are at most `largest`: not below an even share, so that nothing is clipped.
+__device__ inline __half step_for(float largest) { return __float2half_ru(fminf(largest / kScaledHalf, 65504.0F)); }
+/// One over a step; 0 for rows of zeros.
+__device__ inline float inverse_of(__half step) { return __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F; }
+/// The code of a number.
+__device__ __forceinline__ std::uint32_t scaled_code(float number, float inverse_step) {
+  return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(number * inverse_step) + kScaledHalf), 2.0F * kScaledHalf - 1.0F));
+}
+
 /// Writes rows [begin, end) of a part, the last ones of their list, into scaled tiles. Rows past the end have step 0. All threads of a block call it.
 /// @param tiles  those of the rows, from row 0 on  @param rows  [., stride], numbers of `type`  @param inverse_steps  shared memory of kStoreRows numbers
 __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, const std::uint16_t* rows, int stride, DType type, float* inverse_steps, int begin, int end) {
@@ -50,10 +59,9 @@ __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const
     float largest = 0.0F;
     for (int channel = lane; row < end && channel < channels; channel += 32) largest = fmaxf(largest, fabsf(from_bits(type, rows[row * stride + channel])));
     for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
-    const __half step = __float2half_ru(fminf(largest / kScaledHalf, 65504.0F));  // not below: nothing is clipped
     if (lane != 0) continue;
-    *reinterpret_cast<__half*>(tiles[row / layout.rows] + layout.step_byte(part, row % layout.rows)) = step;
-    inverse_steps[row] = __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F;
+    *reinterpret_cast<__half*>(tiles[row / layout.rows] + layout.step_byte(part, row % layout.rows)) = step_for(largest);
+    inverse_steps[row] = inverse_of(step_for(largest));
   }
   __syncthreads();
   // Eight bytes a lane of every sixteen rows of a unit; those of earlier rows stay.
@@ -66,8 +74,7 @@ __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const
       // A is [m, k]: m = lane / 4 (+ 8), k = 2 (lane % 4) (+ 1, + 8).
       const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4), row = first_row + (part == Part::key ? m : k), channel = unit * kPlainUnit + (part == Part::key ? k : m);
       if (row < begin) continue;
-      const float level = row < end ? floorf(from_bits(type, rows[row * stride + channel]) * inverse_steps[row]) + kScaledHalf : 0.0F;
-      const std::uint32_t code = static_cast<std::uint32_t>(fminf(fmaxf(0.0F, level), 2.0F * kScaledHalf - 1.0F));
+      const std::uint32_t code = row < end ? scaled_code(from_bits(type, rows[row * stride + channel]), inverse_steps[row]) : 0U;
       std::uint32_t& word = i < 4 ? words.x : words.y;
       word = (word & ~(0xffU << (8 * (i % 4)))) | code << (8 * (i % 4));
     }
