@@ -140,6 +140,8 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::oja_outliers: return make.template operator()<OjaKVv2<>>({});
     case Method::oja_snapkv: return make.template operator()<OjaKVSnapKV<>>({});
     case Method::snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
+    case Method::oja_evicting: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>, NoQuantizer>>({});
+    case Method::budgeted_evicting: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>>({});
     case Method::snapkv_only: return make.template operator()<SnapKVOnly<>>({});
     case Method::streaming: return make.template operator()<StreamingLLM<>>({});
     case Method::int8: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Int8>>({});

@@ -110,6 +110,8 @@ class CapturedStep {
     gpu::check(cudaStreamSynchronize(stream), "step");
   }
 
+  cudaGraphExec_t replay() const { return replay_; }
+
   cudaStream_t stream = nullptr;
 
  private:

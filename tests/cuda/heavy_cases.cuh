@@ -288,7 +288,7 @@ void check_copies(Random& random, int full_row_bits = 0) {
     Growth(random, config.shape, steps).grow(side, 2);
     CHECK(answer(3) == after);
     CHECK(side.cache.truncate(3, 0) == TruncateResult::inexact);
-    CHECK(support::message_of([&] { side.cache.truncate(1, 100); }).find("are stored as their values decided") != std::string::npos);
+    CHECK(support::message_of([&] { side.cache.truncate(1, 100); }).find("are stored as the attention that they received decided") != std::string::npos);
     for (const SequenceId seq : {1, 2, 3}) side.cache.erase(seq);
     CHECK(side.cache.memory().total() == 0);
     CHECK(side.cache.pool().allocator().num_free() == side.cache.pool().allocator().num_pages());

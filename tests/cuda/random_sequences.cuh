@@ -293,11 +293,12 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       if (step < 2) {  // tokens of the middle go
         const std::size_t victim = removals() % 3;
         const std::int64_t tokens = device->num_tokens(seqs[victim]), kept = tokens - device->tail_length(seqs[victim]);
-        const bool chosen = by_errors(settings.method) || by_scores(settings.method);
+        // Where bases move, heads must keep the same numbers of compressed rows.
+        const bool chosen = by_errors(settings.method) || by_scores(settings.method), fixed = chosen && adapts(settings.method);
         const auto below = [&](std::int64_t end) { return end > 0 ? static_cast<std::int64_t>(removals() % static_cast<std::uint64_t>(end)) : 0; };
         // As many stored tokens are left as the policy keeps at full rank, or they are all at full rank.
         const bool sinks_too = !chosen && kept > settings.sinks + 2 && removals() % 3 == 0;
-        const std::int64_t begin = sinks_too ? 0 : chosen ? kept : std::min(std::int64_t{settings.sinks} + 1, kept);
+        const std::int64_t begin = sinks_too || (chosen && !fixed) ? 0 : fixed ? kept : std::min(std::int64_t{settings.sinks} + 1, kept);
         const std::int64_t first = begin + below(sinks_too ? settings.sinks + 1 : tokens - begin), most = sinks_too ? kept - settings.sinks - 1 : tokens - first;
         const std::int64_t count = removals() % 2 == 0 ? below(most) : std::min(below(40), std::max(std::int64_t{0}, most - 1));
         device->remove(seqs[victim], first, count);
@@ -308,7 +309,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       if (step == 2) {
         const std::size_t victim = random() % 3;
         std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device->num_tokens(seqs[victim])));
-        if (by_errors(settings.method) || by_scores(settings.method)) length = std::max(length, device->num_tokens(seqs[victim]) - device->tail_length(seqs[victim]));
+        if (adapts(settings.method) && (by_errors(settings.method) || by_scores(settings.method))) length = std::max(length, device->num_tokens(seqs[victim]) - device->tail_length(seqs[victim]));
         device->truncate(seqs[victim], length);
         cpu[victim]->truncate(length);
       }

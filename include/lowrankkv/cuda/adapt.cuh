@@ -294,9 +294,9 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
 /// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
-/// @tparam scale_groups  of tiles of codes
+/// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam scale_groups  of tiles of codes
 template <int scale_groups>
-std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowSource& source, const CompressScratch& scratch,
+std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
@@ -306,7 +306,7 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
   for (int i = 0; i < leaving.count; ++i) {
     wanted.slots[i] = leaving.slots[i];
     wanted.first[i] = candidates.first[i] = leaving.pinned[i];
-    wanted.count[i] = leaving.candidates(i);
+    wanted.count[i] = kept.rows != nullptr ? leaving.rows[i] - leaving.pinned[i] : leaving.candidates(i);
     candidates.end[i] = leaving.pinned[i] + wanted.count[i];
     candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
     most_rows = (std::max)(most_rows, static_cast<int>(wanted.count[i]));
@@ -327,8 +327,22 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
   };
   if (layer.tiles().form == CodedForm::codes) launch(std::integral_constant<StoreForm, StoreForm::codes>{});
   else launch(std::integral_constant<StoreForm, StoreForm::coefficients>{});
+  if (kept.rows != nullptr) {  // a prompt is alone: its kept rows are numbered anew, chosen among, and named again
+    const int count = leaving.candidates(0);
+    float* own_errors = scratch.second_scores(tables.num_heads);
+    gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept.rows, kept.stride, count, own_errors);
+    check(cudaGetLastError(), "gather_scores_kernel");
+    candidates.scores = own_errors;
+    candidates.keeps_earlier = false;
+    candidates.first[0] = 0;
+    candidates.end[0] = count;
+  }
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
+  if (kept.rows != nullptr) {
+    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept.rows, kept.stride, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), scratch.chosen, scratch.rest, scratch.rows);
+    check(cudaGetLastError(), "name_rows_kernel");
+  }
   return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
 }
 

@@ -49,7 +49,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
-    const bool any = Rows::choice == RowChoice::errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
+    const bool any = Rows::by_errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
     return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
   }
 
@@ -246,7 +246,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
         layer_.add_pages(slot, counts.full, counts.compressed, stream);
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
-      if constexpr (Rows::choice == RowChoice::scores) {
+      if constexpr (Rows::by_scores) {
         if (phase == Phase::prefill && leaving.candidates(0) > 0) {
           const AttentionScores wanted = attention_scores(policies_.token_policy);
           const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, count, stream), !Rows::compresses, stream);
@@ -262,9 +262,9 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
           }
         }
       }
-      if constexpr (Rows::choice == RowChoice::errors) {
+      if constexpr (Rows::by_errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), source, scratch, stream);
+        if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
       }
       [[maybe_unused]] std::int64_t replacing = 0;
       if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);

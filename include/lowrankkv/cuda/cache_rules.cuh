@@ -36,10 +36,10 @@ struct CacheRules {
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer whose codes are not those of certain axes (NoQuantizer, Int8)");
   static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
-  static_assert(!rolls || Rows::choice == RowChoice::none, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by their values (CompressAll, SinkRecent)");
+  static_assert(!rolls || !Rows::chooses, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by their values (CompressAll, SinkRecent)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
-  static_assert(!joins || Rows::choice == RowChoice::none || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
+  static_assert(!joins || !Rows::chooses || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
   static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
                 "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
   static_assert(!Rule::adapts || requires(const Basis& moving) { Maps::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
@@ -47,10 +47,10 @@ struct CacheRules {
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rule::adapts && Rows::choice != RowChoice::scores && Rows::choice != RowChoice::masses && scale_groups == 1 && !joins;
+  static constexpr bool kMayTurn = !Rule::adapts && !Rows::by_scores && !Rows::keeps_masses && scale_groups == 1 && !joins;
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
-  static constexpr ListedRows listed() { return {Rows::choice != RowChoice::none || Rows::drops, Rows::compresses && Rows::drops, Rows::choice == RowChoice::errors, Rows::keeps_masses}; }
+  static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
   static EpochLimits limits([[maybe_unused]] const PolicySet& policies) {
     EpochLimits limits{Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows, rolls};
     if constexpr (rolls) limits.sketch_share = policies.updater.sketch_share;
@@ -88,7 +88,7 @@ struct CacheRules {
     RotaryTables::check(config.rope, config.shape.head_dim);
     if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
     if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
-    if (Rows::choice == RowChoice::scores || Rows::choice == RowChoice::masses) {
+    if (Rows::by_scores || Rows::keeps_masses) {
       fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by attention, a token policy without SnapKV and HeavyHitters expected on this backend");
     }
   }
@@ -98,8 +98,9 @@ struct CacheRules {
   /// The same of a sequence of which so many tokens have left the tail.
   static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill), steps = row_counts(policy, 0, tokens, Phase::decode);
-    // What a prompt's scores keep, and what errors leave, depends on how tokens come; masses choose among all of them.
-    return {(std::max)(prompt.full, steps.full), !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens};
+    const std::int64_t full = (std::max)(prompt.full, steps.full);
+    // What a prompt's scores keep, and what errors leave, depends on how tokens come; masses choose among all of them. Where errors choose, a head that keeps its earliest rows when later ones go has room for twice as many.
+    return {full, !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens, Rows::by_errors && !Rule::adapts ? (std::min)(full + 64, tokens - full) : 0};
   }
 
   /// Heads of a group whose values are one latent; 0: none.
@@ -110,7 +111,7 @@ struct CacheRules {
   /// Bytes of the workspace of a cache of such a configuration, which is checked.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     const MostRows most = most_rows(config, policies);
-    const std::int64_t max_rows[2] = {most.full, most.compressed};
+    const std::int64_t max_rows[2] = {most.full + most.spare_full, most.compressed};
     return Workspace::decode_bytes(config, tiles_of(config, basis, policies), limits(policies).segments(), max_rows);
   }
   /// @brief The pool that layers with these bases can ever need: pages of config.page_bytes, or of the size that wastes least over all of them. @throws as the constructor

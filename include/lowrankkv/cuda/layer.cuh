@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/layer.cuh  Everything the Cuda backend stores for one attention layer: tables, pages, tails, maps, workspace.
 ///
-/// The host knows every length (they follow from token counts) and decides which pages are used; kernels read their own
+/// The host knows every length (they follow from token counts, or are asked for when tokens go) and decides which pages are used; kernels read their own
 /// copies, which the same launches that move rows also update, in the order of the stream.
 #pragma once
 
@@ -17,7 +17,7 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/choose_tiles.cuh"
-#include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/host_sequence.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
 #include "lowrankkv/cuda/rollover.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
@@ -25,18 +25,6 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief The host's knowledge of one sequence; its rows are the same in all heads.
-struct HostSequence {
-  std::int64_t num_tokens = 0;
-  std::int32_t tail_length = 0;
-  HeadRows rows;
-  HostEpochs epochs;
-  PositionShifts shifts;  ///< rotary positions, where they are not the token's index; the device has those of keys that are stored before their rotary embedding
-  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
-
-  std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
-};
 
 /// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
 class LayerState {
@@ -49,7 +37,7 @@ class LayerState {
     tables_.num_lists = (std::max)(heads, num_lists(RowList::compressed));
     tables_.joint_heads = tiles_.joint_heads;
     const std::size_t tables = slots * static_cast<std::size_t>(tables_.num_lists);
-    max_rows_[0] = most.full;
+    max_rows_[0] = most.full + most.spare_full;
     max_rows_[1] = most.compressed;
     if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, most));
     for (int list = 0; list < 2; ++list) {
@@ -164,7 +152,7 @@ class LayerState {
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
-  /// @brief Gives a sequence copies of these pages, since it is about to write to them. Pages were checked.
+  /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them; rows are counted as in the head that has the most, in others from their ends. Pages were checked.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     PageCopies copies;
@@ -205,18 +193,18 @@ class LayerState {
     const bool rewrites_compressed = (replaces && tables_.weighed == RowList::compressed) || (compressed > 0 && epochs_.adapts());  // by a merge
     if (full > 0 || rewrites_full) demand_writes(slot, RowList::full, rewrites_full ? 0 : now.rows.num_full, now.rows.num_full + 1, demand);
     if (compressed > 0 || rewrites_compressed) demand_writes(slot, RowList::compressed, rewrites_compressed ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1, demand);
-    std::int64_t pages = pages_of({static_cast<std::int32_t>(now.rows.num_full + full), static_cast<std::int32_t>(now.rows.num_compressed + compressed)});
+    std::int64_t pages = pages_of(now, full, compressed);
     for (const auto& list : now.pages) {
       for (const auto& own : list) pages -= static_cast<std::int64_t>(own.size());
     }
     demand.add_new(pages);
   }
 
-  /// @brief Pages of a sequence of so many rows.
-  std::int64_t pages_of(const HeadRows& rows) const {
+  /// @brief Pages of a sequence of so many rows, and more of them in every head.
+  std::int64_t pages_of(const SequenceRows& own, std::int64_t full = 0, std::int64_t compressed = 0) const {
     std::int64_t pages = 0;
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, rows_in(rows, list));
+      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, own.num_rows(list, index) + (list == RowList::full ? full : compressed));
     }
     return pages;
   }
@@ -226,8 +214,8 @@ class LayerState {
     if (full > 0) own_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1, stream);
     if (compressed > 0) own_pages(slot, RowList::compressed, now.rows.num_compressed, now.rows.num_compressed + 1, stream);
     for (int list = 0; list < 2; ++list) {
-      const std::int64_t rows = list == 0 ? now.rows.num_full + full : now.rows.num_compressed + compressed;
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
+        const std::int64_t rows = now.num_rows(static_cast<RowList>(list), head) + (list == 0 ? full : compressed);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         while (static_cast<std::int64_t>(pages.size()) < pages_for(static_cast<RowList>(list), head, rows)) {
           const std::int32_t page = pool_->allocator().take();
@@ -243,8 +231,8 @@ class LayerState {
   void settle(int slot, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
-      const std::int64_t rows = now.num_rows(static_cast<RowList>(list));
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
+        const std::int64_t rows = now.num_rows(static_cast<RowList>(list), head);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         const std::size_t needed = pages.empty() ? 0 : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
@@ -268,8 +256,15 @@ class LayerState {
       for (const Segment& segment : segments) list.items[list.count++] = {segment.epoch, segment.first_row};
     }
     if (keeps) list.count = -1;
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.num_tokens - now.tail_length), now.rows, list);
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.first_tail()), now.rows, list);
     check(cudaGetLastError(), "write_lengths_kernel");
+    for (int head = 0; head < static_cast<int>(now.missing.size()); head += HeadRowsList::kMost) {
+      HeadRowsList own;
+      own.first = head;
+      for (; own.count < HeadRowsList::kMost && head + own.count < tables_.num_heads; ++own.count) own.items[own.count] = now.rows_of(head + own.count);
+      write_rows_kernel<><<<1, HeadRowsList::kMost, 0, stream>>>(tables_, slot, own);
+      check(cudaGetLastError(), "write_rows_kernel");
+    }
   }
 
   /// @brief Empties a sequence and frees its pages.
@@ -278,6 +273,7 @@ class LayerState {
     now.num_tokens = 0;
     now.tail_length = 0;
     now.rows = {};
+    now.missing.clear();
     now.epochs = {};
     if (!now.shifts.pieces().empty()) rotary_.write_shifts(slot, now.shifts = {}, stream);
     settle(slot, stream);
@@ -343,8 +339,8 @@ class LayerState {
     if (list == RowList::compressed && tiles_.compressed.empty()) return;
     for (int head = 0; head < num_lists(list); ++head) {
       const std::vector<std::int32_t>& pages = sequence(slot).pages[static_cast<int>(list)][static_cast<std::size_t>(head)];
-      const std::int64_t rows = std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page;
-      for (std::size_t index = static_cast<std::size_t>(first_row / rows); index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row; ++index) {
+      const std::int64_t rows = std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page, missing = sequence(slot).missing_in(list, head), first = (std::max)(std::int64_t{0}, first_row - missing);
+      for (std::size_t index = static_cast<std::size_t>(first / rows); index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row - missing; ++index) {
         if (pool_->allocator().shared(pages[index])) function(head, index);
       }
     }

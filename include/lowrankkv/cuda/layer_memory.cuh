@@ -22,14 +22,21 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
   std::size_t pages = 0;
   const HeadTiles& listed_tiles = layer.tiles().listed;  // of 8 bits with their steps
-  usage.full_row_bytes = static_cast<std::size_t>(heads * now.rows.num_full * listed_tiles.bytes / listed_tiles.rows);
-  for (const HeadTiles& tiles : layer.tiles().compressed) usage.coefficient_bytes += static_cast<std::size_t>(std::int64_t{now.rows.num_compressed} * tiles.bytes / tiles.rows);
+  std::int64_t full_rows = 0, compressed_rows = 0;
+  for (int head = 0; head < layer.tables().num_heads; ++head) {
+    full_rows += now.num_rows(RowList::full, head);
+    compressed_rows += now.num_rows(RowList::compressed, head);
+  }
+  usage.full_row_bytes = static_cast<std::size_t>(full_rows * listed_tiles.bytes / listed_tiles.rows);
+  for (int list = 0; list < layer.num_lists(RowList::compressed); ++list) {
+    const HeadTiles& tiles = layer.layout(RowList::compressed, list);
+    usage.coefficient_bytes += static_cast<std::size_t>(now.num_rows(RowList::compressed, list) * tiles.bytes / tiles.rows);
+  }
   for (const auto& list : now.pages) {
     for (const auto& own : list) pages += own.size();
   }
   usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
-  const std::int64_t positions = (listed.full ? now.rows.num_full : 0) + (listed.compressed ? now.rows.num_compressed : 0);
-  usage.position_bytes = static_cast<std::size_t>(positions * heads) * sizeof(std::int32_t) + now.shifts.bytes();
+  usage.position_bytes = static_cast<std::size_t>((listed.full ? full_rows : 0) + (listed.compressed ? compressed_rows : 0)) * sizeof(std::int32_t) + now.shifts.bytes();
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
   usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);

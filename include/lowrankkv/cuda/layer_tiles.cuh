@@ -61,6 +61,7 @@ struct ListedRows {
 /// @brief Rows that the lists of a sequence may have at most.
 struct MostRows {
   std::int64_t full = 0, compressed = 0;
+  std::int64_t spare_full = 0;  ///< that tables have room for besides: heads differ after tokens have gone from among rows that errors chose
 };
 
 /// @brief Units that so many channels fill in a plain tile.

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up, and the tokens behind take their places.
 ///
-/// Where the host knows from counts which rows are stored how: full ones are the first tokens, compressed ones follow. Rows keep their codes and move up in order, a block a list, at most as many at a
-/// time as were removed, so that none is overwritten before it has moved. Floor: the rows behind, read and written once; a block moves them with one multiprocessor's bandwidth.
+/// Rows keep their codes and move up in order, a block a list, at most as many at a time as were removed, so that none is overwritten before it has moved. Floor: the rows behind, read and written once; a block moves them with one multiprocessor's bandwidth.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "lowrankkv/cuda/cut_rows.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/place_rows.cuh"
 
@@ -19,28 +19,48 @@ inline constexpr int kMoveThreads = 1024;  ///< of a block that moves rows, a wa
 
 /// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows [begin, end) go.
 struct RemovedRows {
-  std::int32_t begin[2] = {}, end[2] = {};  ///< by RowList
+  std::vector<HeadRows> begin, end;  ///< [heads]
   std::int32_t tail_begin = 0, tail_end = 0;
 
-  /// @param now  whose full rows are its first tokens, and compressed ones those behind
-  static RemovedRows of(const HostSequence& now, std::int64_t first, std::int64_t count) {
-    RemovedRows rows;
-    const auto cut = [&](std::int64_t list_begin, std::int64_t list_rows, std::int32_t& begin, std::int32_t& end) {
-      begin = static_cast<std::int32_t>(std::clamp(first - list_begin, std::int64_t{0}, list_rows));
-      end = static_cast<std::int32_t>(std::clamp(first + count - list_begin, std::int64_t{0}, list_rows));
-    };
-    cut(0, now.rows.num_full, rows.begin[0], rows.end[0]);
-    cut(now.rows.num_full, now.rows.num_compressed, rows.begin[1], rows.end[1]);
-    cut(now.num_tokens - now.tail_length, now.tail_length, rows.tail_begin, rows.tail_end);
+  /// @param chosen  as rows_below() has it
+  static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, bool chosen, cudaStream_t stream) {
+    const HostSequence& now = layer.sequence(slot);
+    const auto in_tail = [&](std::int64_t token) { return static_cast<std::int32_t>(std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length})); };
+    return {rows_below(layer, slot, first, chosen, stream), rows_below(layer, slot, first + count, chosen, stream), in_tail(first), in_tail(first + count)};
+  }
+  /// @brief Rows of the heads when these have gone.
+  std::vector<HeadRows> left(const HostSequence& now) const {
+    std::vector<HeadRows> rows;
+    for (std::size_t head = 0; head < begin.size(); ++head) {
+      const HeadRows own = now.rows_of(static_cast<int>(head));
+      rows.push_back({own.num_full - (end[head].num_full - begin[head].num_full), own.num_compressed - (end[head].num_compressed - begin[head].num_compressed)});
+    }
     return rows;
   }
-  std::int32_t count(RowList list) const { return end[static_cast<int>(list)] - begin[static_cast<int>(list)]; }
+  /// @brief The first row that another one takes the place of in a list of any head, counted as in the head that has the most; -1: none does.
+  std::int64_t first_moved(const HostSequence& now, RowList list) const {
+    std::int64_t first = -1;
+    for (std::size_t head = 0; head < begin.size(); ++head) {
+      const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list), place = from + now.missing_in(list, static_cast<int>(head));
+      if (from < to && to < now.num_rows(list, static_cast<int>(head)) && (first < 0 || place < first)) first = place;
+    }
+    return first;
+  }
 };
 
-/// @brief Rows [end, rows) of every list become rows [begin, ...), in order. Grid: lists.
+/// @brief What goes of some lists, given to a kernel by value: rows [begin, end) of so many.
+struct ListCuts {
+  static constexpr int kMost = 128;
+  std::int32_t first = 0, count = 0;  ///< lists
+  std::int32_t begin[kMost], end[kMost], rows[kMost];
+};
+
+/// @brief Rows [end, rows) of lists become rows [begin, ...), in order. Grid: lists.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, int slot, RowList list, int begin, int end, int rows) {
-  const int index = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32, at_once = min(kMoveThreads / 32, end - begin);
+__global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, int slot, RowList list, ListCuts cuts) {
+  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x];
+  const int index = cuts.first + static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32, at_once = min(kMoveThreads / 32, end - begin);
+  if (begin == end) return;
   const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
   const std::int32_t* table = tables.page_table(list, slot, index);
   for (int first = end; first < rows; first += at_once) {
@@ -50,6 +70,20 @@ __global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, i
       std::uint8_t* target = tables.tile(table, layout, to / layout.rows);
       detail::move_row(layout, source, from % layout.rows, target, to % layout.rows);
     }
+    __syncthreads();
+  }
+}
+
+/// @brief The same of the positions of rows, which are so many less then. Grid: heads.
+template <class = void>
+__global__ void __launch_bounds__(kMoveThreads) close_positions_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
+  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x];
+  std::int32_t* positions = tables.row_positions(list, slot, cuts.first + static_cast<int>(blockIdx.x));
+  for (int first = end; first < rows; first += kMoveThreads) {
+    const int row = first + static_cast<int>(threadIdx.x);
+    const std::int32_t position = row < rows ? positions[row] : 0;
+    __syncthreads();
+    if (row < rows) positions[row - (end - begin)] = position - removed;
     __syncthreads();
   }
 }
@@ -102,47 +136,65 @@ __global__ void close_rolls_kernel(Tables tables, int slot, int begin, int end, 
 
 /// @brief Adds the pages that remove_tokens() has to copy, since forks share them.
 inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
+  const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (rows.count(list) > 0 && rows.end[static_cast<int>(list)] < layer.sequence(slot).num_rows(list)) layer.demand_writes(slot, list, rows.begin[static_cast<int>(list)], layer.sequence(slot).num_rows(list), demand);
+    if (const std::int64_t first = rows.first_moved(now, list); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
   }
 }
 
-/// @brief Raises unless `count` tokens from `first` on can be removed. @param chosen  values decided which rows are stored how: the host does not know how many go
-/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move, StateError before the tail where rows were chosen
-inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count, bool chosen) {
+/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be those that are left.
+/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
+inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
   using ::lowrankkv::detail::fail;
   const bool turns = layer.tables().rotary.turns();
   ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
-  const std::int64_t first_tail = now.num_tokens - now.tail_length;
-  if (chosen && count > 0 && first < first_tail) fail<StateError>("remove: from token ", first, " on, rows up to ", first_tail, " are stored as their values decided; at least that expected on this backend");
   PositionShifts left = now.shifts;
   left.remove(first, count);
   if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
 }
 
-/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal).
+/// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of joint values too
+template <class Function>
+void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows, RowList list, int lists, Function&& function) {
+  const Tables& tables = layer.tables();
+  for (int index = 0; index < lists; index += ListCuts::kMost) {
+    ListCuts cuts;
+    cuts.first = index;
+    for (; cuts.count < ListCuts::kMost && index + cuts.count < lists; ++cuts.count) {
+      const int own = index + cuts.count, head = own < tables.num_heads ? own : (own - tables.num_heads) * tables.joint_heads;
+      cuts.begin[cuts.count] = rows_in(rows.begin[static_cast<std::size_t>(head)], list);
+      cuts.end[cuts.count] = rows_in(rows.end[static_cast<std::size_t>(head)], list);
+      cuts.rows[cuts.count] = static_cast<std::int32_t>(now.num_rows(list, head));
+    }
+    function(cuts);
+  }
+}
+
+/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens, the same in all heads where bases move
 template <class = void>
-void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, cudaStream_t stream) {
+void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, const RemovedRows& rows, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
-  const RemovedRows rows = RemovedRows::of(now, first, count);
   const Tables& tables = layer.tables();
   if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
     close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
     check(cudaGetLastError(), "close_tail_kernel");
   }
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    const int which = static_cast<int>(list), begin = rows.begin[which], end = rows.end[which], stored = static_cast<int>(now.num_rows(list));
-    if (end == begin) continue;
-    if (end < stored) {
-      layer.own_pages(slot, list, begin, stored, stream);
-      close_up_kernel<><<<static_cast<unsigned>(layer.num_lists(list)), kMoveThreads, 0, stream>>>(tables, slot, list, begin, end, stored);
-      check(cudaGetLastError(), "close_up_kernel");
+    if (const std::int64_t moved = rows.first_moved(now, list); moved >= 0) {
+      layer.own_pages(slot, list, moved, now.num_rows(list), stream);
+      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) {
+        close_up_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts);
+        check(cudaGetLastError(), "close_up_kernel");
+      });
     }
-    if (list == RowList::full) {
-      now.rows.num_full -= end - begin;
-      continue;
-    }
-    now.rows.num_compressed -= end - begin;
+    if (tables.positions[static_cast<int>(list)] == nullptr || count == 0) continue;
+    for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
+      close_positions_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
+      check(cudaGetLastError(), "close_positions_kernel");
+    });
+  }
+  const int begin = rows.begin.front().num_compressed, end = rows.end.front().num_compressed, stored = now.rows.num_compressed;
+  if (begin < end && layer.epochs().adapts()) {
     if (layer.rolls().rolls()) {
       close_rolls_kernel<><<<1, 1, 0, stream>>>(tables, slot, begin, end, stored, layer.rolls().limits(), layer.rolls().states());
       check(cudaGetLastError(), "close_rolls_kernel");
@@ -154,6 +206,7 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
       segments.resize(static_cast<std::size_t>(kept));
     }
   }
+  now.set_rows(rows.left(now));
   now.tail_length -= rows.tail_end - rows.tail_begin;
   now.num_tokens -= count;
   now.shifts.remove(first, count);

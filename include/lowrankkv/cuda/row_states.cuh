@@ -19,13 +19,13 @@ inline void read_row_states(const LayerState& layer, int slot, int kv_head, std:
   using ::lowrankkv::detail::fail;
   const Tables& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
-  const std::int64_t count = static_cast<std::int64_t>(states.size()), first_tail = now.num_tokens - now.tail_length;
+  const std::int64_t count = static_cast<std::int64_t>(states.size()), first_tail = now.first_tail();
   if (kv_head < 0 || kv_head >= tables.num_heads) fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", tables.num_heads);
   if (first < 0 || first > now.num_tokens || count > now.num_tokens - first) fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", now.num_tokens, " tokens");
   std::vector<RowState> all(static_cast<std::size_t>(first_tail), RowState::dropped);
   std::vector<std::int32_t> positions;
   const auto mark = [&](RowList list, RowState state) {  // positions that are explicit
-    positions.resize(static_cast<std::size_t>(now.num_rows(list)));
+    positions.resize(static_cast<std::size_t>(now.num_rows(list, kv_head)));
     const std::int32_t* from = tables.positions[static_cast<int>(list)] + static_cast<std::size_t>(slot * tables.num_heads + kv_head) * static_cast<std::size_t>(tables.max_rows[static_cast<int>(list)]);
     check(cudaMemcpyAsync(positions.data(), from, positions.size() * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream), "positions");
     check(cudaStreamSynchronize(stream), "positions");
@@ -33,9 +33,10 @@ inline void read_row_states(const LayerState& layer, int slot, int kv_head, std:
   };
   const bool full_listed = tables.positions[0] != nullptr, compressed_listed = tables.positions[1] != nullptr;
   // As detail::position_of(): full rows first, compressed ones in the places that are left, unless lists say otherwise.
-  if (!compressed_listed && now.rows.num_compressed > 0) std::fill_n(all.begin(), (std::min)(first_tail, now.num_rows(RowList::full) + now.num_rows(RowList::compressed)), RowState::compressed);
+  const HeadRows rows = now.rows_of(kv_head);
+  if (!compressed_listed && rows.num_compressed > 0) std::fill_n(all.begin(), (std::min)(first_tail, std::int64_t{rows.num_full} + rows.num_compressed), RowState::compressed);
   if (full_listed) mark(RowList::full, RowState::full);
-  else std::fill_n(all.begin(), now.num_rows(RowList::full), RowState::full);
+  else std::fill_n(all.begin(), rows.num_full, RowState::full);
   if (compressed_listed) mark(RowList::compressed, RowState::compressed);
   for (std::int64_t i = 0; i < count; ++i) states[static_cast<std::size_t>(i)] = first + i < first_tail ? all[static_cast<std::size_t>(first + i)] : RowState::full;
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, shifts of positions, epochs, and one block of device memory.
+/// @file cuda/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, rows that heads have fewer than others, shifts of positions, epochs, and one block of device memory.
 ///
-/// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, rows]; masses of the rows of the list that has them [head, rows], then of the ring's [head, place]; sketches and their states. It is gathered in the pool's scratch and crosses the bus once.
+/// The block (cuda/saved_block.cuh) is gathered in the pool's scratch and crosses the bus once.
 #pragma once
 
 #include <algorithm>
@@ -17,50 +16,21 @@
 
 #include "lowrankkv/core/saved_frame.hpp"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/saved_block.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU4";
-
-/// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is the calibrated one.
-struct SavedCounts {
-  std::int64_t num_tokens = 0, rows_since_publication = 0, decode_steps = 0;
-  HeadRows rows;
-  std::int32_t tail_length = 0, tail_first = 0, current_epoch = 0, own_epochs = 0;
-  std::int32_t moved = 0, padding = 0;
-};
-
-/// @brief Where the parts of the block begin.
-struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, masses = 0, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
-};
+inline constexpr std::string_view kSavedMagic = "LRKVGPU5";
 
 /// @brief A saved sequence, opened and checked.
-struct SavedSequence {
+struct SavedSequence : SequenceRows {
   SavedCounts counts;
   PositionShifts shifts;
   std::vector<Segment> segments;
   std::span<const std::byte> block;
 };
-
-/// @brief Copies the tiles of a list of all heads between pages and a block, where they lie list after list. Grid: tiles x lists.
-template <bool to_block>
-__global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int rows, std::uint8_t* block) {
-  const int head = static_cast<int>(blockIdx.y), tile = static_cast<int>(blockIdx.x);
-  const auto layout_of = [&](int index) -> const HeadTiles& { return list == RowList::full ? tables.listed : tables.compressed[index]; };
-  const HeadTiles& layout = layout_of(head);
-  if (tile * layout.rows >= rows) return;
-  std::size_t offset = 0;
-  for (int i = 0; i < head; ++i) offset += static_cast<std::size_t>((rows + layout_of(i).rows - 1) / layout_of(i).rows) * static_cast<std::size_t>(layout_of(i).bytes);
-  uint4* packed = reinterpret_cast<uint4*>(block + offset + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes));
-  uint4* paged = reinterpret_cast<uint4*>(tables.tile(tables.page_table(list, slot, head), layout, tile));
-  for (int i = static_cast<int>(threadIdx.x); i < layout.bytes / 16; i += static_cast<int>(blockDim.x)) {
-    if (to_block) packed[i] = paged[i];
-    else paged[i] = packed[i];
-  }
-}
 
 namespace detail {
 
@@ -103,74 +73,6 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   return all;
 }
 
-/// Rows of the list whose rows have masses.
-inline std::size_t weighed_rows(const LayerState& layer, const SavedCounts& counts) { return static_cast<std::size_t>(rows_in(counts.rows, layer.tables().weighed)); }
-
-inline SavedBlock block_of(const LayerState& layer, const SavedCounts& counts) {
-  SavedBlock block;
-  const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads);
-  const auto part = [&](std::size_t bytes) { return std::exchange(block.size, block.size + (bytes + 15) / 16 * 16); };
-  for (const RowList list : {RowList::full, RowList::compressed}) {
-    const std::int64_t rows = rows_in(counts.rows, list);
-    std::size_t bytes = 0;
-    for (int head = 0; rows > 0 && head < layer.num_lists(list); ++head) {
-      const HeadTiles& tiles = layer.layout(list, head);
-      bytes += static_cast<std::size_t>((rows + tiles.rows - 1) / tiles.rows) * static_cast<std::size_t>(tiles.bytes);
-    }
-    block.lists[static_cast<int>(list)] = part(bytes);
-  }
-  block.epochs = part(static_cast<std::size_t>(counts.own_epochs) * layer.epochs().own_size());
-  block.bases = part(counts.moved != 0 ? layer.epochs().bases_size() : 0);
-  block.tail = part(layer.tail_bytes());
-  for (int list = 0; list < 2; ++list) {
-    const std::size_t rows = static_cast<std::size_t>(rows_in(counts.rows, static_cast<RowList>(list)));
-    block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
-  }
-  const bool masses = layer.tables().masses != nullptr;
-  block.masses = part(masses ? heads * weighed_rows(layer, counts) * sizeof(float) : 0);
-  block.tail_masses = part(masses ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
-  block.sketches = part(layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
-  block.sketch_states = part(layer.rolls().rolls() ? layer.rolls().state_bytes() : 0);
-  return block;
-}
-
-/// Copies everything but epochs between a sequence and a block in device memory.
-template <bool to_block>
-void move_block(const LayerState& layer, int slot, const SavedCounts& counts, const SavedBlock& block, std::uint8_t* memory, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
-  const auto copy = [&](void* own, std::size_t offset, std::size_t bytes) {
-    if (bytes == 0) return;
-    check(cudaMemcpyAsync(to_block ? memory + offset : own, to_block ? own : memory + offset, bytes, cudaMemcpyDeviceToDevice, stream), "saved state");
-  };
-  for (const RowList list : {RowList::full, RowList::compressed}) {
-    const int index = static_cast<int>(list), rows = rows_in(counts.rows, list);
-    if (rows == 0) continue;
-    int most = 0;
-    for (int head = 0; head < layer.num_lists(list); ++head) most = (std::max)(most, (rows + layer.layout(list, head).rows - 1) / layer.layout(list, head).rows);
-    move_tiles_kernel<to_block><<<dim3(static_cast<unsigned>(most), static_cast<unsigned>(layer.num_lists(list))), 128, 0, stream>>>(tables, list, slot, rows, memory + block.lists[index]);
-    check(cudaGetLastError(), "move_tiles_kernel");
-    const auto copy_listed = [&](auto* all, std::size_t offset) {  // four bytes a row
-      if (all == nullptr) return;
-      const std::size_t width = static_cast<std::size_t>(rows) * sizeof(*all), pitch = static_cast<std::size_t>(tables.max_rows[index]) * sizeof(*all);
-      auto* own = all + static_cast<std::size_t>(slot * tables.num_heads) * static_cast<std::size_t>(tables.max_rows[index]);
-      check(cudaMemcpy2DAsync(to_block ? static_cast<void*>(memory + offset) : own, to_block ? width : pitch, to_block ? static_cast<void*>(own) : memory + offset, to_block ? pitch : width, width,
-                              static_cast<std::size_t>(tables.num_heads), cudaMemcpyDeviceToDevice, stream),
-            "saved state");
-    };
-    copy_listed(tables.positions[index], block.positions[index]);
-    if (list == tables.weighed) copy_listed(tables.masses, block.masses);
-  }
-  if (tables.masses != nullptr) {
-    const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
-    copy(tables.tail_masses + static_cast<std::size_t>(slot) * ring, block.tail_masses, ring * sizeof(float));
-  }
-  copy(tables.tails + static_cast<std::size_t>(slot) * layer.tail_bytes(), block.tail, layer.tail_bytes());
-  if (counts.moved != 0) copy(layer.epochs().bases_of(slot), block.bases, layer.epochs().bases_size());
-  if (!layer.rolls().rolls()) return;
-  copy(layer.rolls().rows_of(slot), block.sketches, layer.rolls().sketch_bytes());
-  copy(layer.rolls().states_of(slot), block.sketch_states, layer.rolls().state_bytes());
-}
-
 }  // namespace detail
 
 /// @brief Frames a sequence. @return bytes written (or counted)
@@ -189,7 +91,7 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
   for (Segment& segment : segments) segment.epoch = number_of(segment.epoch);
   counts.current_epoch = number_of(epochs.current);
   counts.own_epochs = static_cast<std::int32_t>(own.size());
-  const SavedBlock block = detail::block_of(layer, counts);
+  const SavedBlock block = detail::block_of(layer, now, counts);
   return save_framed(kSavedMagic, detail::describe_layer(layer), buffer, count_only, [&](ByteWriter& out) {
     if (!count_only) {
       DeviceLengths lengths;
@@ -198,13 +100,14 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
       counts.tail_first = lengths.tail_first;
     }
     out.value(counts);
+    out.list(now.missing);
     out.list(std::vector<PositionShift>(now.shifts.pieces().begin(), now.shifts.pieces().end()));
     out.list(segments);
     std::byte* target = out.reserve(block.size);
     if (target == nullptr) return;
     std::uint8_t* memory = layer.pool().scratch(block.size);
     check(cudaMemsetAsync(memory, 0, block.size, stream), "save");
-    detail::move_block<true>(layer, slot, counts, block, memory, stream);
+    detail::move_block<true>(layer, slot, now, counts, block, memory, stream);
     for (std::size_t i = 0; i < own.size(); ++i) {
       check(cudaMemcpyAsync(memory + block.epochs + i * layer.epochs().own_size(), layer.epochs().own_epoch(own[i]), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "save");
     }
@@ -216,11 +119,12 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
 namespace detail {
 
 /// Raises unless the positions of a list ascend below `tail`, head after head; any order will do where others take the places of dropped rows, but each is there once.
-inline void check_positions(const std::byte* data, std::size_t heads, std::size_t count, std::int64_t tail, bool any_order) {
-  std::vector<std::int32_t> positions(heads * count);
+inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list, std::int64_t tail, bool any_order) {
+  const std::int64_t most = all.num_rows(list);
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(heads * most));
   if (!positions.empty()) std::memcpy(positions.data(), data, positions.size() * sizeof(std::int32_t));
-  for (std::size_t head = 0; head < heads; ++head) {
-    const auto begin = positions.begin() + static_cast<std::ptrdiff_t>(head * count), end = begin + static_cast<std::ptrdiff_t>(count);
+  for (int head = 0; head < heads; ++head) {
+    const auto begin = positions.begin() + static_cast<std::ptrdiff_t>(head * most), end = begin + static_cast<std::ptrdiff_t>(all.num_rows(list, head));
     if (any_order) std::sort(begin, end);
     std::int64_t before = -1;
     for (auto position = begin; position != end; before = *position++) {
@@ -266,6 +170,11 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   sequence.counts = in.value<SavedCounts>();
   const SavedCounts& counts = sequence.counts;
   const Tables& tables = layer.tables();
+  sequence.rows = counts.rows;
+  sequence.missing = in.list<HeadRows>();
+  // Where values choose rows, once for all.
+  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
+  if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
     if (!::lowrankkv::detail::is_next_piece(piece, last_piece, counts.num_tokens)) {
@@ -280,11 +189,13 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   }
   ::lowrankkv::detail::check_saved(sequence.shifts);
   sequence.segments = in.list<Segment>();
-  const std::int64_t rows = std::int64_t{counts.rows.num_full} + counts.rows.num_compressed + counts.tail_length, ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
+  const std::int64_t ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
   if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
   const bool drops = tables.positions[0] != nullptr;
-  if (counts.rows.num_full < 0 || counts.rows.num_compressed < 0 || counts.tail_length < 0 || (drops ? rows > counts.num_tokens : rows != counts.num_tokens)) {
-    fail<FormatError>("saved state: ", counts.rows.num_full, " full rows, ", counts.rows.num_compressed, " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens, " tokens");
+  for (int head = 0; head < tables.num_heads; ++head) {
+    const std::int64_t full = sequence.num_rows(RowList::full, head), compressed = sequence.num_rows(RowList::compressed, head), rows = full + compressed + counts.tail_length;
+    const bool fits = full >= 0 && compressed >= 0 && counts.tail_length >= 0 && full <= counts.rows.num_full && compressed <= counts.rows.num_compressed && (drops ? rows <= counts.num_tokens : rows == counts.num_tokens);
+    if (!fits) fail<FormatError>("saved state: head ", head, ": ", full, " full rows, ", compressed, " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens, " tokens");
   }
   if (counts.tail_length > layer.config().tail_capacity || counts.tail_first < 0 || counts.tail_first >= (std::max)(ring, std::int64_t{1})) {
     fail<FormatError>("saved state: a tail of ", counts.tail_length, " rows from ", counts.tail_first, ", tail_capacity ", layer.config().tail_capacity);
@@ -314,20 +225,19 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     last = segment.first_row;
   }
   if (layer.epochs().adapts() && sequence.segments.empty() != (counts.rows.num_compressed == 0)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, ", counts.rows.num_compressed, " compressed rows");
-  const SavedBlock block = detail::block_of(layer, counts);
+  const SavedBlock block = detail::block_of(layer, sequence, counts);
   sequence.block = in.bytes(block.size);
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    const std::size_t count = static_cast<std::size_t>(rows_in(counts.rows, static_cast<RowList>(list)));
-    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], heads, count, counts.num_tokens - counts.tail_length, tables.masses != nullptr);
+    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.masses != nullptr);
   }
   if (tables.masses != nullptr) {
-    detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, counts));
+    detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, sequence));
     detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
   if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block);
-  layer.pool().allocator().require(layer.pages_of(counts.rows));
+  layer.pool().allocator().require(layer.pages_of(sequence));
   return sequence;
 }
 
@@ -335,20 +245,21 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
 template <class = void>
 void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cudaStream_t stream) {
   const SavedCounts& counts = saved.counts;
-  const SavedBlock block = detail::block_of(layer, counts);
+  const SavedBlock block = detail::block_of(layer, saved, counts);
   std::uint8_t* memory = layer.pool().scratch(block.size);
   check(cudaMemcpyAsync(memory, saved.block.data(), block.size, cudaMemcpyHostToDevice, stream), "load");
   HostSequence& now = layer.sequence(slot);
-  layer.add_pages(slot, counts.rows.num_full, counts.rows.num_compressed, stream);
+  now.missing = saved.missing;  // of none so far, which is less than none
+  layer.add_pages(slot, saved.rows.num_full, saved.rows.num_compressed, stream);
   std::vector<std::int32_t> own{0};
   for (int i = 0; i < counts.own_epochs; ++i) {
     own.push_back(layer.rolls().rolls() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
     check(cudaMemcpyAsync(layer.epochs().own_epoch(own.back()), memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "load");
   }
-  detail::move_block<false>(layer, slot, counts, block, memory, stream);
+  detail::move_block<false>(layer, slot, saved, counts, block, memory, stream);
   now.num_tokens = counts.num_tokens;
   now.tail_length = counts.tail_length;
-  now.rows = counts.rows;
+  now.rows = saved.rows;
   now.shifts = saved.shifts;
   layer.rotary().write_shifts(slot, now.shifts, stream);
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/cuda/layer.cuh"
@@ -11,19 +13,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Whether a sequence can forget the tokens from `length` on. @param chosen  values decided which rows are stored how: the host does not know how many go
-/// @throws ShapeError beyond the sequence, StateError deeper than the tail, but for 0, where rows were chosen
-inline void check_truncation(const HostSequence& now, std::int64_t length, bool chosen) {
-  using ::lowrankkv::detail::fail;
-  if (length < 0 || length > now.num_tokens) fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
-  const std::int64_t first_tail = now.num_tokens - now.tail_length;
-  if (length < first_tail && chosen && length > 0) fail<StateError>("truncate: length ", length, ", rows up to ", first_tail, " are stored as their values decided; at least that, or 0, expected on this backend");
-}
-
-/// @brief Forgets the tokens from `length` on, which check_truncation() has found to be possible.
-inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, cudaStream_t stream) {
+/// @brief Forgets the tokens from `length` on, which the sequence has. @param kept  rows of every head that stand before that
+inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, std::vector<HeadRows> kept, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
-  const std::int64_t first_tail = now.num_tokens - now.tail_length;
+  const std::int64_t first_tail = now.first_tail();
   const bool exact = length >= first_tail;
   if (length < now.num_tokens && !now.shifts.pieces().empty()) {
     now.shifts.truncate(length);
@@ -31,10 +24,7 @@ inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_
   }
   now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
   now.num_tokens = length;
-  if (!exact) {
-    now.rows.num_full = static_cast<std::int32_t>((std::min)(length, std::int64_t{now.rows.num_full}));
-    now.rows.num_compressed = (std::min)(static_cast<std::int32_t>(length) - now.rows.num_full, now.rows.num_compressed);  // others were dropped
-  }
+  now.set_rows(std::move(kept));
   layer.settle(slot, stream);
   return exact ? TruncateResult::exact : TruncateResult::inexact;
 }

@@ -231,6 +231,20 @@ __global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;
 }
 
+/// @brief Rows of some heads, given to a kernel by value.
+struct HeadRowsList {
+  static constexpr int kMost = 128;
+  std::int32_t first = 0, count = 0;
+  HeadRows items[kMost];
+};
+
+/// @brief Sets the rows of heads that differ. One block.
+template <class = void>
+__global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
+  const int head = static_cast<int>(threadIdx.x);
+  if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
+}
+
 /// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter.
 template <class = void>
 __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "lowrankkv/cuda/prompt_calls.cuh"
 #include "lowrankkv/cuda/remove_tokens.cuh"
@@ -37,37 +38,34 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     const HostSequence& now = layer_.sequence(this->idle_slot(seq));
     return now.num_tokens - now.tail_length;
   }
-  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go.
-  /// @throws StateError deeper than the tail, but for 0, where values decided which rows stayed full (the host does not know how many go)
+  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where values chose among them the stream is waited for, else nothing is.
+  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where rows stay by the attention that they have received, or where bases move and heads would keep different numbers
+  /// of compressed rows (not behind a prompt whose rows were chosen by scores); CapacityError where a head's outliers were so early that its full rows could outgrow their tables
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
-    check_truncate(seq, length);
-    return truncate_sequence(layer_, sequences_.find(seq), length, stream);
+    return truncate_sequence(layer_, sequences_.find(seq), length, kept_below(seq, length, stream), stream);
   }
-  /// @brief Raises what truncate() would raise for these arguments.
-  void check_truncate(SequenceId seq, std::int64_t length) const { check_truncation(layer_.sequence(this->idle_slot(seq)), length, Rows::choice != RowChoice::none); }
+  /// @brief Raises what truncate() would raise for these arguments. Waits for the device where values chose among the rows that would go.
+  void check_truncate(SequenceId seq, std::int64_t length) const { static_cast<void>(kept_below(seq, length, nullptr)); }
 
   /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do: shift_positions()
-  /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to five launches and one for every page that forks share; waits for nothing; replayed steps see it.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; StateError before the tail where values decided which rows stayed full, or where fewer
-  /// tokens would be left than the policy keeps at full rank, compressed ones among them (the host would not know which are which)
+  /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to seven launches and one for every page that forks share; replayed steps see it. Waits for the stream where values chose
+  /// among rows that go or move, else for nothing.
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail StateError and CapacityError as of truncate(), StateError also where counts
+  /// say which rows are at full rank and fewer tokens would be left than the policy keeps so, compressed ones among them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream = nullptr) {
     Base::refuse_capture("remove", stream);
-    layer_.pool().allocator().require(pages_to_remove(seq, first, count));
-    remove_tokens(layer_, sequences_.find(seq), first, count, stream);
-  }
-  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise.
-  std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
-    const int slot = this->idle_slot(seq);
-    const HostSequence& now = layer_.sequence(slot);
-    check_removal(layer_, now, first, count, Rows::choice != RowChoice::none);
-    const RemovedRows rows = RemovedRows::of(now, first, count);
-    const std::int64_t full = now.rows.num_full - rows.count(RowList::full), stored = now.num_tokens - now.tail_length - (count - (rows.tail_end - rows.tail_begin));
-    if (stored > full && pinned_rows(policies_.token_policy, stored, 1) > 0) {
-      ::lowrankkv::detail::fail<StateError>("remove: ", stored, " stored tokens would be left, ", full, " of them at full rank, where the next would be kept so too; all, or none such, expected on this backend");
-    }
+    const RemovedRows rows = removed_rows(seq, first, count, stream);
+    const int slot = sequences_.find(seq);
     PageDemand demand;
     demand_removal(layer_, slot, rows, demand);
+    layer_.pool().allocator().require(demand.total());
+    remove_tokens(layer_, slot, first, count, rows, stream);
+  }
+  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise. Waits for the device where values chose among rows that go or move.
+  std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
+    PageDemand demand;
+    demand_removal(layer_, this->idle_slot(seq), removed_rows(seq, first, count, nullptr), demand);
     return demand.total();
   }
 
@@ -98,6 +96,53 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) const { static_cast<void>(divided(layer_, this->idle_slot(seq), first, count, divisor)); }
   /// @brief The shifts of a sequence, valid until it changes.
   const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
+
+ private:
+  /// Raises unless heads that keep such rows of `stored` tokens can go on.
+  void check_left(const char* call, const std::vector<HeadRows>& rows, std::int64_t stored) const {
+    using ::lowrankkv::detail::fail;
+    for (std::size_t head = 0; head < rows.size(); ++head) {
+      if (Base::Rule::adapts && rows[head].num_compressed != rows.front().num_compressed) {
+        fail<StateError>(call, ": head 0 would have ", rows.front().num_compressed, " compressed rows, head ", head, " ", rows[head].num_compressed, "; the same expected on this backend, where bases move");
+      }
+      if constexpr (Rows::by_errors) {
+        const std::int64_t more = row_counts(policies_.token_policy, stored, layer_.config().max_tokens - stored, Phase::decode).full, most = layer_.max_rows(RowList::full);
+        if (rows[head].num_full > most - more) fail<CapacityError>(call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored, " tokens, and ", more, " may come: at most ", most, " in all");
+      }
+    }
+  }
+  /// Raises where rows stay by the attention that they have received.
+  static void check_weighed(const char* call, std::int64_t token, std::int64_t first_tail) {
+    if (Rows::keeps_masses && token < first_tail) {
+      ::lowrankkv::detail::fail<StateError>(call, ": from token ", token, " on, rows up to ", first_tail, " are stored as the attention that they received decided; at least that expected on this backend");
+    }
+  }
+  /// Rows of every head that are left of the first `length` tokens. Raises what truncate() raises.
+  std::vector<HeadRows> kept_below(SequenceId seq, std::int64_t length, cudaStream_t stream) const {
+    const int slot = this->idle_slot(seq);
+    const HostSequence& now = layer_.sequence(slot);
+    if (length < 0 || length > now.num_tokens) ::lowrankkv::detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
+    if (length == 0) return std::vector<HeadRows>(static_cast<std::size_t>(layer_.tables().num_heads));
+    check_weighed("truncate", length, now.first_tail());
+    std::vector<HeadRows> rows = rows_below(layer_, slot, length, Rows::chooses, stream);
+    if (length < now.first_tail()) check_left("truncate", rows, length);
+    return rows;
+  }
+  /// The rows that these tokens are. Raises what remove() raises, but for want of pages.
+  RemovedRows removed_rows(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream) const {
+    const int slot = this->idle_slot(seq);
+    const HostSequence& now = layer_.sequence(slot);
+    check_removal(layer_, now, first, count);
+    if (count > 0) check_weighed("remove", first, now.first_tail());
+    RemovedRows removed = RemovedRows::of(layer_, slot, first, count, Rows::chooses, stream);
+    const std::vector<HeadRows> left = removed.left(now);
+    const std::int64_t stored = now.first_tail() - (count - (removed.tail_end - removed.tail_begin)), full = left.front().num_full;
+    if (!Rows::chooses && stored > full && pinned_rows(policies_.token_policy, stored, 1) > 0) {
+      ::lowrankkv::detail::fail<StateError>("remove: ", stored, " stored tokens would be left, ", full, " of them at full rank, where the next would be kept so too; all, or none such, expected on this backend");
+    }
+    if (first < now.first_tail() && count > 0) check_left("remove", left, stored);
+    return removed;
+  }
 };
 
 }  // namespace cuda

@@ -37,7 +37,7 @@ struct Cuda;
 
 namespace cuda {
 
-/// @brief By what rows are chosen on the device.
+/// @brief By what a member of a token policy chooses rows on the device.
 enum class RowChoice : std::uint8_t { none, errors, scores, masses };
 
 /// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or, where rows are chosen by masses, take the places of stored ones that are.
@@ -116,14 +116,17 @@ struct MemberRules {
     if constexpr (requires { Impl<Member, Cuda>::choice; }) return Impl<Member, Cuda>::choice;
     else return RowChoice::none;
   }
+  template <RowChoice choice>
+  static constexpr int asking = (0 + ... + (choice_of<Members>() == choice ? 1 : 0));
+  static_assert(asking<RowChoice::errors> <= 1 && asking<RowChoice::scores> <= 1 && asking<RowChoice::masses> <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by the same thing");
+  static_assert(asking<RowChoice::masses> == 0 || asking<RowChoice::errors> + asking<RowChoice::scores> == 0, "lowrankkv: on the Cuda backend HeavyHitters goes with no other policy that chooses rows by their values (SnapKV, ResidualOutliers)");
   static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
-  static constexpr RowChoice wished = (std::max)({choice_of<Members>()...});
-  static_assert((0 + ... + (choice_of<Members>() == RowChoice::none ? 0 : 1)) <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by their values at most");
-  /// Nothing is to be chosen where all rows have one fate anyway.
-  static constexpr RowChoice choice = wished == RowChoice::errors && fate != RowFate::compressed ? RowChoice::none : wished == RowChoice::scores && fate == RowFate::dropped ? RowChoice::none : wished;
   static constexpr bool compresses = fate == RowFate::compressed;
-  static constexpr bool keeps_masses = choice == RowChoice::masses;
-  static constexpr bool drops = fate == RowFate::dropped || choice == RowChoice::scores || keeps_masses;
+  static constexpr bool keeps_masses = asking<RowChoice::masses> > 0;
+  /// Nothing is to be chosen where all rows have one fate anyway.
+  static constexpr bool by_errors = asking<RowChoice::errors> > 0 && compresses, by_scores = asking<RowChoice::scores> > 0 && fate != RowFate::dropped;
+  static constexpr bool chooses = by_errors || by_scores || keeps_masses;
+  static constexpr bool drops = fate == RowFate::dropped || by_scores || keeps_masses;
 };
 
 /// @brief What the Cuda backend asks a token policy.
@@ -161,25 +164,24 @@ std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std:
 template <class Policy>
 RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int64_t count, Phase phase) {
   using Rules = TokenRules<Policy>;
-  const auto chosen_of = [&](std::int64_t first, std::int64_t rows) {
+  const auto chosen_of = [&](RowChoice choice, std::int64_t first, std::int64_t rows) {
     std::int64_t chosen = 0;
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (requires { Impl<Member, Cuda>::choice; }) chosen = Impl<Member, Cuda>::chosen_rows(member, first, rows, phase);
+      if constexpr (requires { Impl<Member, Cuda>::choice; }) {
+        if (Impl<Member, Cuda>::choice == choice) chosen = Impl<Member, Cuda>::chosen_rows(member, first, rows, phase);
+      }
     });
     return chosen;
   };
-  const std::int64_t pinned = pinned_rows(policy, first_position, count), chosen = chosen_of(first_position, count), rest = count - pinned;
-  if (Rules::choice == RowChoice::masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
-    const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(0, left)); };
+  const std::int64_t pinned = pinned_rows(policy, first_position, count), rest = count - pinned;
+  if (Rules::keeps_masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
+    const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(RowChoice::masses, 0, left)); };
     const std::int64_t more = kept_of(first_position + count) - kept_of(first_position);
     return {pinned, Rules::compresses ? pinned : more, Rules::compresses ? more - pinned : 0};
   }
-  if (Rules::choice == RowChoice::errors) {
-    const std::int64_t full = pinned + (std::min)(rest, chosen);
-    return {pinned, full, count - full};
-  }
-  const std::int64_t kept = Rules::choice == RowChoice::scores ? (std::min)(rest, chosen) : Rules::fate == RowFate::dropped ? 0 : rest;
-  return {pinned, pinned + (Rules::compresses ? 0 : kept), Rules::compresses ? kept : 0};
+  const std::int64_t kept = Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count)) : Rules::fate == RowFate::dropped ? 0 : rest;
+  const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
+  return {pinned, pinned + exempt, kept - exempt};
 }
 /// @brief Whether errors are relative, where rows are chosen by them.
 template <class Policy>
@@ -197,7 +199,7 @@ AttentionScores attention_scores(const Policy& policy) {
   for_each_member(policy, [&]<class Member>(const Member& member) {
     if constexpr (requires { Impl<Member, Cuda>::attention_scores(member); }) scores = Impl<Member, Cuda>::attention_scores(member);
   });
-  return TokenRules<Policy>::choice == RowChoice::scores ? scores : AttentionScores{};
+  return TokenRules<Policy>::by_scores ? scores : AttentionScores{};
 }
 
 }  // namespace cuda

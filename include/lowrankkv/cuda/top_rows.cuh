@@ -160,5 +160,28 @@ __global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float
   }
 }
 
+/// @brief Copies the scores of `count` rows of each head to the front of `target` [heads, stride]. @param rows  [heads, row_stride]  Grid: heads.
+template <class = void>
+__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, const std::int32_t* rows, int row_stride, int count, float* target) {
+  const std::size_t own = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride), list = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(row_stride);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[list + static_cast<std::size_t>(i)])];
+}
+
+/// @brief Numbers among `rows` [heads, row_stride] become those rows: `wanted` of them in chosen [heads, stride], behind the rows before `pinned` then, and the others of `count` in rest. Grid: heads.
+template <class = void>
+__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(const std::int32_t* rows, int row_stride, int pinned, int wanted, int count, std::int32_t* chosen, std::int32_t* rest, int stride) {
+  const std::int32_t* named = rows + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(row_stride);
+  std::int32_t *own = chosen + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride), *others = rest + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride);
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];
+  for (int base = (wanted - 1) / kSelectThreads * kSelectThreads; base >= 0 && wanted > 0; base -= kSelectThreads) {  // from the end: they move back by `pinned`
+    const int row = base + thread < wanted ? named[own[base + thread]] : 0;
+    __syncthreads();
+    if (base + thread < wanted) own[pinned + base + thread] = row;
+    __syncthreads();
+  }
+  for (int row = thread; row < pinned; row += kSelectThreads) own[row] = row;
+}
+
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/host_sequence.cuh  What the host knows of a sequence: its lengths, which follow from counts, and its pages.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lowrankkv/core/descriptors.hpp"
+#include "lowrankkv/core/position_shifts.hpp"
+#include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/tables.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Rows of the lists of all heads. Values choose which rows go where, never how many; so heads differ only after tokens have gone from among those.
+struct SequenceRows {
+  HeadRows rows;                  ///< the most of a head
+  std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none
+
+  std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
+  /// @param index  of a list: of a head, or, behind those, of joint values, whose heads do not differ
+  std::int64_t num_rows(RowList list, int index) const { return rows_in(rows, list) - missing_in(list, index); }
+  std::int64_t missing_in(RowList list, int index) const { return missing.empty() ? 0 : rows_in(missing[static_cast<std::size_t>(index)], list); }
+  HeadRows rows_of(int head) const { return {static_cast<std::int32_t>(num_rows(RowList::full, head)), static_cast<std::int32_t>(num_rows(RowList::compressed, head))}; }
+  /// @brief Sets the rows of every head, of which there is at least one.
+  void set_rows(std::vector<HeadRows> own) {
+    rows = own.front();
+    for (const HeadRows& head : own) rows = {(std::max)(rows.num_full, head.num_full), (std::max)(rows.num_compressed, head.num_compressed)};
+    bool differ = false;
+    for (HeadRows& head : own) {
+      head = {rows.num_full - head.num_full, rows.num_compressed - head.num_compressed};
+      differ = differ || head.num_full != 0 || head.num_compressed != 0;
+    }
+    missing = differ ? std::move(own) : std::vector<HeadRows>{};
+  }
+};
+
+/// @brief The host's knowledge of one sequence.
+struct HostSequence : SequenceRows {
+  std::int64_t num_tokens = 0;
+  std::int32_t tail_length = 0;
+  HostEpochs epochs;
+  PositionShifts shifts;  ///< rotary positions, where they are not the token's index; the device has those of keys that are stored before their rotary embedding
+  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
+
+  std::int64_t first_tail() const { return num_tokens - tail_length; }  ///< tokens that have left the tail
+};
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

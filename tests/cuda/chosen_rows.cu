@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that values choose: by scores and by errors at once; tokens go from among them, heads keep different numbers, and go on.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device_cache.cuh"
+#include "random_sequences.cuh"
+
+using namespace lowrankkv;
+using support::Answer;
+using support::DeviceCache;
+using support::message_of;
+using support::part_of;
+using support::Random;
+
+namespace {
+
+using ByErrors = Budgeted<Cuda>;
+using Evicting = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>;
+using Moving = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>, NoQuantizer>;
+
+std::unique_ptr<support::DeviceSide> make_device(const support::Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  const auto make = [&]<class Cache>() -> std::unique_ptr<support::DeviceSide> { return std::make_unique<support::Device<Cache>>(config, basis, support::configured(typename Cache::PolicySet{}, settings)); };
+  if (settings.method == support::Method::oja_evicting) return make.operator()<Moving>();
+  return make.operator()<Evicting>();
+}
+
+/// What is stored of a sequence: rows [token, head, channel], and what has become of them.
+struct Stored {
+  std::vector<float> key, value;
+  std::vector<std::vector<RowState>> states;  // of heads
+  friend bool operator==(const Stored&, const Stored&) = default;
+
+  /// Without tokens [first, first + count).
+  Stored without(std::int64_t first, std::int64_t count) const {
+    Stored rest = *this;
+    const auto tokens = static_cast<std::ptrdiff_t>(states.front().size());
+    const auto cut = [&](auto& all) {
+      const auto size = static_cast<std::ptrdiff_t>(all.size()) / tokens;
+      all.erase(all.begin() + first * size, all.begin() + (first + count) * size);
+    };
+    cut(rest.key);
+    cut(rest.value);
+    for (auto& head : rest.states) cut(head);
+    return rest;
+  }
+};
+
+template <class Cache>
+Stored stored(const DeviceCache<Cache>& device, SequenceId seq) {
+  Stored all;
+  device.reconstruct(seq, all.key, all.value);
+  for (int head = 0; head < device.shape.num_kv_heads; ++head) {
+    all.states.emplace_back(static_cast<std::size_t>(device.cache.num_tokens(seq)));
+    device.cache.row_states(seq, head, 0, all.states.back());
+  }
+  return all;
+}
+
+/// How far attention is from float64 over what is stored.
+template <class Cache>
+double off(DeviceCache<Cache>& device, SequenceId seq, const std::vector<float>& query) {
+  const Stored now = stored(device, seq);
+  std::vector<double> out, lse;
+  support::attend_f64(device.shape, device.cache.config().scale(), now.key, now.value, query, out, lse, true);
+  return support::distance(device.attend(std::span(&seq, 1), query).out, out);
+}
+
+template <class Cache>
+void append_maintained(DeviceCache<Cache>& device, SequenceId seq, const support::RandomLayer& layer, Random& random, int tokens) {
+  for (int i = 0; i < tokens; ++i) {
+    device.append(std::span(&seq, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
+    device.cache.maintain(std::span(&seq, 1));
+  }
+}
+
+CacheConfig config_of(std::int64_t max_tokens) {
+  CacheConfig config;
+  config.shape = {6, 3, 64};
+  config.max_sequences = 3;
+  config.max_tokens = max_tokens;
+  config.flush_interval = 16;
+  config.full_row_bits = 0;
+  return config;
+}
+
+template <class Cache>
+void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bits) {
+  Random random(41);
+  CacheConfig config = config_of(1200);
+  config.full_row_bits = full_row_bits;
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 48);
+  DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
+  const SequenceId one = 1, two = 2, three = 3;
+  const std::int64_t free_pages = device.cache.pool().allocator().num_free();
+  device.cache.create(1);
+  const std::vector<float> key = layer.rows(random, 500, true), value = layer.rows(random, 500, false);
+  device.ingest(1, key, value, layer.queries(random, 32));
+  append_maintained(device, 1, layer, random, 60);
+  device.cache.fork(1, 2);
+  const std::vector<float> query = layer.queries(random, 1);
+  const support::gpu::DeviceArray<float> device_query(query);
+  const auto captured_out = support::poisoned(query.size());
+  const support::CapturedStep step([&](cudaStream_t stream) { device.cache.attend(std::span(&two, 1), device.queries(device_query, 1), {captured_out.data(), 1, 6, 64}, {}, stream); });
+  const Stored before = stored(device, 1);
+  const Answer answer = device.attend(std::span(&one, 1), query);
+
+  // The head of another sequence that shares its pages.
+  CHECK(device.cache.truncate(2, 333) == TruncateResult::inexact);
+  CHECK(device.cache.num_tokens(2) == 333);
+  CHECK(stored(device, 2) == before.without(333, 560 - 333));
+  bool differ = false;
+  for (const auto& head : before.states) differ = differ || std::count(head.begin(), head.begin() + 333, RowState::full) != std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::full) ||
+                                                  std::count(head.begin(), head.begin() + 333, RowState::dropped) != std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::dropped);
+  CHECK(differ);  // else this would test little
+  append_maintained(device, 2, layer, random, 100);
+  CHECK(off(device, 2, query) < 1e-3);
+  const Stored longer = stored(device, 2);
+  CHECK(std::equal(longer.states[0].begin(), longer.states[0].begin() + 333, before.states[0].begin()));
+
+  // Its middle, twice: from among listed rows, and what they left.
+  device.cache.remove(2, 20, 100);
+  CHECK(stored(device, 2) == longer.without(20, 100));
+  device.cache.remove(2, 2, 1);
+  device.cache.remove(2, 150, 120);
+  const Stored shorter = longer.without(20, 100).without(2, 1).without(150, 120);
+  CHECK(stored(device, 2) == shorter);
+  CHECK(off(device, 2, query) < 1e-3);
+  CHECK(cudaGraphLaunch(step.replay(), step.stream) == cudaSuccess);
+  CHECK(cudaStreamSynchronize(step.stream) == cudaSuccess);
+  CHECK(support::host(captured_out) == device.attend(std::span(&two, 1), query).out);
+  CHECK(stored(device, 1) == before);
+  CHECK(device.attend(std::span(&one, 1), query) == answer);
+
+  // Bytes are those of the heads' own rows.
+  const std::int64_t tail = device.cache.tail_length(2), row_bytes = full_row_bits == 8 ? 128 + 4 : 256;  // codes and two steps
+  std::int64_t full = 0;
+  for (const auto& head : shorter.states) full += std::count(head.begin(), head.end() - tail, RowState::full);
+  CHECK(device.cache.memory(2).full_row_bytes == static_cast<std::size_t>(full * row_bytes));
+
+  // A copy goes on as the original.
+  other.cache.load(3, device.save(2));
+  CHECK(stored(other, 3) == shorter);
+  CHECK(other.save(3) == device.save(2));
+  for (DeviceCache<Cache>* side : {&device, &other}) {
+    Random same(5);
+    append_maintained(*side, side == &device ? two : three, layer, same, 50);
+  }
+  CHECK(stored(other, 3) == stored(device, 2));
+  CHECK(other.attend(std::span(&three, 1), query) == device.attend(std::span(&two, 1), query));
+  CHECK(other.save(3) == device.save(2));
+  device.cache.truncate(2, 0);
+  device.ingest(2, key, value, layer.queries(random, 32));
+  CHECK(off(device, 2, query) < 1e-3);
+  device.cache.erase(1);
+  device.cache.erase(2);
+  CHECK(device.cache.pool().allocator().num_free() == free_pages);
+}
+
+ByErrors::PolicySet by_errors(float share) {
+  ByErrors::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {5, 20};
+  policies.token_policy.get<ResidualOutliers>().share = share;
+  return policies;
+}
+
+}  // namespace
+
+TEST_CASE("random sequences of rows that scores keep and errors exempt: rows as on the CPU, answers as in float64, the same in any batch") {
+  std::uint64_t seed = 45;
+  for (const support::Method method : {support::Method::budgeted_evicting, support::Method::oja_evicting}) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      if (support::effort() == 0 && (type == DType::bf16) != (method == support::Method::oja_evicting)) continue;
+      support::Settings settings;
+      settings.method = method;
+      settings.coefficients = type;
+      const std::string name = support::kMethodNames[static_cast<int>(method)];
+      CAPTURE(name);
+      CAPTURE(std::string(name_of(type)));
+      const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 4 * support::effort()));
+      MESSAGE(name << " " << std::string(name_of(type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
+    }
+  }
+}
+
+TEST_CASE("tokens go from among rows that errors chose: each head keeps its own, copies go on as the original") {
+  for (const int bits : {0, 8}) check_tokens_go<ByErrors>(by_errors(0.2F), bits);
+}
+
+TEST_CASE("tokens go from among rows that scores kept and errors exempted: each head keeps its own, copies go on as the original") {
+  for (const int bits : {0, 8}) check_tokens_go<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.4F}, ResidualOutliers{.share = 0.1F}), {}}, bits);
+}
+
+TEST_CASE("full rows that were all early, and are kept when later ones go, have room for as many again; beyond that truncate() says so and changes nothing") {
+  Random random(42);
+  const CacheConfig config = config_of(800);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 20);
+  DeviceCache<ByErrors> device(config, layer.basis, by_errors(0.25F));
+  const SequenceId one = 1;
+  device.cache.create(1);
+  std::string refused;
+  std::int64_t length = 0;
+  while (refused.empty()) {
+    const std::int64_t tokens = 780 - length, early = tokens / 4 + 30;
+    REQUIRE(early < tokens);
+    // Rows that no map holds come first, and are all that a head can keep.
+    std::vector<float> key = layer.rows(random, tokens, true), value = layer.rows(random, tokens, false);
+    std::normal_distribution<float> normal;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(early * 3 * 64); ++i) key[i] = 30.0F * normal(random);
+    device.ingest(1, key, value);
+    const Stored before = stored(device, 1);
+    const std::int64_t kept = length + tokens / 4 + 30;
+    try {
+      device.cache.truncate(1, kept);
+    } catch (const CapacityError& error) {
+      refused = error.what();
+    }
+    CHECK(device.cache.num_tokens(1) == (refused.empty() ? kept : 780));
+    CHECK(stored(device, 1) == (refused.empty() ? before.without(kept, 780 - kept) : before));
+    length = kept;
+    REQUIRE(length < 700);
+  }
+  CHECK(length > 500);  // room was there before
+  CHECK(refused.find("may come: at most") != std::string::npos);
+  CHECK(message_of([&] { device.cache.remove(1, 500, 250); }).find("may come: at most") != std::string::npos);
+  device.cache.remove(1, 0, 400);  // most of those rows
+  append_maintained(device, one, layer, random, 100);
+  CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
+}
+
+TEST_CASE("where bases move, tokens go behind a prompt that scores chose from; among its rows that is refused") {
+  Random random(43);
+  CacheConfig config = config_of(1200);
+  config.publish_interval = 64;
+  Moving::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {5, 20};
+  policies.token_policy.get<SnapKV>() = {0.4F, 0, 32, 7, Pooling::average};
+  policies.token_policy.get<ResidualOutliers>().share = 0.0F;
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 24);
+  DeviceCache<Moving> device(config, layer.basis, policies);
+  device.cache.create(1);
+  device.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false), layer.queries(random, 32));
+  append_maintained(device, 1, layer, random, 300);
+  const Stored before = stored(device, 1);
+  CHECK(message_of([&] { device.cache.truncate(1, 200); }).find("where bases move") != std::string::npos);
+  CHECK(message_of([&] { device.cache.remove(1, 100, 30); }).find("where bases move") != std::string::npos);
+  CHECK(stored(device, 1) == before);
+  device.cache.remove(1, 450, 30);
+  CHECK(stored(device, 1) == before.without(450, 30));
+  device.cache.truncate(1, 500);
+  CHECK(stored(device, 1) == before.without(450, 30).without(500, 170));
+  append_maintained(device, 1, layer, random, 100);
+  CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
+  device.cache.truncate(1, 0);
+  CHECK(device.cache.memory(1).full_row_bytes == 0);
+}
