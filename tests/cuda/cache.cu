@@ -48,6 +48,8 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
     case Method::oja_outliers: return make.operator()<OjaKVv2<Cuda>>({});
     case Method::oja_snapkv: return make.operator()<OjaKVSnapKV<Cuda>>({});
     case Method::snapkv: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
+    case Method::oja_evicting:
+    case Method::budgeted_evicting: break;  // chosen_rows.cu
     case Method::snapkv_only: return make.operator()<SnapKVOnly<Cuda>>({});
     case Method::streaming: return make.operator()<StreamingLLM<Cuda>>({});
     case Method::int8: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, Int8>>({});
@@ -70,6 +72,7 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
   };
   std::vector<Case> cases;
   for (std::size_t method = 0; method < std::size(support::kMethodNames); ++method) {
+    if (support::by_errors(static_cast<Method>(method)) && support::by_scores(static_cast<Method>(method))) continue;  // chosen_rows.cu
     for (const DType type : {DType::f16, DType::bf16}) {
       Settings settings;
       settings.method = static_cast<Method>(method);
