@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an engine does with sequences besides attending, on CompressedKVCache<Cuda, ...>: reconstruct() of a whole sequence into f16 tensors, fork(), save() and load() through
-// pinned host memory, remove() of 512 tokens behind the first 1024, append() of a token to 16 sequences, ingest() of rows side by side and in pages of 16 tokens in random order. One layer of Llama-3.1-8B's shape, 32768 tokens in a sequence. Medians of 15.
+// pinned host memory, remove() of 512 tokens behind the first 1024, truncate() to 20000, append() of a token to 16 sequences, ingest() of rows side by side and in pages of 16 tokens in random order. One layer of Llama-3.1-8B's shape, 32768 tokens in a sequence. Medians of 15.
 // Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/sequences.cu
 //
@@ -58,8 +58,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   gpu::check(cudaMallocHost(&host, size), "cudaMallocHost");
   const float save = bench::milliseconds(stream, 5, nothing, [&] { cache.save(0, {host, size}, stream); });
   const float load = bench::milliseconds(stream, 5, [&] { without(2); }, [&] { cache.load(2, {host, size}, stream); });
-  // Rows that values chose cannot be removed from the middle.
-  char removal[24] = "refused";
+  // Where bases move, tokens cannot go from among rows that errors chose.
+  char removal[24] = "refused", truncation[24] = "refused";
   try {
     const float time = bench::milliseconds(
         stream, 5,
@@ -69,6 +69,14 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
         },
         [&] { cache.remove(2, 1024, 512, stream); });
     std::snprintf(removal, sizeof removal, "%.3f ms", static_cast<double>(time));
+    const float cut = bench::milliseconds(
+        stream, 15,
+        [&] {
+          without(1);
+          cache.fork(0, 1, stream);
+        },
+        [&] { cache.truncate(1, 20000, stream); });
+    std::snprintf(truncation, sizeof truncation, "%.3f ms", static_cast<double>(cut));
   } catch (const StateError&) {
   }
   without(2);
@@ -94,9 +102,9 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     for (const SequenceId seq : seqs) cache.truncate(seq, 0, stream);
   };
   const float append = bench::milliseconds(stream, 31, room, [&] { cache.append(seqs, key.tokens(0, kSequences), value.tokens(0, kSequences), stream); });
-  std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; remove %s; append to %d sequences %.4f ms; ingest %.3f ms, from pages %.3f\n", name, decode,
+  std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; remove %s, truncate %s; append to %d sequences %.4f ms; ingest %.3f ms, from pages %.3f\n", name, decode,
               (stored + written) / decode / 1e9, 100.0 * (stored + written) / kRate / (decode / 1e3), static_cast<double>(fork), static_cast<double>(save), static_cast<double>(load),
-              static_cast<double>(size) / 1e6, removal, kSequences, static_cast<double>(append), static_cast<double>(side_by_side), static_cast<double>(in_pages));
+              static_cast<double>(size) / 1e6, removal, truncation, kSequences, static_cast<double>(append), static_cast<double>(side_by_side), static_cast<double>(in_pages));
   std::fflush(stdout);
   cudaStreamDestroy(stream);
 }
@@ -115,6 +123,10 @@ int main(int count, char** arguments) {
   measure<StaticPCAHybrid<Cuda>>("f16 rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
   measure<Codes>("2.5 bits", codes({4, 2, 2, 2}), {{}, {}, {4, 32}, {}});
   measure<Codes>("1.5 bits", codes({2, 2, 2}), {{}, {}, {4, 32}, {}});
+  Budgeted<Cuda>::PolicySet exempting;
+  exempting.token_policy.get<SinkRecent>() = {4, 32};
+  exempting.token_policy.get<ResidualOutliers>().share = 0.02F;
+  measure<Budgeted<Cuda>>("2 bits, outliers", codes({2, 2, 2, 2}), exempting);
   measure<SubSpaceG<Cuda>>("SubSpaceG, rank 64", bench::basis(kHeads, 64, 64), {});
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
