@@ -3,6 +3,8 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -143,8 +145,28 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   for (const auto& head : shorter.states) full += std::count(head.begin(), head.end() - tail, RowState::full);
   CHECK(device.cache.memory(2).full_row_bytes == static_cast<std::size_t>(full * row_bytes));
 
+  // What heads have fewer than others is saved; hostile numbers of that under a right checksum are refused.
+  std::vector<HeadRows> missing;
+  HeadRows most;
+  for (const auto& head : shorter.states) {
+    const auto rows_in = [&](RowState state) { return static_cast<std::int32_t>(std::count(head.begin(), head.end() - tail, state)); };
+    missing.push_back({rows_in(RowState::full), rows_in(RowState::compressed)});
+    most = {std::max(most.num_full, missing.back().num_full), std::max(most.num_compressed, missing.back().num_compressed)};
+  }
+  for (HeadRows& head : missing) head = {most.num_full - head.num_full, most.num_compressed - head.num_compressed};
+  const std::vector<std::byte> saved = device.save(2);
+  const auto pattern = std::as_bytes(std::span(missing));
+  const auto found = std::search(saved.begin(), saved.end(), pattern.begin(), pattern.end());
+  REQUIRE(found != saved.end());
+  for (const std::int32_t number : {-1, most.num_full + 1, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}) {
+    std::vector<std::byte> hostile = saved;
+    std::memcpy(hostile.data() + (found - saved.begin()), &number, sizeof number);
+    CHECK_THROWS_AS(other.cache.load(3, support::with_checksum(hostile)), FormatError);
+    CHECK(!other.cache.contains(3));
+  }
+
   // A copy goes on as the original.
-  other.cache.load(3, device.save(2));
+  other.cache.load(3, saved);
   CHECK(stored(other, 3) == shorter);
   CHECK(other.save(3) == device.save(2));
   for (DeviceCache<Cache>* side : {&device, &other}) {

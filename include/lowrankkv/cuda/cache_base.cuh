@@ -126,6 +126,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const HostSequence& now = layer_.sequence(slot);
     return row_counts(policies_.token_policy, now.num_tokens - now.tail_length + before, count, phase);
   }
+  /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors choose, heads may differ: so many that what is to come finds room in the tables.
+  std::int64_t most_full_rows(std::int64_t stored) const {
+    if constexpr (Rows::by_errors) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, config_.max_tokens - stored, Phase::decode).full;
+    else return Known::most_rows(policies_.token_policy, stored).full;
+  }
   /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
   static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full + counts.compressed < count; }
   /// Adds the pages for rows that leave in turns. Returns what becomes of them all. @param turn  gives how many leave next; 0: no more do

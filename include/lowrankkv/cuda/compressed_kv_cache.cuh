@@ -337,13 +337,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const cuda::SavedSequence sequence = cuda::read_sequence(layer_, saved);
     const cuda::SavedCounts& counts = sequence.counts;
     const std::int64_t stored = counts.num_tokens - counts.tail_length;
-    cuda::MostRows most = Base::most_rows(policies_.token_policy, stored);
-    if constexpr (Base::Rows::by_errors) most.full = layer_.max_rows(RowList::full) - cuda::row_counts(policies_.token_policy, stored, config_.max_tokens - stored, Phase::decode).full;  // what is to come has room
     const auto check_kept = [&](const char* which, std::int64_t saved_rows, std::int64_t most_rows) {
       if (saved_rows > most_rows) detail::fail<FormatError>("saved state: ", saved_rows, " ", which, " rows of ", stored, ", this cache's token policy keeps at most ", most_rows);
     };
-    check_kept("full", sequence.rows.num_full, most.full);
-    check_kept("compressed", sequence.rows.num_compressed, most.compressed);
+    check_kept("full", sequence.rows.num_full, this->most_full_rows(stored));
+    check_kept("compressed", sequence.rows.num_compressed, Base::most_rows(policies_.token_policy, stored).compressed);
     layer_.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
     cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
   }

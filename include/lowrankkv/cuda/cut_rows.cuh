@@ -12,45 +12,51 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of every head's lists that stand before a position, which is not in the tail. @param chosen  values decided which rows are stored how: waits for the stream, for the device if that is null
-inline std::vector<HeadRows> rows_below(const LayerState& layer, int slot, std::int64_t position, bool chosen, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
-  const HostSequence& now = layer.sequence(slot);
-  const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
-  std::vector<HeadRows> below(heads);
-  for (std::size_t head = 0; head < heads; ++head) below[head] = now.rows_of(static_cast<int>(head));
-  if (position >= now.first_tail()) return below;
-  if (!chosen) {  // full rows are the first tokens, compressed ones follow; others were dropped
-    for (HeadRows& rows : below) {
-      rows.num_full = static_cast<std::int32_t>((std::min)(position, std::int64_t{rows.num_full}));
-      rows.num_compressed = (std::min)(static_cast<std::int32_t>(position) - rows.num_full, rows.num_compressed);
-    }
-    return below;
-  }
-  if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
-  const auto count_listed = [&](RowList list, std::int32_t HeadRows::*count) {  // positions ascend
-    const int which = static_cast<int>(list);
-    const std::size_t most = static_cast<std::size_t>(now.num_rows(list)), pitch = static_cast<std::size_t>(tables.max_rows[which]) * sizeof(std::int32_t);
-    if (most == 0) return;
-    std::vector<std::int32_t> positions(heads * most);
-    for (std::size_t head = 0; head < heads; ++head) {
-      const std::uint8_t* own = reinterpret_cast<const std::uint8_t*>(tables.positions[which]) + (static_cast<std::size_t>(slot) * heads + head) * pitch;
-      check(cudaMemcpyAsync(positions.data() + head * most, own, static_cast<std::size_t>(below[head].*count) * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream), "positions");
+/// @brief Where positions cut the lists of a sequence's heads, while it stays as it is.
+class RowCuts {
+ public:
+  /// @param chosen  values decided which rows are stored how: positions are read, if any from `first` on has left the tail, and the stream is waited for; the device, if that is null
+  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen) {
+    if (!chosen || first >= now_.first_tail()) return;
+    if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
+    const Tables& tables = layer.tables();
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      const int which = static_cast<int>(list);
+      listed_[which] = tables.positions[which] != nullptr;
+      for (int head = 0; listed_[which] && head < heads_; ++head) {
+        std::vector<std::int32_t>& own = positions_[which].emplace_back(static_cast<std::size_t>(now_.num_rows(list, head)));
+        if (own.empty()) continue;
+        const std::int32_t* from = tables.positions[which] + static_cast<std::size_t>(slot * heads_ + head) * static_cast<std::size_t>(tables.max_rows[which]);
+        check(cudaMemcpyAsync(own.data(), from, own.size() * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream), "positions");
+      }
     }
     check(cudaStreamSynchronize(stream), "positions");
-    for (std::size_t head = 0; head < heads; ++head) {
-      const auto begin = positions.begin() + static_cast<std::ptrdiff_t>(head * most);
-      below[head].*count = static_cast<std::int32_t>(std::lower_bound(begin, begin + below[head].*count, position) - begin);
-    }
-  };
-  count_listed(RowList::full, &HeadRows::num_full);
-  if (tables.positions[1] != nullptr) {
-    count_listed(RowList::compressed, &HeadRows::num_compressed);
-  } else {  // nothing was dropped
-    for (HeadRows& rows : below) rows.num_compressed = (std::min)(rows.num_compressed, static_cast<std::int32_t>(position) - rows.num_full);
   }
-  return below;
-}
+  /// @brief Rows of every head that stand before a position, which is not before `first`; all of them, if that is in the tail.
+  std::vector<HeadRows> below(std::int64_t position) const {
+    std::vector<HeadRows> rows;
+    for (int head = 0; head < heads_; ++head) rows.push_back(position >= now_.first_tail() ? now_.rows_of(head) : rows_below(head, position));
+    return rows;
+  }
+
+ private:
+  HeadRows rows_below(int head, std::int64_t position) const {
+    const HeadRows own = now_.rows_of(head);
+    const auto listed = [&](RowList list) {  // positions ascend
+      const std::vector<std::int32_t>& all = positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
+      return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) - all.begin());
+    };
+    // Where counts say it full rows are the first tokens; compressed ones stand where no full one does, unless others were dropped.
+    const std::int32_t full = chosen_ ? listed(RowList::full) : static_cast<std::int32_t>((std::min)(position, std::int64_t{own.num_full}));
+    return {full, listed_[1] ? listed(RowList::compressed) : (std::min)(static_cast<std::int32_t>(position) - full, own.num_compressed)};
+  }
+
+  const HostSequence& now_;
+  int heads_;
+  bool chosen_;
+  bool listed_[2] = {false, false};
+  std::vector<std::vector<std::int32_t>> positions_[2];  ///< by RowList, of heads
+};
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -174,12 +174,10 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tabl
       const int part_warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
       if (part_warp > 1) continue;  // a warp the key, one the value
       const Part part = part_warp == 0 ? Part::key : Part::value;
-      float largest = 0.0F;
-      for (int channel = lane; channel < dim; channel += 32) largest = fmaxf(largest, fabsf(rows.element(part, chosen[i], channel)));
-      for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
-      const __half step = detail::step_for(largest);
+      const auto number = [&](int channel) { return rows.element(part, chosen[i], channel); };
+      const __half step = detail::row_step(dim, number);
       if (lane == 0) *reinterpret_cast<__half*>(tile + layout.step_byte(part, in_tile)) = step;
-      for (int channel = lane; channel < dim; channel += 32) tile[layout.plain_byte(part, in_tile, channel)] = static_cast<std::uint8_t>(detail::scaled_code(rows.element(part, chosen[i], channel), detail::inverse_of(step)));
+      for (int channel = lane; channel < dim; channel += 32) tile[layout.plain_byte(part, in_tile, channel)] = static_cast<std::uint8_t>(detail::scaled_code(number(channel), detail::inverse_of(step)));
       continue;
     }
     for (int channel = static_cast<int>(threadIdx.x); channel < 2 * dim; channel += kStoreThreads) {

@@ -22,11 +22,12 @@ struct RemovedRows {
   std::vector<HeadRows> begin, end;  ///< [heads]
   std::int32_t tail_begin = 0, tail_end = 0;
 
-  /// @param chosen  as rows_below() has it
+  /// @param chosen  as RowCuts has it
   static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, bool chosen, cudaStream_t stream) {
     const HostSequence& now = layer.sequence(slot);
     const auto in_tail = [&](std::int64_t token) { return static_cast<std::int32_t>(std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length})); };
-    return {rows_below(layer, slot, first, chosen, stream), rows_below(layer, slot, first + count, chosen, stream), in_tail(first), in_tail(first + count)};
+    const RowCuts cuts(layer, slot, first, chosen, stream);
+    return {cuts.below(first), cuts.below(first + count), in_tail(first), in_tail(first + count)};
   }
   /// @brief Rows of the heads when these have gone.
   std::vector<HeadRows> left(const HostSequence& now) const {

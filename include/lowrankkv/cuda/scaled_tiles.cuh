@@ -41,8 +41,14 @@ __device__ inline float scaled_element(const HeadTiles& layout, const std::uint8
   return (static_cast<float>(tile[layout.plain_byte(part, row, channel)]) - kScaledCentre) * step_of(layout, tile, part, row);
 }
 
-/// The step of a row whose numbers are at most `largest`: not below an even share, so that nothing is clipped.
-__device__ inline __half step_for(float largest) { return __float2half_ru(fminf(largest / kScaledHalf, 65504.0F)); }
+/// The step of a row of numbers number(0) to number(channels - 1): not below an even share of the largest, so that nothing is clipped. A warp calls it.
+template <class Number>
+__device__ __half row_step(int channels, Number&& number) {
+  float largest = 0.0F;
+  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < channels; channel += 32) largest = fmaxf(largest, fabsf(number(channel)));
+  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
+  return __float2half_ru(fminf(largest / kScaledHalf, 65504.0F));
+}
 /// One over a step; 0 for rows of zeros.
 __device__ inline float inverse_of(__half step) { return __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F; }
 /// The code of a number.
@@ -56,12 +62,10 @@ __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const
   const int channels = layout.channels(part), units = channels / kPlainUnit, lane = static_cast<int>(threadIdx.x) % 32;
   const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
   for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < padded_end; row += kStoreThreads / 32) {
-    float largest = 0.0F;
-    for (int channel = lane; row < end && channel < channels; channel += 32) largest = fmaxf(largest, fabsf(from_bits(type, rows[row * stride + channel])));
-    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
+    const __half step = row_step(row < end ? channels : 0, [&](int channel) { return from_bits(type, rows[row * stride + channel]); });
     if (lane != 0) continue;
-    *reinterpret_cast<__half*>(tiles[row / layout.rows] + layout.step_byte(part, row % layout.rows)) = step_for(largest);
-    inverse_steps[row] = inverse_of(step_for(largest));
+    *reinterpret_cast<__half*>(tiles[row / layout.rows] + layout.step_byte(part, row % layout.rows)) = step;
+    inverse_steps[row] = inverse_of(step);
   }
   __syncthreads();
   // Eight bytes a lane of every sixteen rows of a unit; those of earlier rows stay.

@@ -101,13 +101,14 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   /// Raises unless heads that keep such rows of `stored` tokens can go on.
   void check_left(const char* call, const std::vector<HeadRows>& rows, std::int64_t stored) const {
     using ::lowrankkv::detail::fail;
+    const std::int64_t most = this->most_full_rows(stored);
     for (std::size_t head = 0; head < rows.size(); ++head) {
       if (Base::Rule::adapts && rows[head].num_compressed != rows.front().num_compressed) {
         fail<StateError>(call, ": head 0 would have ", rows.front().num_compressed, " compressed rows, head ", head, " ", rows[head].num_compressed, "; the same expected on this backend, where bases move");
       }
-      if constexpr (Rows::by_errors) {
-        const std::int64_t more = row_counts(policies_.token_policy, stored, layer_.config().max_tokens - stored, Phase::decode).full, most = layer_.max_rows(RowList::full);
-        if (rows[head].num_full > most - more) fail<CapacityError>(call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored, " tokens, and ", more, " may come: at most ", most, " in all");
+      if (Rows::by_errors && rows[head].num_full > most) {
+        const std::int64_t room = layer_.max_rows(RowList::full);
+        fail<CapacityError>(call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored, " tokens, and ", room - most, " may come: at most ", room, " in all");
       }
     }
   }
@@ -124,7 +125,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     if (length < 0 || length > now.num_tokens) ::lowrankkv::detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     if (length == 0) return std::vector<HeadRows>(static_cast<std::size_t>(layer_.tables().num_heads));
     check_weighed("truncate", length, now.first_tail());
-    std::vector<HeadRows> rows = rows_below(layer_, slot, length, Rows::chooses, stream);
+    std::vector<HeadRows> rows = RowCuts(layer_, slot, length, Rows::chooses, stream).below(length);
     if (length < now.first_tail()) check_left("truncate", rows, length);
     return rows;
   }
