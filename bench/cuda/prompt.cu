@@ -102,6 +102,7 @@ int main(int count, char** arguments) {
   measure<OjaKV<Cuda>>("OjaKV, rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  measure<SubSpaceA<Cuda>>("SubSpaceA, rank 64", bench::basis(kHeads, 64, 64), {{}, {}, {4, 32}, {}});
   H2O<Cuda>::PolicySet heavy;
   heavy.token_policy.get<KeepFull>().recent = 0;
   measure<H2O<Cuda>>("H2O, 25 %", {}, heavy);

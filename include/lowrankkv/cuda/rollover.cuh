@@ -13,18 +13,16 @@
 
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/orthogonal_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kRotationLanes = 8;     ///< that rotate buffered rows together
 inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
-inline constexpr int kSketchShared = 6144;    ///< shared memory of sketch_kernel besides its buffer, at most
+inline constexpr int kSketchShared = 22528;   ///< shared memory of sketch_kernel besides its buffer, at most
 
 namespace detail {
 
-/// Elements from a buffered row to the next, which begins at 16 bytes.
-__host__ __device__ constexpr int sketch_stride(int head_dim) { return head_dim + 4; }
 /// The most rows of a sketch of a basis of so many columns.
 __host__ __device__ inline int sketch_rows(float share, int rank) { return static_cast<int>(ceilf(share * static_cast<float>(rank))); }
 
@@ -179,7 +177,7 @@ class RollStore {
   /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param thresholds  [heads, 2]  @param batch  rows that enter it at a time
   RollStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, RollLimits limits)
       : RollStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
-    buffer_rows_ = (std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch});  // a full sketch, and a batch; or what makes it step in between
+    buffer_rows_ = detail::buffered_rows((std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch}));  // a full sketch, and a batch; or what makes it step in between
     buffer_bytes_ = sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
   }
 

@@ -109,6 +109,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+/// @brief 1 / sqrt(x), to 22 bits; infinity where x is below 2^-126.
+__device__ __forceinline__ float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// @brief The 8 x 8 matrix of 16-bit elements whose rows the lanes hold in pairs, transposed.
 __device__ __forceinline__ std::uint32_t transposed(std::uint32_t x) {
   std::uint32_t y;

@@ -33,6 +33,7 @@ inline void release_next_kernel() {}
 inline void wait_for_last_kernel() {}
 inline void end_after_last_kernel() {}
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float rsqrt_fast(float x) { return 1.0F / std::sqrt(x); }
 inline std::uint32_t transposed(std::uint32_t x) {
   return emulated::together<std::uint32_t>("movmatrix", x, [](const auto& in, auto& out) {
     for (int lane = 0; lane < 32; ++lane) {
