@@ -91,8 +91,10 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
 
 TEST_CASE("the same of keys stored before their rotary embedding") {
   std::uint64_t seed = 300;
-  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted}) {
+  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted, Method::snapkv, Method::snapkv_only}) {
     for (const DType type : {DType::f16, DType::bf16}) {
+      // Scores see turned keys rounded to their type, here but not there: in bf16 too many of them change places.
+      if (support::by_scores(method) && type == DType::bf16) continue;
       Settings settings;
       settings.method = method;
       settings.coefficients = type;
@@ -124,7 +126,7 @@ TEST_CASE("what keys stored before their rotary embedding do not go with is refu
   };
   CHECK(message(Method::hybrid).empty());
   CHECK(message(Method::oja).find("Static expected") != std::string::npos);
-  CHECK(message(Method::snapkv_only).find("without SnapKV") != std::string::npos);
+  CHECK(message(Method::snapkv_only).empty());
   config.rope.rotary_dim = 24;
   CHECK(message(Method::hybrid).find("rotary_dim 24, a multiple of 16") != std::string::npos);
 }

@@ -195,18 +195,24 @@ ByErrors::PolicySet by_errors(float share) {
 
 TEST_CASE("random sequences of rows that scores keep and errors exempt: rows as on the CPU, answers as in float64, the same in any batch") {
   std::uint64_t seed = 45;
-  for (const support::Method method : {support::Method::budgeted_evicting, support::Method::oja_evicting}) {
-    for (const DType type : {DType::f16, DType::bf16}) {
-      if (support::effort() == 0 && (type == DType::bf16) != (method == support::Method::oja_evicting)) continue;
-      support::Settings settings;
-      settings.method = method;
-      settings.coefficients = type;
-      const std::string name = support::kMethodNames[static_cast<int>(method)];
-      CAPTURE(name);
-      CAPTURE(std::string(name_of(type)));
-      const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 4 * support::effort()));
-      MESSAGE(name << " " << std::string(name_of(type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
-    }
+  using support::Method;
+  struct Case {
+    Method method;
+    DType type;
+    bool unrotated = false;
+  };
+  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}}) {
+    if (support::effort() == 0 && (type == DType::bf16) != (method == Method::oja_evicting)) continue;
+    support::Settings settings;
+    settings.method = method;
+    settings.coefficients = type;
+    settings.unrotated = unrotated;
+    const std::string name = support::kMethodNames[static_cast<int>(method)];
+    CAPTURE(name);
+    CAPTURE(std::string(name_of(type)));
+    CAPTURE(unrotated);
+    const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 4 * support::effort()));
+    MESSAGE(name << " " << std::string(name_of(type)) << std::string(unrotated ? ", unrotated" : "") << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
   }
 }
 

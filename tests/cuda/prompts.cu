@@ -206,6 +206,8 @@ TEST_CASE("a prompt in chunks, of which calls may take any part") {
     in_chunks<Codes>(settings, type, 902, trials, 1e-3, true);
     settings.unrotated = true;
     in_chunks<Codes>(settings, type, 903, trials, 4e-3, true);
+    settings.method = Method::snapkv_only;
+    in_chunks<SnapKVOnly<Cuda>>(settings, type, 906, trials, 4e-3, true);
   }
 }
 

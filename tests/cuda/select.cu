@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lowrankkv/cuda/presets.cuh"
+#include "random_layer.hpp"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
@@ -55,24 +56,34 @@ TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists a
   }
 }
 
-TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
-  std::mt19937_64 random(5);
+TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its keys come turned or not") {
+  support::Random random(5);
   std::normal_distribution<float> normal;
   for (const DType type : {DType::f16, DType::bf16}) {
-    for (int trial = 0; trial < 8; ++trial) {
+    for (int trial = 0; trial < 16; ++trial) {
       const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7}, lengths[] = {1, 20, 130, 700, 1600};
       CacheConfig config;
       const int group = groups[random() % 3], heads = 2;
       config.shape = {group * heads, heads, dims[trial % 4]};
       config.full_type = type;
+      config.max_sequences = 2;
+      const bool unrotated = trial >= 8;
+      if (unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
       config.max_tokens = 4000;
       const int dim = config.shape.head_dim, n = lengths[random() % 5], w = std::min(n, 1 + static_cast<int>(random() % 40));
       gpu::LayerTiles tiles;
-      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), false);
+      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), unrotated);
       tiles.listed = tiles.full;
       tiles.listed.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
+      const int slot = 1, position = unrotated ? static_cast<int>(random() % 3000) : 0;  // of the first row's token
+      PositionShifts shifts;
+      if (trial % 4 == 3) {
+        shifts.add(position + n / 3, -77);
+        shifts.divide(0, position + n / 2, 3);
+      }
       gpu::LayerState layer(config, tiles, {}, {100, 0}, {}, {}, nullptr);
+      if (unrotated) layer.rotary().write_shifts(slot, shifts, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
       for (float& x : query) x = 2.0F * normal(random);
@@ -80,11 +91,17 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
       const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
       const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0);
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
-      gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), 0, rows, rows, 0,
+      gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), slot, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);
       const int leaving = std::max(1, n - 3);
       const AttentionScores wanted{w, trial % 2 == 0 ? 1 : 5, trial % 4 == 1 ? Pooling::maximum : Pooling::average};
-      const float* scores = gpu::enqueue_scores(layer, scratch, queries, wanted, leaving, nullptr);
+      gpu::Leaving all{};
+      all.count = 1;
+      all.slots[0] = slot;
+      all.rows[0] = leaving;
+      all.position[0] = position;
+      const float* scores = gpu::enqueue_scores(layer, scratch, queries, wanted, all, nullptr);
+      const std::vector<float> met = support::turned(config, key, [&](std::int64_t row) { return shifts.position(position + row); });
       std::vector<float> found(static_cast<std::size_t>(heads * n));
       gpu::check(cudaMemcpy(found.data(), scores, found.size() * sizeof(float), cudaMemcpyDeviceToHost), "scores");
       for (int head = 0; head < heads; ++head) {
@@ -95,7 +112,7 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
           double top = -1e300, sum = 0.0;
           for (int row = 0; row < seen; ++row) {
             double dot = 0.0;
-            for (int d = 0; d < dim; ++d) dot += static_cast<double>(query[static_cast<std::size_t>((i * heads * group + head * group + column % group) * dim + d)]) * key[static_cast<std::size_t>((row * heads + head) * dim + d)];
+            for (int d = 0; d < dim; ++d) dot += static_cast<double>(query[static_cast<std::size_t>((i * heads * group + head * group + column % group) * dim + d)]) * met[static_cast<std::size_t>((row * heads + head) * dim + d)];
             logits[static_cast<std::size_t>(row)] = dot * config.scale();
             top = std::max(top, logits[static_cast<std::size_t>(row)]);
           }
@@ -116,7 +133,8 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64") {
         CAPTURE(n);
         CAPTURE(w);
         CAPTURE(dim);
-        // Queries are rounded to the rows' type: logits of size 2 sqrt(head_dim) / 8 change by its last place.
+        CAPTURE(unrotated);
+        // Queries are rounded to the rows' type, and so are keys once they are turned: logits of size 2 sqrt(head_dim) / 8 change by its last place.
         CHECK(std::sqrt(error / norm) < (type == DType::f16 ? 3e-3 : 3e-2));
       }
     }

@@ -17,6 +17,7 @@
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
+#include "lowrankkv/cuda/turn_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -30,6 +31,7 @@ inline constexpr int kMomentSplits = 16;
 /// @brief Where the scratch memory of a call stands.
 struct CompressScratch {
   std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
+  std::uint8_t* turned = nullptr;    ///< its keys, turned, where they are stored unrotated and queries score them
   uint2* operands = nullptr;         ///< of score_operands_kernel
   float2* sums = nullptr;            ///< of score_sums_kernel
   float* lse = nullptr;              ///< of score_lse_kernel
@@ -64,6 +66,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
     return begin;
   };
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
+  const std::size_t turned = reserve(rows == 0 || columns == 0 || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
   const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
   const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
@@ -91,6 +94,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   loose.data = base + loose_tiles;
   loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
   return {base + packed,
+          base + turned,
           reinterpret_cast<uint2*>(base + operands),
           reinterpret_cast<float2*>(base + sums),
           reinterpret_cast<float*>(base + lse),
@@ -136,11 +140,12 @@ RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const Comp
   return {scratch.kept, scratch.rows};
 }
 
-/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the first `leaving` of them: [heads, rows].
+/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave: [heads, rows].
 template <class = void>
-const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, std::int64_t leaving, cudaStream_t stream) {
+const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const Leaving& leaving, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
+  RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
+  if (tables.rotary.turns()) source = enqueue_turned(tables, source, leaving.slots[0], leaving.position[0], scratch.turned, stream);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
@@ -158,7 +163,7 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   });
   if (wanted.kernel <= 1) return scratch.scores;
   float* pooled = scratch.second_scores(tables.num_heads);
-  pool_scores_kernel<><<<dim3(static_cast<unsigned>((leaving + 255) / 256), heads), 256, 0, stream>>>(scratch.scores, scratch.rows, static_cast<int>(leaving), wanted.kernel,
+  pool_scores_kernel<><<<dim3(static_cast<unsigned>((leaving.rows[0] + 255) / 256), heads), 256, 0, stream>>>(scratch.scores, scratch.rows, leaving.rows[0], wanted.kernel,
                                                                                                   wanted.pooling == Pooling::maximum, pooled);
   check(cudaGetLastError(), "pool_scores_kernel");
   return pooled;

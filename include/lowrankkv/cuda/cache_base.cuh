@@ -254,7 +254,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       if constexpr (Rows::by_scores) {
         if (phase == Phase::prefill && leaving.candidates(0) > 0) {
           const AttentionScores wanted = attention_scores(policies_.token_policy);
-          const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, count, stream), !Rows::compresses, stream);
+          const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
           (Rows::compresses ? orders.second : orders.first) = kept;
         }
       }
@@ -328,7 +328,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const PromptSelection selection = Rule::prompt_selection(policies_.updater);
     const float* scores = nullptr;
     if (queries.count > 0 && selection.share < 1.0F) {
-      scores = enqueue_scores(layer_, scratch, queries.last(selection.scores.window), selection.scores, leaving.rows[0], stream);
+      scores = enqueue_scores(layer_, scratch, queries.last(selection.scores.window), selection.scores, leaving, stream);
       if (kept.rows != nullptr) scores = mask_scores(layer_, scratch, scores, kept, leaving.candidates(0), leaving.rows[0], stream);
     }
     for (int first = 0; first < leaving.count; first += kAdaptBatch) {

@@ -47,7 +47,7 @@ struct CacheRules {
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rule::adapts && !Rows::by_scores && !Rows::keeps_masses && scale_groups == 1 && !joins;
+  static constexpr bool kMayTurn = !Rule::adapts && !Rows::keeps_masses && scale_groups == 1 && !joins;
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
@@ -88,9 +88,7 @@ struct CacheRules {
     RotaryTables::check(config.rope, config.shape.head_dim);
     if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
     if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
-    if (Rows::by_scores || Rows::keeps_masses) {
-      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by attention, a token policy without SnapKV and HeavyHitters expected on this backend");
-    }
+    if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
   }
 
   /// Rows that the lists of a sequence may have.

@@ -24,6 +24,7 @@ struct RowSource {
   const std::uint8_t* packed = nullptr;  ///< plain tiles [heads, tiles] of one sequence; null: the tails of the batch
   std::int32_t tiles = 0;                ///< of a head
   std::int32_t first = 0;                ///< row of them that is the oldest left: those before it are stored
+  std::int32_t tile_bytes = 0;           ///< of a packed tile; 0: keys and values, as full rows are stored. Less: keys alone
 };
 
 /// @brief The rows of one (sequence, KV head): row 0 is the oldest.
@@ -31,7 +32,7 @@ class SourceRows {
  public:
   __device__ SourceRows(const Tables& tables, const RowSource& source, int slot, int head)
       : layout_(tables.full), type_(tables.full_type), offset_(source.packed == nullptr ? tables.lengths[slot].tail_first : source.first), ring_(source.packed == nullptr ? tables.ring_rows() : 1 << 30),
-        base_(source.packed == nullptr ? tables.tail(slot, head) : source.packed + static_cast<std::size_t>(head) * static_cast<std::size_t>(source.tiles) * static_cast<std::size_t>(tables.full.bytes)) {}
+        tile_bytes_(source.tile_bytes == 0 ? tables.full.bytes : source.tile_bytes), base_(source.packed == nullptr ? tables.tail(slot, head) : source.packed + static_cast<std::size_t>(head) * static_cast<std::size_t>(source.tiles) * static_cast<std::size_t>(tile_bytes_)) {}
 
   /// @brief One element.
   __device__ float element(Part part, int row, int channel) const {
@@ -99,10 +100,10 @@ class SourceRows {
   }
 
  private:
-  __device__ const std::uint8_t* tile(int index) const { return base_ + static_cast<std::size_t>(index) * static_cast<std::size_t>(layout_.bytes); }
+  __device__ const std::uint8_t* tile(int index) const { return base_ + static_cast<std::size_t>(index) * static_cast<std::size_t>(tile_bytes_); }
   const HeadTiles& layout_;
   DType type_;
-  int offset_, ring_;
+  int offset_, ring_, tile_bytes_;
   const std::uint8_t* base_;
 };
 
