@@ -24,7 +24,7 @@ constexpr int kHeads = 8, kQueryHeads = 32;
 std::string only;  // the beginning of the names of the methods that are measured
 
 template <class Cache>
-void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies) {
+void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies, Rope keys = Rope::post) {
   if (std::string(name).rfind(only, 0) != 0) return;
   for (const std::int64_t tokens : {32768, 8192}) {
     CacheConfig config;
@@ -32,7 +32,11 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     config.max_sequences = 16;
     config.max_tokens = tokens + 2048;
     config.page_bytes = 65536;
-    config.num_pages = 16 * Cache::num_pages({.shape = config.shape, .max_tokens = 2048, .page_bytes = config.page_bytes}, maps, policies) + Cache::num_pages({.shape = config.shape, .max_tokens = config.max_tokens, .page_bytes = config.page_bytes}, maps, policies);
+    config.rope.keys = keys;
+    CacheConfig one = config, short_one = config;
+    one.max_sequences = short_one.max_sequences = 1;
+    short_one.max_tokens = 2048;
+    config.num_pages = 16 * Cache::num_pages(short_one, maps, policies) + Cache::num_pages(one, maps, policies);
     Cache cache(config, maps, policies);
     constexpr bool weighs = requires(const MassView& mass) { cache.accumulate(0, mass); };
     const std::int64_t query_tokens = weighs ? tokens : 32;
@@ -103,6 +107,11 @@ int main(int count, char** arguments) {
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 64", bench::basis(kHeads, 64, 64), {{}, {}, {4, 32}, {}});
+  using Scored = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>;
+  Scored::PolicySet scored;
+  scored.token_policy.get<SinkRecent>() = {4, 32};
+  measure<Scored>("SnapKV, rank 80", bench::basis(kHeads, 80, 80), scored);
+  measure<Scored>("SnapKV, rank 80, unrotated", bench::basis(kHeads, 80, 80), scored, Rope::pre);
   H2O<Cuda>::PolicySet heavy;
   heavy.token_policy.get<KeepFull>().recent = 0;
   measure<H2O<Cuda>>("H2O, 25 %", {}, heavy);

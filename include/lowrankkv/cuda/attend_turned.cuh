@@ -163,13 +163,13 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     return;
   }
   static_assert(!scaled || recent);
-  const HeadTiles layout = coded ? tables.compressed[head] : scaled ? tables.listed : tables.full;  // a tail's are as full rows', or twice as large
+  const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
   const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units;
   int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
-  PageWalk walk(tables, tables.page_table(list, slot, head), layout, 0);
+  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);  // a prompt's tiles are in no pages
   bool tail = false;
   int first = 0, last = 0;  // tiles of the entry
   const std::uint8_t* next = nullptr;
