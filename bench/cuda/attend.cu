@@ -98,12 +98,12 @@ void codes(const char* name, const Shape& shape, const std::vector<int>& key_blo
   measure<Codes>(name, shape, maps, {{}, {}, {4, 32}, {}}, keys);
 }
 /// Codes of 2 bits, and two rows of a hundred, those of the largest errors, at full rank.
-void outliers(const char* name, const Shape& shape, int full_row_bits) {
+void outliers(const char* name, const Shape& shape, int full_row_bits, Rope keys = Rope::post) {
   const std::vector<std::uint8_t> bits = bench::bits_of({2, 2, 2, 2});
   Budgeted<Cuda>::PolicySet policies;
   policies.token_policy.get<SinkRecent>() = {4, 32};
   policies.token_policy.get<ResidualOutliers>().share = 0.02F;
-  measure<Budgeted<Cuda>>(name, shape, bench::basis(shape.kv_heads, kDim, kDim, bits, bits), policies, Rope::post, full_row_bits);
+  measure<Budgeted<Cuda>>(name, shape, bench::basis(shape.kv_heads, kDim, kDim, bits, bits), policies, keys, full_row_bits);
 }
 void plain(const char* name, const Shape& shape, int rank, Rope keys = Rope::post) {
   measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}, keys);
@@ -137,11 +137,14 @@ int main(int count, char** arguments) {
     codes("unrotated, 2.5 bits", shape, {4, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 2 bits", shape, {2, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 1.5 bits", shape, {2, 2, 2}, {}, Rope::pre);
+    outliers("unrotated, 2 bits, outliers f16", shape, 0, Rope::pre);
+    outliers("unrotated, 2 bits, outliers 8", shape, 8, Rope::pre);
     plain("unrotated, rank 32", shape, 32, Rope::pre);
     plain("unrotated, rank 80", shape, 80, Rope::pre);
     if (shape.batch * shape.tokens * shape.kv_heads > 8LL * 131072 * 8) continue;
     measure<FullKV<Cuda>>("FullKV", shape, {}, {});
     measure<FullKV<Cuda>>("8 bits, FullKV", shape, {}, {}, Rope::post, 8);
     measure<FullKV<Cuda>>("unrotated, FullKV", shape, {}, {}, Rope::pre);
+    measure<FullKV<Cuda>>("unrotated, 8 bits, FullKV", shape, {}, {}, Rope::pre, 8);
   }
 }

@@ -44,7 +44,7 @@ struct BudgetedModel {
   BudgetOptions options;          ///< what it was made for
 
   /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages. (The Cuda backend finds the size of pages that
-  /// suits its tiles: set page_bytes to 0 again for it; full_row_bits too, where keys are stored unrotated.)
+  /// suits its tiles: set page_bytes to 0 again for it.)
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;

@@ -236,7 +236,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     config.epoch_type = DType::f32;
     config.flush_interval = 16 + static_cast<int>(random() % 3) * 24;
     config.publish_interval = 40;  // of updaters: several in a test
-    config.full_row_bits = settings.full_row_bits != 0 || (trial % 2 == 1 && !settings.unrotated) ? 8 : 0;
+    config.full_row_bits = settings.full_row_bits != 0 || trial % 2 == 1 ? 8 : 0;
     settings.sinks = static_cast<int>(random() % 2) * static_cast<int>(random() % 40);
     settings.recent = 4 + static_cast<int>(random() % 60);
     settings.outliers = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute, 0.02F * static_cast<float>(random() % 6), 0.0F};

@@ -87,7 +87,6 @@ TEST_CASE("what this backend cannot do is refused with both values, before any d
   CHECK(message({.shape = {4, 2, 40}}, full) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
   CHECK(message({.shape = {4, 2, 272}}, full) == "head_dim: 272, a multiple of 16 up to 256 expected on this backend");
   CHECK(message({.full_type = DType::f32}, full) == "full_type: f32, f16 or bf16 expected on this backend");
-  CHECK(message({.full_row_bits = 8, .rope = {.keys = Rope::pre}}, full) == "full_row_bits: 8 with unrotated keys (Rope::pre): 1; 0 expected on this backend, or keys that are rotated");
   CHECK(message({.full_row_bits = 8}, full) == "nothing was raised");
   CHECK(message({.full_row_bits = 4}, full) == "full_row_bits: 0 or 8, given 4");
   CHECK(message({.keep_residuals = true}, full) == "keep_residuals: 1, 0 expected on this backend");

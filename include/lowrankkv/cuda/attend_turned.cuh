@@ -141,10 +141,10 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 
 /// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences. Entries are splits (recent: the tail, then the splits of the full rows; prompt:
 /// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
-/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have
+/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have  @tparam scaled  full rows in pages are in 8 bits
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
 /// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
-template <DType type, PlainRows which, int max_units>
+template <DType type, PlainRows which, int max_units, bool scaled = false>
 __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
@@ -162,29 +162,35 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     if (!recent) wait_for_last_kernel();
     return;
   }
-  const HeadTiles layout = coded ? tables.compressed[head] : tables.listed;  // tails have the same
+  static_assert(!scaled || recent);
+  const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
   const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int key_units = layout.key_units, value_units = layout.value_units, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;
+  const int key_units = layout.key_units, value_units = layout.value_units;
+  int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
-  PageWalk walk(tables, tables.page_table(list, slot, head), layout, 0);
+  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);  // a prompt's tiles are in no pages
   bool tail = false;
   int first = 0, last = 0;  // tiles of the entry
   const std::uint8_t* next = nullptr;
   const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
     if (tile >= last) return nullptr;
-    const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.bytes);
+    const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes);
     return prompt ? rows_of_prompt + place : tail ? tables.tail(slot, head) + place : walk.next(warps);
   };
   const auto begin = [&](int entry) {  // its first tiles are on their way then
     tail = recent && entry == 0;
+    if (scaled) {
+      key_bytes = tail ? tables.full.value_offset : layout.value_offset;
+      tile_bytes = tail ? tables.full.bytes : layout.bytes;
+    }
     const int splits = tail ? 1 : list_splits, tiles = ((tail ? tables.ring_rows() : list_rows) + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
     first = tail ? 0 : (recent ? entry - 1 : entry) * per_split;
     last = min(tiles, first + per_split);
     walk.seek(first + warp);
     next = tile_at(first + warp);
     ring.fetch(next, key_bytes);
-    ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+    ring.fetch(next == nullptr ? nullptr : next + key_bytes, tile_bytes - key_bytes);
   };
   if (ahead) begin(first_entry);
   release_next_kernel();
@@ -209,90 +215,112 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     range.others = coded && range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
     range.first_position = coded ? range.num_others : prompt ? lengths.tail_position : 0;
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F;
-    for (int tile = first + warp; tile < last; tile += warps) {
-      next = tile_at(tile + warps);
-      const std::uint8_t* here = ring.wait();
-      const uint4* words = reinterpret_cast<const uint4*>(here) + lane;
-      TilePlaces<steps> places;
-      range.find(tile * tile_rows, places);
-      float s[steps][4];
-      constexpr int at_once = coded && max_units <= 2 ? steps / 2 : steps;
-      using Words = std::uint32_t(&)[at_once][2];
-      const auto meet = [&](auto&& prepare) { turned_logits<steps, at_once>(tables.rotary, turn, head_dim, turned, places, prepare, s); };
-      if constexpr (coded) {
-        const auto with_map = [&](const uint4* map) {
-          meet([&](int first_step, auto&& use) {
-            const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
-            const auto lift_block = [&](auto all, auto&& keys) {
-              use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(map, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
-            };
-            if constexpr (max_units <= 2) {  // they fit registers
-              uint4 keys[at_once][max_units];
-              #pragma unroll
-              for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
-              lift_block(detail::Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
-            } else {
-              lift_block(detail::Constant<0>{}, read);
-            }
-          });
-        };
-        if (lift_units > 0) with_map(turn.operands);
-        else with_map(lift.operands);
-      } else {
-        meet([&](int, auto&& use) { use([&](int at, Words x, Words y) { read_pairs<type, steps>(tables.rotary, here, key_units, at, x, y); }); });
-      }
-      __syncwarp();
-      ring.fetch(next, key_bytes);
-      std::uint32_t p[steps][2];
-      float logits[steps][2], best = top;
-      #pragma unroll
-      for (int i = 0; i < steps; ++i) {
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          logits[i][r] = (s[i][2 * r] + s[i][2 * r + 1]) * unit_of_logits;
+    const auto attend_tiles = [&](auto bytes) {
+      constexpr bool in_bytes = decltype(bytes)::value;
+      const float unit = in_bytes ? turn.largest[t] : unit_of_logits;
+      for (int tile = first + warp; tile < last; tile += warps) {
+        next = tile_at(tile + warps);
+        const std::uint8_t* here = ring.wait();
+        [[maybe_unused]] const uint4* words = reinterpret_cast<const uint4*>(here) + lane;
+        TilePlaces<steps> places;
+        range.find(tile * tile_rows, places);
+        float s[steps][4];
+        constexpr int at_once = coded && max_units <= 2 ? steps / 2 : steps;
+        using Words = std::uint32_t(&)[at_once][2];
+        const auto meet = [&](auto&& prepare) { turned_logits<steps, at_once>(tables.rotary, turn, head_dim, turned, places, prepare, s); };
+        if constexpr (coded) {
+          const auto with_map = [&](const uint4* map) {
+            meet([&](int first_step, auto&& use) {
+              const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
+              const auto lift_block = [&](auto all, auto&& keys) {
+                use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(map, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
+              };
+              if constexpr (max_units <= 2) {  // they fit registers
+                uint4 keys[at_once][max_units];
+                #pragma unroll
+                for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
+                lift_block(detail::Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
+              } else {
+                lift_block(detail::Constant<0>{}, read);
+              }
+            });
+          };
+          if (lift_units > 0) with_map(turn.operands);
+          else with_map(lift.operands);
+        } else {
+          meet([&](int, auto&& use) { use([&](int at, Words x, Words y) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); }); });
         }
-      }
-      const int seen = (prompt ? limit : range.rows) - tile * tile_rows;  // rows of the tile that the column sees
-      if (range.tail || __any_sync(~0U, seen < tile_rows)) {
+        std::uint32_t p[steps][2];
+        float logits[steps][2], best = top;
+        // Steps of rows: those of keys go into logits, those of values into weights, as logarithms.
+        float key_steps[steps][2], value_steps[steps][2];
         #pragma unroll
-        for (int i = 0; i < 2 * steps; ++i) {
-          const int at = 8 * i + g;
-          if (at >= seen || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
+        for (int i = 0; i < 2 * steps && in_bytes; ++i) {
+          key_steps[i / 2][i % 2] = detail::step_of(layout, here, Part::key, 8 * i + g);
+          value_steps[i / 2][i % 2] = fmaxf(detail::step_of(layout, here, Part::value, 8 * i + g), kLeastStep);
         }
-      }
-      #pragma unroll
-      for (int i = 0; i < 2 * steps; ++i) best = fmaxf(best, logits[i / 2][i % 2]);
-      best = column_max(best);
-      if (__any_sync(~0U, best > top)) {
-        const float correction = top == best ? 1.0F : exp2_fast(top - best);
-        sum *= correction;
-        top = best;
+        __syncwarp();
+        ring.fetch(next, key_bytes);
         #pragma unroll
-        for (int unit = 0; unit < max_units; ++unit) {
+        for (int i = 0; i < steps; ++i) {
           #pragma unroll
-          for (int i = 0; i < 4; ++i) out[unit][i] *= correction;
+          for (int r = 0; r < 2; ++r) {
+            logits[i][r] = (s[i][2 * r] + s[i][2 * r + 1]) * unit;
+            if constexpr (in_bytes) logits[i][r] = fmaf(logits[i][r], key_steps[i][r], __log2f(value_steps[i][r]));
+          }
         }
-      }
-      const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
-      #pragma unroll
-      for (int i = 0; i < steps; ++i) {
+        const int seen = (prompt ? limit : range.rows) - tile * tile_rows;  // rows of the tile that the column sees
+        if (range.tail || __any_sync(~0U, seen < tile_rows)) {
+          #pragma unroll
+          for (int i = 0; i < 2 * steps; ++i) {
+            const int at = 8 * i + g;
+            if (at >= seen || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
+          }
+        }
         #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float e = exp2_fast(logits[i][r] - base);
-          sum += e;
-          p[i][r] = transposed(split_in_two<type>(e));
+        for (int i = 0; i < 2 * steps; ++i) best = fmaxf(best, logits[i / 2][i % 2]);
+        best = column_max(best);
+        if (__any_sync(~0U, best > top)) {
+          const float correction = top == best ? 1.0F : exp2_fast(top - best);
+          sum *= correction;
+          top = best;
+          #pragma unroll
+          for (int unit = 0; unit < max_units; ++unit) {
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) out[unit][i] *= correction;
+          }
         }
-      }
-      words = reinterpret_cast<const uint4*>(ring.wait()) + lane;
-      #pragma unroll
-      for (int i = 0; i < steps; ++i) {
+        const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
         #pragma unroll
-        for (int unit = 0; unit < max_units; ++unit) {
-          if (unit < value_units) mma_plain<type>(out[unit], words[(i * value_units + unit) * 32], p[i][0], p[i][1]);
+        for (int i = 0; i < steps; ++i) {
+          #pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = exp2_fast(logits[i][r] - base);
+            sum += in_bytes ? __fdividef(e, value_steps[i][r]) : e;
+            p[i][r] = transposed(split_in_two<type>(e));
+          }
         }
+        const std::uint8_t* values = ring.wait();
+        #pragma unroll
+        for (int i = 0; i < steps; ++i) {
+          #pragma unroll
+          for (int unit = 0; unit < max_units; ++unit) {
+            if (unit >= value_units) continue;
+            uint4 a;
+            if constexpr (in_bytes) a = detail::scaled_words<type>(reinterpret_cast<const uint2*>(values)[(i * value_units + unit) * 32 + lane]);
+            else a = reinterpret_cast<const uint4*>(values)[(i * value_units + unit) * 32 + lane];
+            mma_plain<type>(out[unit], a, p[i][0], p[i][1]);
+          }
+        }
+        __syncwarp();
+        ring.fetch(next == nullptr ? nullptr : next + key_bytes, tile_bytes - key_bytes);
       }
-      __syncwarp();
-      ring.fetch(next == nullptr ? nullptr : next + key_bytes, value_bytes);
+    };
+    if constexpr (scaled) {
+      if (range.tail) attend_tiles(std::false_type{});
+      else attend_tiles(std::true_type{});
+    } else {
+      attend_tiles(std::false_type{});
     }
     #pragma unroll
     for (int unit = 0; unit < max_units; ++unit) {  // the high and the low part of the weights

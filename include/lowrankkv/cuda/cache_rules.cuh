@@ -70,7 +70,6 @@ struct CacheRules {
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
-    if (config.full_row_bits != 0 && config.rope.keys == Rope::pre) fail<ValueError>("full_row_bits: ", config.full_row_bits, " with unrotated keys (Rope::pre): ", config.rope.keys == Rope::pre, "; 0 expected on this backend, or keys that are rotated");
     if (config.rope.keys == Rope::pre) check_turns(config);
     if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
     if (Rows::compresses) {

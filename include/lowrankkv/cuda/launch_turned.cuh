@@ -41,14 +41,14 @@ inline int turned_blocks(const LayerState& layer, const AttentionStep& step, con
   return (std::clamp)(layer.multiprocessors() / (layer.tables().num_heads * batch.count * step.blocks), 1, entries);
 }
 
-/// Attention over plain rows of one kind.
-template <PlainRows which>
+/// Attention over plain rows of one kind. @tparam scaled  full rows in pages are in 8 bits
+template <PlainRows which, bool scaled = false>
 void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   const Tables& tables = layer.tables();
   int units = 0, stage_bytes = 0, channels = 0, lift_units = 0;
   for (int head = 0; head < (coded ? tables.num_heads : 1); ++head) {
-    const HeadTiles& tiles = layer.layout(coded ? RowList::compressed : RowList::full, head);
+    const HeadTiles& tiles = coded ? layer.layout(RowList::compressed, head) : tables.full;  // no smaller than those of full rows in 8 bits
     units = (std::max)({units, tiles.key_units, tiles.value_units});
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
     channels = (std::max)(channels, tiles.channels(Part::value));
@@ -56,7 +56,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
   }
   with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
     with_units<coded>(units, [&](auto max_units) {
-      const auto kernel = attend_turned_kernel<type(), which, max_units()>;
+      const auto kernel = attend_turned_kernel<type(), which, max_units(), scaled>;
       const TurnedLaunch launch(kernel, layer, turned_warps(max_units()), stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), lift_units);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
@@ -94,7 +94,7 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
 /// Attention to all rows: nothing waits for anything.
 template <CodedForm form>
 void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
-  attend_turned_plain<PlainRows::recent>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
+  with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
   if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits == 0) return;
   if constexpr (form == CodedForm::codes) attend_turned_codes(layer, step, batch, queries, first_sequence, compressed_splits, stream);

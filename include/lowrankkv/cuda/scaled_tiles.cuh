@@ -17,22 +17,22 @@ inline constexpr float kLeastStep = 0x1p-24F;
 
 namespace detail {
 
-/// A lane's codes of a unit as the operand that 16-bit numbers would be, in steps, exactly.
+/// Codes in bytes `first` and first + 1 of a word as two 16-bit numbers, in steps, exactly.
 template <DType type>
-__device__ __forceinline__ uint4 scaled_words(const uint2& codes) {
-  const auto two = [](std::uint32_t word, std::uint32_t first) {  // bytes `first` and first + 1 of a word
-    if constexpr (type == DType::f16) {
-      const std::uint32_t raised = __byte_perm(word, 0x64646464U, 0x4140U + 0x0101U * first);  // 1024 + code
-      const __half2 steps = __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&raised), __float2half2_rn(1024.0F)), __float2half2_rn(kScaledCentre));
-      return *reinterpret_cast<const std::uint32_t*>(&steps);
-    } else {  // 32768 + code
-      const auto number = [&](std::uint32_t byte) { return __int_as_float(static_cast<int>(__byte_perm(word, 0x47000000U, 0x7504U + 0x10U * byte))) - (32768.0F + kScaledCentre); };
-      const __nv_bfloat162 steps = __floats2bfloat162_rn(number(first), number(first + 1));
-      return *reinterpret_cast<const std::uint32_t*>(&steps);
-    }
-  };
-  return {two(codes.x, 0), two(codes.x, 2), two(codes.y, 0), two(codes.y, 2)};
+__device__ __forceinline__ std::uint32_t scaled_pair(std::uint32_t word, std::uint32_t first) {
+  if constexpr (type == DType::f16) {
+    const std::uint32_t raised = __byte_perm(word, 0x64646464U, 0x4140U + 0x0101U * first);  // 1024 + code
+    const __half2 steps = __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&raised), __float2half2_rn(1024.0F)), __float2half2_rn(kScaledCentre));
+    return *reinterpret_cast<const std::uint32_t*>(&steps);
+  } else {  // 32768 + code
+    const auto number = [&](std::uint32_t byte) { return __int_as_float(static_cast<int>(__byte_perm(word, 0x47000000U, 0x7504U + 0x10U * byte))) - (32768.0F + kScaledCentre); };
+    const __nv_bfloat162 steps = __floats2bfloat162_rn(number(first), number(first + 1));
+    return *reinterpret_cast<const std::uint32_t*>(&steps);
+  }
 }
+/// A lane's codes of a unit as the operand that 16-bit numbers would be.
+template <DType type>
+__device__ __forceinline__ uint4 scaled_words(const uint2& codes) { return {scaled_pair<type>(codes.x, 0), scaled_pair<type>(codes.x, 2), scaled_pair<type>(codes.y, 0), scaled_pair<type>(codes.y, 2)}; }
 
 /// The step of a row of a scaled tile.
 __device__ inline float step_of(const HeadTiles& layout, const std::uint8_t* tile, Part part, int row) { return __half2float(*reinterpret_cast<const __half*>(tile + layout.step_byte(part, row))); }

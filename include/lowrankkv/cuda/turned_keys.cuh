@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/query_operands.cuh"
+#include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -212,14 +213,20 @@ __device__ __forceinline__ std::uint32_t half_word(std::uint32_t word) {
 template <DType type>
 __device__ __forceinline__ uint4 half_words(const uint4& words) { return {half_word<type>(words.x), half_word<type>(words.y), half_word<type>(words.z), half_word<type>(words.w)}; }
 
-/// @brief Eight pairs of channels, in turning order, of rows at full rank, from a plain tile's keys.
-template <DType type, int steps>
+/// @brief Eight pairs of channels, in turning order, of rows at full rank, from a plain tile's keys; in steps where they are bytes.
+template <DType type, int steps, bool in_bytes>
 __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys, int key_units, int block, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
   const bool turn = kTurnPairs * block < rotary.pairs, split = turn && !rotary.interleaved;
   const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / kTurnPairs : 2 * block + 1;  // blocks of eight channels
   const auto read = [&](int i, int from) {
-    const uint2 words = *reinterpret_cast<const uint2*>(keys + ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) * 16 + from % 2 * 8);
-    return uint2{half_word<type>(words.x), half_word<type>(words.y)};
+    const int place = 4 * ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) + from % 2 * 2;  // in words of 16-bit numbers
+    if constexpr (in_bytes) {
+      const std::uint32_t codes = *reinterpret_cast<const std::uint32_t*>(keys + 2 * place);
+      return uint2{detail::scaled_pair<DType::f16>(codes, 0), detail::scaled_pair<DType::f16>(codes, 2)};
+    } else {
+      const uint2 words = *reinterpret_cast<const uint2*>(keys + 4 * place);
+      return uint2{half_word<type>(words.x), half_word<type>(words.y)};
+    }
   };
   #pragma unroll
   for (int i = 0; i < steps; ++i) {
