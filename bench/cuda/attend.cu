@@ -108,6 +108,13 @@ void outliers(const char* name, const Shape& shape, int full_row_bits, Rope keys
 void plain(const char* name, const Shape& shape, int rank, Rope keys = Rope::post) {
   measure<StaticPCAHybrid<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), {{}, {}, {4, 32}, {}}, keys);
 }
+/// Bases that move: a prompt of 32768 tokens after the other, each with an epoch of its own.
+void moving(const char* name, const Shape& shape, int rank, Rope keys) {
+  OjaKV<Cuda>::PolicySet policies;
+  policies.token_policy = {4, 32};
+  policies.updater.prefill_share = 1.0F;
+  measure<OjaKV<Cuda>>(name, shape, bench::basis(shape.kv_heads, rank, rank), policies, keys);
+}
 
 }  // namespace
 
@@ -141,6 +148,8 @@ int main(int count, char** arguments) {
     outliers("unrotated, 2 bits, outliers 8", shape, 8, Rope::pre);
     plain("unrotated, rank 32", shape, 32, Rope::pre);
     plain("unrotated, rank 80", shape, 80, Rope::pre);
+    moving("unrotated, OjaKV, rank 32", shape, 32, Rope::pre);
+    moving("OjaKV, rank 32", shape, 32, Rope::post);
     if (shape.batch * shape.tokens * shape.kv_heads > 8LL * 131072 * 8) continue;
     measure<FullKV<Cuda>>("FullKV", shape, {}, {});
     measure<FullKV<Cuda>>("8 bits, FullKV", shape, {}, {}, Rope::post, 8);

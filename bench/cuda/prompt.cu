@@ -94,6 +94,20 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   }
 }
 
+/// The same maps, of metrics that are ones: what a metric costs does not depend on its numbers.
+LayerBasis in_metric(LayerBasis basis) {
+  for (HeadBasis& head : basis.heads) {
+    head.query_down = head.key_down;
+    head.output_up = std::vector<float>(head.value_down.size());
+    for (std::size_t i = 0; i < head.value_down.size(); ++i) head.output_up[i % static_cast<std::size_t>(head.value_rank) * kDim + i / static_cast<std::size_t>(head.value_rank)] = head.value_down[i];
+    for (std::vector<float>* matrix : {&head.key_metric, &head.key_metric_inverse, &head.value_metric, &head.value_metric_inverse}) {
+      matrix->assign(kDim * kDim, 0.0F);
+      for (int i = 0; i < kDim; ++i) (*matrix)[static_cast<std::size_t>(i * kDim + i)] = 1.0F;
+    }
+  }
+  return basis;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -104,6 +118,9 @@ int main(int count, char** arguments) {
   measure<StaticPCAHybrid<Cuda>>("StaticPCAHybrid, 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
   measure<OjaKV<Cuda>>("OjaKV, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<OjaKV<Cuda>>("OjaKV, rank 80", bench::basis(kHeads, 80, 80), {{}, {}, {4, 32}, {}});
+  measure<OjaKV<Cuda>>("OjaKV, rank 32, unrotated", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, Rope::pre);
+  measure<OjaKV<Cuda>>("OjaKV, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
+  measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 64", bench::basis(kHeads, 64, 64), {{}, {}, {4, 32}, {}});

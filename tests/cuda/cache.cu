@@ -91,7 +91,8 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
 
 TEST_CASE("the same of keys stored before their rotary embedding") {
   std::uint64_t seed = 300;
-  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted, Method::snapkv, Method::snapkv_only}) {
+  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted, Method::snapkv, Method::snapkv_only,
+                              Method::oja, Method::oja_merging, Method::oja_rotating, Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers, Method::oja_snapkv}) {
     for (const DType type : {DType::f16, DType::bf16}) {
       // Scores see turned keys rounded to their type, here but not there: in bf16 too many of them change places.
       if (support::by_scores(method) && type == DType::bf16) continue;
@@ -125,7 +126,7 @@ TEST_CASE("what keys stored before their rotary embedding do not go with is refu
     return std::string();
   };
   CHECK(message(Method::hybrid).empty());
-  CHECK(message(Method::oja).find("Static expected") != std::string::npos);
+  CHECK(message(Method::oja).empty());
   CHECK(message(Method::snapkv_only).empty());
   config.rope.rotary_dim = 24;
   CHECK(message(Method::hybrid).find("rotary_dim 24, a multiple of 16") != std::string::npos);
@@ -135,78 +136,83 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
   Random random(23);
   for (const Method method : {Method::full, Method::hybrid, Method::codes, Method::int8, Method::oja_merging, Method::oja_rotating, Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers, Method::oja_snapkv, Method::budgeted, Method::snapkv_only, Method::streaming}) {
     if (effort() == 0 && method != Method::codes && method != Method::subspace_a && method != Method::oja_merging && method != Method::oja_snapkv) continue;
-    CAPTURE(std::string(support::kMethodNames[static_cast<int>(method)]));
-    Settings settings;
-    settings.method = method;
-    settings.outliers.share = 0.05F;
-    settings.sinks = 4;
-    settings.recent = 40;
-    CacheConfig config;
-    config.shape = {8, 2, 64};
-    config.max_sequences = 4;
-    config.max_tokens = 2000;
-    config.flush_interval = 16;
-    config.publish_interval = 40;
-    settings.directions.chunk_length = 60;
-    const auto layer = support::random_layer(random, config.shape, settings, 24);
-    const auto device = make_device(settings, config, layer.basis);
-    device->create(1);
-    const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false);
-    auto window = layer.queries(random, 32);
-    device->ingest(1, prompt_key, prompt_value, window);
-    const auto grow = [&](SequenceId seq, const std::vector<std::vector<float>>& rows) {
-      for (std::size_t i = 0; i + 1 < rows.size(); i += 2) device->append_maintained(std::span(&seq, 1), rows[i], rows[i + 1]);
-    };
-    const auto steps = [&](int count) {
-      std::vector<std::vector<float>> rows;
-      for (int i = 0; i < count; ++i) {
-        rows.push_back(layer.rows(random, 2, true));
-        rows.push_back(layer.rows(random, 2, false));
-      }
-      return rows;
-    };
-    struct Answer {
-      std::vector<float> key, value, out, lse;
-    };
-    const auto query = layer.queries(random, 1);
-    const auto answer = [&](SequenceId seq) {
-      Answer all;
-      device->reconstruct(seq, all.key, all.value);
-      device->attend(std::span(&seq, 1), query, all.out, all.lse);
-      return all;
-    };
-    const auto same = [](const Answer& a, const Answer& b) {
-      CHECK(a.key == b.key);
-      CHECK(a.value == b.value);
-      CHECK(a.out == b.out);
-      CHECK(a.lse == b.lse);
-    };
-    grow(1, steps(effort() == 0 ? 12 : 50));
-    const Answer before = answer(1);
-    const std::int64_t free = device->free_pages();
-    device->fork(1, 2);
-    CHECK(device->free_pages() == free);  // nothing is copied yet
-    const std::vector<std::byte> saved = device->save(1);
-    device->load(3, saved);
-    CHECK(device->save(3) == saved);
-    same(answer(2), before);
-    same(answer(3), before);
-    const auto more = steps(effort() == 0 ? 10 : 60);
-    grow(2, more);  // writes to pages that 1 reads
-    same(answer(1), before);
-    device->fork(2, 4);
-    grow(1, more);
-    grow(3, more);
-    const Answer after = answer(1);
-    for (const SequenceId seq : {2, 3, 4}) same(answer(seq), after);
-    grow(4, steps(effort() == 0 ? 2 : 40));
-    device->truncate(2, device->num_tokens(2) - 3);
-    device->erase(4);
-    same(answer(1), after);
-    grow(2, steps(effort() == 0 ? 2 : 30));
-    same(answer(3), after);
-    for (const SequenceId seq : {1, 2, 3}) device->erase(seq);
-    CHECK(device->memory().total() == 0);
+    for (const bool unrotated : {false, true}) {  // what lifts keys is copied with bases that move, elsewhere it is everybody's
+      if (unrotated && !support::adapts(method)) continue;
+      CAPTURE(std::string(support::kMethodNames[static_cast<int>(method)]));
+      CAPTURE(unrotated);
+      Settings settings;
+      settings.method = method;
+      settings.outliers.share = 0.05F;
+      settings.sinks = 4;
+      settings.recent = 40;
+      CacheConfig config;
+      config.shape = {8, 2, 64};
+      config.max_sequences = 4;
+      config.max_tokens = 2000;
+      config.flush_interval = 16;
+      config.publish_interval = 40;
+      settings.directions.chunk_length = 60;
+      if (unrotated) config.rope.keys = Rope::pre;
+      const auto layer = support::random_layer(random, config.shape, settings, 24);
+      const auto device = make_device(settings, config, layer.basis);
+      device->create(1);
+      const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false);
+      auto window = layer.queries(random, 32);
+      device->ingest(1, prompt_key, prompt_value, window);
+      const auto grow = [&](SequenceId seq, const std::vector<std::vector<float>>& rows) {
+        for (std::size_t i = 0; i + 1 < rows.size(); i += 2) device->append_maintained(std::span(&seq, 1), rows[i], rows[i + 1]);
+      };
+      const auto steps = [&](int count) {
+        std::vector<std::vector<float>> rows;
+        for (int i = 0; i < count; ++i) {
+          rows.push_back(layer.rows(random, 2, true));
+          rows.push_back(layer.rows(random, 2, false));
+        }
+        return rows;
+      };
+      struct Answer {
+        std::vector<float> key, value, out, lse;
+      };
+      const auto query = layer.queries(random, 1);
+      const auto answer = [&](SequenceId seq) {
+        Answer all;
+        device->reconstruct(seq, all.key, all.value);
+        device->attend(std::span(&seq, 1), query, all.out, all.lse);
+        return all;
+      };
+      const auto same = [](const Answer& a, const Answer& b) {
+        CHECK(a.key == b.key);
+        CHECK(a.value == b.value);
+        CHECK(a.out == b.out);
+        CHECK(a.lse == b.lse);
+      };
+      grow(1, steps(effort() == 0 ? 12 : 50));
+      const Answer before = answer(1);
+      const std::int64_t free = device->free_pages();
+      device->fork(1, 2);
+      CHECK(device->free_pages() == free);  // nothing is copied yet
+      const std::vector<std::byte> saved = device->save(1);
+      device->load(3, saved);
+      CHECK(device->save(3) == saved);
+      same(answer(2), before);
+      same(answer(3), before);
+      const auto more = steps(effort() == 0 ? 10 : 60);
+      grow(2, more);  // writes to pages that 1 reads
+      same(answer(1), before);
+      device->fork(2, 4);
+      grow(1, more);
+      grow(3, more);
+      const Answer after = answer(1);
+      for (const SequenceId seq : {2, 3, 4}) same(answer(seq), after);
+      grow(4, steps(effort() == 0 ? 2 : 40));
+      device->truncate(2, device->num_tokens(2) - 3);
+      device->erase(4);
+      same(answer(1), after);
+      grow(2, steps(effort() == 0 ? 2 : 30));
+      same(answer(3), after);
+      for (const SequenceId seq : {1, 2, 3}) device->erase(seq);
+      CHECK(device->memory().total() == 0);
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,8 @@ using support::Settings;
 namespace {
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
+using Moving = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+using MovingCodes = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>;
 using Outliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
 
 CacheConfig random_config(Random& random, DType type) {
@@ -35,6 +38,7 @@ CacheConfig random_config(Random& random, DType type) {
   config.max_tokens = 2500;
   config.full_type = type;
   config.epoch_type = DType::f32;
+  config.publish_interval = 40;
   config.rope = support::random_rope(random, config.shape.head_dim);
   return config;
 }
@@ -50,15 +54,18 @@ double off(const CacheConfig& config, const DeviceCache<Cache>& device, Sequence
 }
 
 template <class Cache>
-void moved_tokens(DType type, std::uint64_t seed, double limit) {
+void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = false, int most_rows = 500) {
   Random random(seed);
   double worst = 0.0;
+  std::int64_t publications = 0;
   for (int trial = 0; trial < (effort() == 0 ? 1 : 8 * effort()); ++trial) {
     const CacheConfig config = random_config(random, type);
     Settings settings;
     settings.sinks = static_cast<int>(random() % 20);
     settings.recent = 1 + static_cast<int>(random() % 40);
     settings.outliers = {OutlierError::relative, 0.05F, 0.0F};
+    settings.directions.chunk_length = 60;
+    if (moves && (seed + static_cast<std::uint64_t>(trial)) % 2 == 1) settings.basis = {KeyMetric::query_aware, ValueMetric::output_aware};
     const support::RandomLayer layer = support::random_layer(random, config.shape, settings, 16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
     const auto policies = support::configured(typename Cache::PolicySet{}, settings);
     DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
@@ -72,7 +79,7 @@ void moved_tokens(DType type, std::uint64_t seed, double limit) {
       return at;
     };
     for (int part = 0; part < 4; ++part) {
-      const std::int64_t n = 1 + static_cast<std::int64_t>(random() % 500);
+      const std::int64_t n = 1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(most_rows));
       device.ingest(1, layer.rows(random, n, true), layer.rows(random, n, false));
       for (int shift = 0; shift < 2; ++shift) {
         const std::int64_t first = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device.cache.num_tokens(1) + 1));
@@ -139,8 +146,10 @@ void moved_tokens(DType type, std::uint64_t seed, double limit) {
     device.ingest(2, layer.rows(random, 70, true), layer.rows(random, 70, false));
     device.append(std::span(&two, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
     CHECK(off(config, device, 2, query, device.attend(std::span(&two, 1), query)) < limit);
+    publications += device.cache.statistics().publications;
   }
-  MESSAGE("moved positions: " << worst);
+  MESSAGE("moved positions: " << worst << ", publications " << publications);
+  CHECK((publications > 0) == moves);
 }
 
 }  // namespace
@@ -150,6 +159,78 @@ TEST_CASE("tokens that move are attended to where they stand") {
   moved_tokens<FullKV<Cuda>>(DType::bf16, 952, 4e-3);
   moved_tokens<Codes>(DType::f16, 953, 4e-3);
   moved_tokens<Outliers>(DType::f16, 954, 4e-3);
+}
+
+TEST_CASE("tokens that move are attended to where they stand, under bases that move") {
+  moved_tokens<Moving>(DType::f16, 957, 4e-3, true);
+  moved_tokens<Moving>(DType::bf16, 958, 4e-3, true);
+  moved_tokens<MovingCodes>(DType::f16, 959, 4e-3, true);
+}
+
+TEST_CASE("tokens that move are attended to where they stand, under bases that sketches move") {
+  moved_tokens<SubSpaceA<Cuda>>(DType::f16, 961, 4e-3, true, effort() == 0 ? 100 : 500);
+}
+
+TEST_CASE("bases move in a metric of any spread: what they decode is not clipped, and states of another metric are not theirs") {
+  Random random(962);
+  constexpr int dim = 64, rank = 24, tokens = 400, strong = 40;
+  // R U and R^-1 U are the same axes whatever `rest` is, until the basis moves.
+  const auto basis_of = [](float rest) {
+    HeadBasis head;
+    head.key_rank = head.value_rank = rank;
+    for (std::vector<float>* map : {&head.key_down, &head.query_down, &head.value_down}) {
+      map->assign(dim * rank, 0.0F);
+      for (int i = 0; i < rank; ++i) (*map)[static_cast<std::size_t>(i * rank + i)] = 1.0F;
+    }
+    for (const auto& [matrix, value] : {std::pair{&head.key_metric, rest}, std::pair{&head.key_metric_inverse, 1.0F / rest}}) {
+      matrix->assign(dim * dim, 0.0F);
+      for (int i = 0; i < dim; ++i) (*matrix)[static_cast<std::size_t>(i * dim + i)] = i < 32 ? 1.0F : value;
+    }
+    LayerBasis basis;
+    basis.heads.push_back(head);
+    return basis;
+  };
+  for (const Rope keys : {Rope::post, Rope::pre}) {
+    CacheConfig config;
+    config.shape = {2, 1, dim};
+    config.max_sequences = 2;
+    config.max_tokens = 600;
+    config.rope.keys = keys;
+    Moving::PolicySet policies;
+    policies.basis.key_metric = KeyMetric::query_aware;
+    policies.token_policy = {4, 20};
+    policies.updater.prefill_share = 1.0F;
+    policies.updater.prefill_rate = 1e6F;  // all that is left of the first basis is where the new one begins
+    DeviceCache<Moving> device(config, basis_of(0.0005F), policies), other(config, basis_of(1.0F), policies);
+    std::normal_distribution<float> normal;
+    std::vector<float> key, value, query;
+    for (int i = 0; i < (tokens + 1) * dim; ++i) {
+      key.push_back(0.1F * normal(random));
+      value.push_back(normal(random));
+    }
+    for (int i = 0; i < 2 * dim; ++i) query.push_back(i % dim == strong ? 1e-4F * normal(random) : normal(random));
+    for (int token = 0; token <= tokens; ++token) {
+      const float along = normal(random);
+      key[static_cast<std::size_t>(token * dim)] += along;
+      key[static_cast<std::size_t>(token * dim + strong)] += 1e4F * along;
+    }
+    device.cache.create(1);
+    device.ingest(1, {key.begin(), key.end() - dim}, {value.begin(), value.end() - dim});
+    const SequenceId one = 1;
+    device.append(std::span(&one, 1), {key.end() - dim, key.end()}, {value.end() - dim, value.end()});
+    CHECK(device.cache.statistics().publications == 1);
+    std::vector<float> own_key, own_value;
+    device.reconstruct(1, own_key, own_value);
+    double error = 0.0, energy = 0.0;
+    for (std::size_t i = strong; i < own_key.size(); i += dim) {
+      error += std::pow(static_cast<double>(own_key[i]) - static_cast<double>(key[i]), 2);
+      energy += std::pow(static_cast<double>(key[i]), 2);
+    }
+    CHECK(std::sqrt(error / energy) < 5e-3);
+    CHECK(off(config, device, 1, query, device.attend(std::span(&one, 1), query)) < 4e-3);
+    CHECK(message_of([&] { other.cache.load(1, device.save(1)); }).find("metrics that bases move in") != std::string::npos);
+    CHECK(!other.cache.contains(1));
+  }
 }
 
 TEST_CASE("a captured step sees positions that move between replays") {

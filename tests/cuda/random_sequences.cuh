@@ -202,7 +202,7 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
   const std::size_t few = 2 + key.size() / static_cast<std::size_t>(dim) / 200;
   const bool chosen = by_errors(settings.method) || by_scores(settings.method);
   if (adapts(settings.method)) {
-    const std::size_t left_out = by_errors(settings.method) && by_scores(settings.method) ? few : 0;
+    const std::size_t left_out = !by_scores(settings.method) ? 0 : by_errors(settings.method) ? few : 2;  // one for another
     CHECK(std::max(distance_of_most(key, cpu_key, dim, left_out), distance_of_most(value, cpu_value, dim, left_out)) < (settings.share < 1.0F ? 0.2 : coded(settings.method) ? 0.03 : 4 * tolerance));
   } else {
     CHECK(different <= (coded(settings.method) || chosen ? few : 0));
@@ -224,7 +224,7 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
 /// @param make_device  (settings, config, basis) -> DeviceSide
 template <class MakeDevice>
 Worst random_sequences(const MakeDevice& make_device, Settings settings, DType type, std::uint64_t seed, int trials) {
-  Random random(seed), forms(seed + 1000), removals(seed + 2000);
+  Random random(seed), forms(seed + 1000), removals(seed + 2000), metric_forms(seed + 3000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
     CacheConfig config;
@@ -240,7 +240,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.sinks = static_cast<int>(random() % 2) * static_cast<int>(random() % 40);
     settings.recent = 4 + static_cast<int>(random() % 60);
     settings.outliers = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute, 0.02F * static_cast<float>(random() % 6), 0.0F};
-    const bool metrics = !adapts(settings.method) && by_errors(settings.method) && random() % 2 == 0;
+    const bool metrics = adapts(settings.method) ? metric_forms() % 2 == 0 : by_errors(settings.method) && random() % 2 == 0;
     settings.basis.key_metric = metrics ? KeyMetric::query_aware : KeyMetric::plain;
     settings.basis.value_metric = metrics ? ValueMetric::output_aware : ValueMetric::plain;
     settings.snapkv = {0.25F * static_cast<float>(random() % 5), random() % 3 == 0 ? 100 : 0, 8 + static_cast<int>(random() % 25), 1 + 2 * static_cast<int>(random() % 4), random() % 2 == 0 ? Pooling::average : Pooling::maximum};
@@ -269,6 +269,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     CAPTURE(config.shape.group_size());
     CAPTURE(rank);
     CAPTURE(static_cast<int>(settings.form));
+    CAPTURE(metrics);
     for (const SequenceId seq : seqs) {
       device->create(seq);
       cpu.push_back(make_cpu_side(settings, config, layer.basis));

@@ -156,7 +156,7 @@ TEST_CASE("maps that lift keys are those of coefficients, and of codes, to what 
   };
   for (const DType type : {DType::f16, DType::bf16}) {
     const auto value = [&](int coefficient, int channel) { return coefficient < 20 ? round_to(DType::f16, values[static_cast<std::size_t>(coefficient * dim + channel)]) : 0.0F; };
-    const gpu::HostLift lift = gpu::lift_plain(type, units, dim, mean, value);
+    const gpu::HostLift lift = gpu::lift_plain(type, units, dim, mean, 0.0F, value);
     const float range = type == DType::f16 ? 1.0F : gpu::kTurnedBFloat;
     for (int unit = 0; unit < units; ++unit) {
       for (int channel = 0; channel < dim; ++channel) {
@@ -170,7 +170,7 @@ TEST_CASE("maps that lift keys are those of coefficients, and of codes, to what 
   }
   const std::vector<std::uint8_t> widths{8, 2};
   const auto plane = [&](int place, int channel) { return place < width ? values[static_cast<std::size_t>(place * dim + channel)] : 0.0F; };
-  const gpu::HostLift lift = gpu::lift_codes(widths, dim, mean, plane);
+  const gpu::HostLift lift = gpu::lift_codes(widths, dim, mean, 0.0F, plane);
   float largest = 0.0F;
   for (int channel = 0; channel < dim; ++channel) {
     float sum = 0.0F;  // over the largest levels
@@ -185,6 +185,15 @@ TEST_CASE("maps that lift keys are those of coefficients, and of codes, to what 
   CHECK(largest <= 16.1F);
   CHECK(largest > 7.9F);
   check_means(lift, 1.0F);
+  // Where bases move, the scale is that of any orthonormal basis: unit vectors, or all numbers alike.
+  const auto unit = [](int coefficient, int channel) { return coefficient == channel ? 1.0F : 0.0F; };
+  const auto spread = [](int coefficient, int channel) { return coefficient < 32 ? ((__builtin_popcount(static_cast<unsigned>(coefficient & channel)) & 1) != 0 ? -1.0F : 1.0F) / std::sqrt(32.0F) : 0.0F; };
+  CHECK(gpu::lift_plain(DType::f16, units, dim, mean, 1.0F, unit).scale == 1.0F);
+  CHECK(gpu::lift_plain(DType::f16, units, dim, mean, 1.0F, spread).scale == 1.0F);
+  CHECK(gpu::lift_plain(DType::f16, units, dim, mean, 0.0F, spread).scale == 4.0F);
+  const float most = 127.5F * std::sqrt(32.0F);
+  CHECK(gpu::lift_codes({8}, dim, mean, most, unit).scale == gpu::lift_codes({8}, dim, mean, most, spread).scale);
+  CHECK(gpu::lift_codes({8}, dim, mean, most, spread).scale * most <= 16.0F);
 }
 
 TEST_CASE("pages hold the largest tile, and waste the least of those considered") {

@@ -13,6 +13,7 @@
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/row_errors.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
@@ -40,6 +41,7 @@ struct CompressScratch {
   std::int32_t* rest = nullptr;      ///< the same
   std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
   float* moments = nullptr;          ///< of moment_kernel
+  float* metric_moments = nullptr;   ///< of metric_moments_kernel
   float* transitions = nullptr;      ///< of transition_kernel
   float* latents = nullptr;          ///< of project_latents_kernel
   float* group_masses = nullptr;     ///< of group_masses_kernel
@@ -76,6 +78,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const bool rolls = layer.rolls().rolls();
   const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));
   const std::size_t moments = reserve(layer.epochs().adapts() && !rolls ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? (rolls ? together : 1) * heads * 2 * most * most * sizeof(float) : 0);
+  const std::size_t metric_moments = reserve(layer.epochs().metrics().any() && !rolls ? together * heads * 2 * dim * dim * sizeof(float) : 0);
   const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
   const bool masses = layer.tables().masses != nullptr, places = masses && layer.tables().weighed == RowList::compressed;
@@ -103,6 +106,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<std::int32_t*>(base + rest),
           reinterpret_cast<std::int32_t*>(base + kept),
           reinterpret_cast<float*>(base + moments),
+          reinterpret_cast<float*>(base + metric_moments),
           reinterpret_cast<float*>(base + transitions),
           reinterpret_cast<float*>(base + latents),
           reinterpret_cast<float*>(base + group_masses),
@@ -284,9 +288,16 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
     detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
   }
+  const bool in_metric = layer.epochs().metrics().any();
+  if (in_metric) {
+    const dim3 columns(static_cast<unsigned>(dim / detail::kMetricColumns), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+    detail::launch_kernel(metric_moments_kernel<>, columns, detail::kMetricThreads, metric_bytes(dim), "metric_moments_kernel", stream, layer.epochs().metrics(), dim, static_cast<const float*>(scratch.moments), splits,
+                          scratch.metric_moments);
+  }
   const auto move = [&](auto* kernel) {
     const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
-    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(scratch.moments), splits);
+    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(in_metric ? scratch.metric_moments : scratch.moments),
+                          in_metric ? 1 : splits);
   };
   if (steps.form == OjaForm::power) {
     if (dim <= kOjaKept) move(oja_kernel<8, 4, false>);
@@ -295,6 +306,11 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     if (dim <= kOjaKept) move(oja_kernel<8, 4, true>);
     else move(oja_kernel<16, 8, true>);
   }
+  if (std::none_of(steps.epoch, steps.epoch + count, [](std::int32_t epoch) { return epoch >= 0; })) return;
+  PublishedEpochs published{};
+  std::copy_n(steps.slots, count, published.slots);
+  std::copy_n(steps.epoch, count, published.taken);
+  finish_epochs(tables, layer.epochs(), published, count, stream);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each

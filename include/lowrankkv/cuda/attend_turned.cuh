@@ -142,9 +142,10 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 /// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences. Entries are splits (recent: the tail, then the splits of the full rows; prompt:
 /// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
 /// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have  @tparam scaled  full rows in pages are in 8 bits
+/// @tparam segmented  compressed rows may be of several epochs: a split is of one
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
 /// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
-template <DType type, PlainRows which, int max_units, bool scaled = false>
+template <DType type, PlainRows which, int max_units, bool scaled, bool segmented>
 __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
@@ -157,12 +158,12 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int last_token = min((block + 1) * kBlockColumns - 1, step.columns() - 1) / step.group;
-  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
+  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : segmented ? tables.list_splits(slot, list_rows) : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
   if (first_entry >= entries) {
     if (!recent) wait_for_last_kernel();
     return;
   }
-  static_assert(!scaled || recent);
+  static_assert((!scaled || recent) && (!segmented || coded));
   const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
   const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
@@ -171,7 +172,8 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
   PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);  // a prompt's tiles are in no pages
   bool tail = false;
-  int first = 0, last = 0;  // tiles of the entry
+  SegmentRows rows_of{0, 0, list_rows, 0, list_splits};  // of the entry
+  int first = 0, last = 0;  // its tiles
   const std::uint8_t* next = nullptr;
   const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
     if (tile >= last) return nullptr;
@@ -184,8 +186,11 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
       key_bytes = tail ? tables.full.value_offset : layout.value_offset;
       tile_bytes = tail ? tables.full.bytes : layout.bytes;
     }
-    const int splits = tail ? 1 : list_splits, tiles = ((tail ? tables.ring_rows() : list_rows) + tile_rows - 1) / tile_rows, per_split = (tiles + splits - 1) / splits;
-    first = tail ? 0 : (recent ? entry - 1 : entry) * per_split;
+    [[maybe_unused]] int segment = 0;
+    if constexpr (segmented) rows_of = tables.segment_of_split(slot, list_rows, entry, segment);
+    const int splits = tail ? 1 : rows_of.splits, first_tile = segmented ? rows_of.begin / tile_rows : 0;
+    const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + tile_rows - 1) / tile_rows, per_split = (tiles - first_tile + splits - 1) / splits;
+    first = tail ? 0 : first_tile + (recent ? entry - 1 : entry - rows_of.first_split) * per_split;
     last = min(tiles, first + per_split);
     walk.seek(first + warp);
     next = tile_at(first + warp);
@@ -195,7 +200,11 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   if (ahead) begin(first_entry);
   release_next_kernel();
   const LiftMap lift = coded ? tables.maps[head].lift : LiftMap{};
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr, lift_units == 0 ? 0 : cuda::lift_units(false, key_units));
+  const uint4* map = lift.operands;  // in global memory
+  [[maybe_unused]] int epoch = -1;   // whose it is, where there are several
+  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr);
+  const int copied = coded && lift_units > 0 ? cuda::lift_units(false, key_units) : 0;
+  if constexpr (!segmented) turn.copy_map(map, head_dim, copied);
   std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every entry; turned queries before
   std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
@@ -205,11 +214,20 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
   for (int entry = first_entry; entry < entries; entry += blocks) {
     if (!ahead) begin(entry);
+    [[maybe_unused]] const int first_row = rows_of.begin;
+    if constexpr (segmented) {
+      if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
+        epoch = rows_of.epoch;
+        map = tables.maps[epoch * tables.num_heads + head].lift.operands;
+        turn.copy_map(map, head_dim, copied);
+        __syncthreads();
+      }
+    }
     detail::TurnedRows range;
     range.read_shifts(tables.rotary, slot);
     range.lengths = lengths;
     range.tail = tail;
-    range.rows = range.tail ? tables.ring_rows() : list_rows;
+    range.rows = range.tail ? tables.ring_rows() : rows_of.end;
     range.listed = range.tail || prompt ? nullptr : tables.row_positions(list, slot, head);
     range.num_others = coded ? tables.num_rows(RowList::full, slot, head) : 0;
     range.others = coded && range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
@@ -229,11 +247,11 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
         using Words = std::uint32_t(&)[at_once][2];
         const auto meet = [&](auto&& prepare) { turned_logits<steps, at_once>(tables.rotary, turn, head_dim, turned, places, prepare, s); };
         if constexpr (coded) {
-          const auto with_map = [&](const uint4* map) {
+          const auto with_map = [&](const uint4* operands) {
             meet([&](int first_step, auto&& use) {
               const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
               const auto lift_block = [&](auto all, auto&& keys) {
-                use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(map, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
+                use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
               };
               if constexpr (max_units <= 2) {  // they fit registers
                 uint4 keys[at_once][max_units];
@@ -246,7 +264,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
             });
           };
           if (lift_units > 0) with_map(turn.operands);
-          else with_map(lift.operands);
+          else with_map(map);
         } else {
           meet([&](int, auto&& use) { use([&](int at, Words x, Words y) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); }); });
         }
@@ -270,11 +288,12 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
           }
         }
         const int seen = (prompt ? limit : range.rows) - tile * tile_rows;  // rows of the tile that the column sees
-        if (range.tail || __any_sync(~0U, seen < tile_rows)) {
+        const int before = segmented ? first_row - tile * tile_rows : 0;  // rows of the tile that are of the epoch before
+        if (range.tail || before > 0 || __any_sync(~0U, seen < tile_rows)) {
           #pragma unroll
           for (int i = 0; i < 2 * steps; ++i) {
             const int at = 8 * i + g;
-            if (at >= seen || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
+            if (at >= seen || at < before || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
           }
         }
         #pragma unroll

@@ -73,8 +73,9 @@ inline constexpr int kTurnedCodeWarps = 8;
 /// @brief Partial states of the compressed lists. Grid: (blocks x blocks of columns) x heads x sequences; a block has every blocks-th split.
 /// @tparam max_units   units of values that a head may have
 /// @tparam copied      lifting maps are copied to shared memory
+/// @tparam segmented   rows may be of several epochs: a split is of one
 /// @param  stage_bytes, lift_units  as of attend_turned_kernel
-template <int max_units, bool copied>
+template <int max_units, bool copied, bool segmented>
 __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   __shared__ HeadTiles layout;
   const int first_split = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int rows = tables.num_rows(RowList::compressed, slot, head), splits = splits_of(rows);
+  const int rows = tables.num_rows(RowList::compressed, slot, head), splits = segmented ? tables.list_splits(slot, rows) : splits_of(rows);
   if (first_split >= splits) {
     wait_for_last_kernel();  // kernels after this one rely on it
     return;
@@ -90,14 +91,17 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, g = static_cast<int>(threadIdx.x) % 32 / 4;
-  const int tiles = (rows + kCodeRows - 1) / kCodeRows, per_split = (tiles + splits - 1) / splits;
   const int head_dim = tables.head_dim, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
   TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
-  int first = 0, last = 0;  // tiles of the split
+  SegmentRows rows_of{0, 0, rows, 0, splits};  // of the split
+  int first = 0, last = 0;  // its tiles
   const std::uint8_t* next = nullptr;
   const auto begin = [&](int split) {  // its first tiles are on their way then
-    first = split * per_split;
+    [[maybe_unused]] int segment = 0;
+    if constexpr (segmented) rows_of = tables.segment_of_split(slot, rows, split, segment);
+    const int first_tile = segmented ? rows_of.begin / kCodeRows : 0, tiles = (rows_of.end + kCodeRows - 1) / kCodeRows, per_split = (tiles - first_tile + rows_of.splits - 1) / rows_of.splits;
+    first = first_tile + (split - rows_of.first_split) * per_split;
     last = min(tiles, first + per_split);
     walk.seek(first + warp);
     next = first + warp < last ? walk.next(warps) : nullptr;
@@ -107,7 +111,11 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   begin(first_split);
   release_next_kernel();
   const LiftMap lift = tables.maps[head].lift;
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift, copied ? cuda::lift_units(true, layout.key_units) : 0);
+  const uint4* operands = lift.operands;  // in global memory
+  [[maybe_unused]] int epoch = -1;        // whose they are, where there are several
+  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift);
+  const int copied_units = copied ? cuda::lift_units(true, layout.key_units) : 0;
+  if constexpr (!segmented) turn.copy_map(operands, head_dim, copied_units);
   std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every split; turned queries before
   std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
@@ -120,6 +128,17 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   for (int split = first_split; split < splits; split += blocks) {
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F, weight = 0.0F;
+    const int end = rows_of.end;
+    [[maybe_unused]] const int first_row = rows_of.begin;
+    if constexpr (segmented) {
+      range.rows = end;
+      if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
+        epoch = rows_of.epoch;
+        operands = tables.maps[epoch * tables.num_heads + head].lift.operands;
+        turn.copy_map(operands, head_dim, copied_units);
+        __syncthreads();
+      }
+    }
     for (int tile = first + warp; tile < last; tile += warps) {
       next = tile + warps < last ? walk.next(warps) : nullptr;
       const std::uint8_t* here = ring.wait();
@@ -135,7 +154,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
         #pragma unroll
         for (int i = 0; i < 2 * detail::kLevelSteps; ++i) gains[i] = __float2half2_rn(gain(Part::key, first_step + i / 2, i % 2));
         const std::uint8_t* at = here + layout.key_offset;
-        const uint4* map = copied ? turn.operands : lift.operands;
+        const uint4* map = copied ? turn.operands : operands;
         for (int unit = 0; unit < layout.key_units; unit += detail::kLevelUnits, map += 2 * detail::kLevelUnits * (head_dim / (2 * kTurnPairs)) * 32) {
           uint4 keys[detail::kLevelSteps][2 * detail::kLevelUnits];
           detail::unpack_keys(layout, unit, at, first_step, keys);
@@ -156,7 +175,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       for (int i = 0; i < 8; ++i) value_gains[i / 2][i % 2] = gain(Part::value, i / 2, i % 2);
       __syncwarp();
       ring.fetch(next, key_bytes);
-      const int valid = rows - tile * kCodeRows;
+      const int valid = end - tile * kCodeRows, before = segmented ? first_row - tile * kCodeRows : 0;  // rows of the tile that are of this epoch: [before, valid)
       float logits[4][2], best = top;
       #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -164,6 +183,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
         for (int r = 0; r < 2; ++r) {
           logits[m][r] = (s[m][2 * r] + s[m][2 * r + 1]) * unit_of_logits;
           if (valid < kCodeRows && 16 * m + 8 * r + g >= valid) logits[m][r] = -INFINITY;
+          if (segmented && 16 * m + 8 * r + g < before) logits[m][r] = -INFINITY;
           best = fmaxf(best, logits[m][r]);
         }
       }

@@ -42,12 +42,12 @@ struct CacheRules {
   static_assert(!joins || !Rows::chooses || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
   static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
                 "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
-  static_assert(!Rule::adapts || requires(const Basis& moving) { Maps::validate_adaptive(moving); }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
+  static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rule::adapts && !Rows::keeps_masses && scale_groups == 1 && !joins;
+  static constexpr bool kMayTurn = !Rows::keeps_masses && scale_groups == 1 && !joins;
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
@@ -63,10 +63,7 @@ struct CacheRules {
     ::lowrankkv::detail::validate(config);
     validate_tokens(policies.token_policy);
     Codec::validate(policies.quantizer);
-    if constexpr (Rule::adapts) {
-      Rule::validate(policies.updater);
-      Maps::validate_adaptive(policies.basis);
-    }
+    if constexpr (Rule::adapts) Rule::validate(policies.updater);
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
@@ -86,7 +83,6 @@ struct CacheRules {
     using ::lowrankkv::detail::fail;
     RotaryTables::check(config.rope, config.shape.head_dim);
     if (Rows::compresses && (scale_groups > 1 || joins)) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with codes of ", scale_groups, " scale groups, values joint: ", joins, "; 1 and 0 expected on this backend");
-    if (Rule::adapts) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with an updater that moves bases, Static expected on this backend");
     if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
   }
 

@@ -18,6 +18,7 @@
 #include "lowrankkv/cuda/merge_states.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
 #include "lowrankkv/cuda/reconstruct_joint.cuh"
+#include "lowrankkv/cuda/reconstruct_waiting.cuh"
 #include "lowrankkv/cuda/row_states.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
 #include "lowrankkv/cuda/token_calls.cuh"
@@ -116,7 +117,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
   /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused, and, on this backend, reconstruct and row_states
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
     Base::refuse_capture("prefill", stream);
@@ -288,28 +289,31 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
  public:
-  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros.
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros; rows of an unfinished prompt that wait, rounded to full_type.
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
     Base::refuse_capture("reconstruct", stream);
-    const int slot = this->idle_slot(seq);
+    const int slot = sequences_.find(seq);
     detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
     if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
-    if (count == 0) return;
-    const cuda::TokenRange range{first, count, tokens - tail_length(seq)};
-    const cuda::DeviceTarget values = cuda::device_target(value);
-    cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, cuda::device_target(key), values, stream);
-    if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
+    const std::int64_t in_lists = layer_.sequence(slot).num_tokens, stored = (std::clamp)(in_lists - first, std::int64_t{0}, count);
+    const cuda::DeviceTarget keys = cuda::device_target(key), values = cuda::device_target(value);
+    if (stored > 0) {
+      const cuda::TokenRange range{first, stored, in_lists - tail_length(seq)};
+      cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
+      if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
+    }
+    if (count > stored) cuda::reconstruct_waiting(config_, this->prompts_.of(slot), first + stored - in_lists, stored, count - stored, keys, values, stream);
   }
 
-  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail are full. Waits for the stream.
+  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail, and of an unfinished prompt that wait, are full. Waits for the stream.
   /// @throws ShapeError beyond the heads or the sequence
   void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream = nullptr) const {
     Base::refuse_capture("row_states", stream);
-    cuda::read_row_states(layer_, this->idle_slot(seq), kv_head, first, states, stream);
+    cuda::read_row_states(layer_, sequences_.find(seq), num_tokens(seq), kv_head, first, states, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.

@@ -12,6 +12,7 @@
 
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cuda/merge_segments.cuh"
+#include "lowrankkv/cuda/metric_bases.cuh"
 #include "lowrankkv/cuda/oja.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -62,31 +63,44 @@ class EpochStore {
     std::vector<HeadMaps> table = calibrated.heads();
     if (limits.own > 0) {
       std::size_t bytes = 0;
-      for (HeadMaps& maps : table) {
-        for (const PartMaps* part : {&maps.key, &maps.value}) {
+      for (std::size_t head = 0; head < table.size(); ++head) {
+        const HeadMaps& maps = table[head];
+        for (const Part which : {Part::key, Part::value}) {
+          const PartMaps* part = &maps.of(which);
+          const bool two = MetricStore::has_metric(basis.heads[head], which);
           most_ = (std::max)(most_, static_cast<int>(part->rank));
-          bytes += own_bytes(*part);
+          bytes += own_bytes(*part, two);
           if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
-          basis_bytes_ += static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+          const std::size_t basis_bytes = static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+          basis_bytes_ += basis_bytes;
+          map_bytes_ += (two ? 2 : 1) * basis_bytes;
         }
+        lift_bytes_ += lift_bytes(maps.lift);
+        most_lift_units_ = (std::max)(most_lift_units_, static_cast<int>(maps.lift.units));
       }
-      own_size_ = bytes;
+      own_size_ = bytes + lift_bytes_;
       const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(slots_per_sequence_);
-      own_ = DeviceArray<std::uint8_t>(epochs * bytes);
+      own_ = DeviceArray<std::uint8_t>(epochs * own_size_);
       std::uint8_t* next = own_.data();
       for (std::size_t epoch = 0; epoch < epochs; ++epoch) {
         for (int head = 0; head < heads_; ++head) {
           HeadMaps maps = table[static_cast<std::size_t>(head)];
-          for (PartMaps* part : {&maps.key, &maps.value}) {
-            part->encoder = part->reader = part->decoder = {next, type_};
-            part->offset = reinterpret_cast<const float*>(next + map_bytes(*part));
-            next += own_bytes(*part);
+          for (const Part which : {Part::key, Part::value}) {
+            PartMaps* part = which == Part::key ? &maps.key : &maps.value;
+            const bool two = MetricStore::has_metric(basis.heads[static_cast<std::size_t>(head)], which);
+            part->encoder = {next, type_};
+            part->reader = part->decoder = {two ? next + map_bytes(*part) : next, type_};
+            part->offset = reinterpret_cast<const float*>(next + (two ? 2 : 1) * map_bytes(*part));
+            next += own_bytes(*part, two);
           }
+          if (maps.lift.operands != nullptr) maps.lift.operands = reinterpret_cast<const uint4*>(next);  // scale and means are everybody's
+          next += lift_bytes(maps.lift);
           table.push_back(maps);
         }
       }
       used_.resize(epochs, false);
       make_bases(config, basis);
+      metrics_ = MetricStore(basis);
     }
     maps_ = DeviceArray<HeadMaps>(table);
   }
@@ -96,11 +110,16 @@ class EpochStore {
   /// @brief Segments that a sequence can have.
   int max_segments() const { return limits_.segments(); }
   const WorkingBases& bases() const { return bases_; }
+  /// @brief Metrics that bases move in.
+  BasisMetrics metrics() const { return metrics_.get(); }
+  const MetricStore& metric_store() const { return metrics_; }
   int most() const { return most_; }
-  /// @brief Bytes of an epoch's maps over all heads.
-  std::size_t epoch_bytes() const { return basis_bytes_ + mean_bytes_; }
-  /// @brief Bytes of a sequence's own epochs, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return basis_bytes_ * static_cast<std::size_t>(count_own(epochs)); }
+  /// @brief Units of 16 of the maps that lift a head's keys, at most.
+  int most_lift_units() const { return most_lift_units_; }
+  /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which has nothing else to lift keys.
+  std::size_t epoch_bytes() const { return map_bytes_ + mean_bytes_; }
+  /// @brief Bytes of a sequence's own epochs, what lifts keys that are stored unrotated included, and of its working bases.
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + lift_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
   std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
   std::size_t reserved_bytes() const { return own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
 
@@ -162,9 +181,10 @@ class EpochStore {
   }
 
  private:
-  /// Of a basis, which encodes rows and reads tiles: their channels are its columns.
+  /// Of a basis, which encodes rows and reads tiles: their channels are its columns. In a metric there are two such maps.
   std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) * size_of(type_) + 15) / 16 * 16; }
-  std::size_t own_bytes(const PartMaps& part) const { return map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  std::size_t own_bytes(const PartMaps& part, bool two) const { return (two ? 2 : 1) * map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  std::size_t lift_bytes(const LiftMap& lift) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4); }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);
@@ -180,9 +200,10 @@ class EpochStore {
       const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
       for (const bool key : {true, false}) {
         const int rank = key ? maps.key_rank : maps.value_rank;
+        const std::vector<float> own = MetricStore::working_basis(maps, key ? Part::key : Part::value, head_dim_);
         for (int channel = 0; channel < rank; ++channel) {
           for (int row = 0; row < head_dim_; ++row) {
-            const float value = (key ? maps.key_down : maps.value_down)[static_cast<std::size_t>(row * rank + channel)];
+            const float value = own[static_cast<std::size_t>(row * rank + channel)];
             const std::size_t index = static_cast<std::size_t>(head * 2 + (key ? 0 : 1)) * part_size + static_cast<std::size_t>(channel * head_dim_ + row);
             write_as(type_, value, start.data() + index * size_of(type_));
           }
@@ -195,13 +216,14 @@ class EpochStore {
   }
 
   EpochLimits limits_;
-  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1;
+  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_lift_units_ = 0;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, basis_bytes_ = 0, mean_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, lift_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;
   WorkingBases bases_;
+  MetricStore metrics_;
 };
 
 }  // namespace cuda

@@ -121,7 +121,7 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 /// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
 /// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small; else null  @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, float* buffers, int buffer_rows, std::int32_t* rolled) {
+__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* rolled) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ detail::RowProducts products;
   __shared__ float lengths[kMaxSketchBuffer];
@@ -167,13 +167,19 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   };
   load_stored();
   const SourceRows from(tables, source, slot, head);
-  const float *mean = maps.mean, threshold = steps.threshold_scale * sketches.thresholds[which];
+  const float *mean = maps.mean, *metric = metrics.metric(part, head, dim), threshold = steps.threshold_scale * sketches.thresholds[which];
   bool exceeded = !(steps.threshold_scale > 0.0F), ends = false;
   for (int done = 0; done < count;) {
     const int taken = min(count - done, min(buffer_rows, 2 * limit) - held);
     from.load(part, nullptr, steps.first[sequence] + done, 0, taken, dim, rows + held * stride, stride);
     __syncthreads();
     detail::centre_rows(rows + held * stride, taken, dim, stride, mean);
+    if (metric != nullptr) {
+      __syncthreads();
+      detail::rows_to_metric(rows + held * stride, taken, dim, stride, metric);
+      __syncthreads();
+      detail::centre_rows(rows + held * stride, taken, dim, stride, nullptr);  // squares may overflow there
+    }
     const auto residual = [&](const auto* numbers) { return detail::largest_residual<channels>(rows, held, held + taken, dim, stride, numbers, bases.type, rank); };
     exceeded = exceeded || (bases.type == DType::f32 ? residual(reinterpret_cast<const float*>(basis)) : residual(reinterpret_cast<const std::uint16_t*>(basis))) > threshold;
     done += taken;
@@ -247,7 +253,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   if (thread == 0) rolled[sequence] = 1;  // whoever says so says the same
 }
 
-/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to six launches.
+/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to eight launches.
 /// @param source  whose row 0 is the first that leaves
 template <class = void>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
@@ -276,7 +282,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   check(cudaMemsetAsync(scratch.rollover.rolled, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
   const auto sketch = [&](auto* kernel) {
     float* buffers = layer.sketches_apart() ? scratch.sketch_buffers : nullptr;
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), buffers,
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), layer.epochs().metrics(), buffers,
                          rolls.buffer_rows(), scratch.rollover.rolled);
   };
   if (tables.head_dim <= 128) sketch(sketch_kernel<128>);
@@ -285,6 +291,10 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   check(cudaGetLastError(), "roll_over_kernel");
   publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, leaving, first_sequence, layer.epochs().bases(), scratch.rollover.epochs);
   check(cudaGetLastError(), "publish_kernel");
+  PublishedEpochs published{};
+  std::copy_n(steps.slots, count, published.slots);
+  published.decided = scratch.rollover.epochs;
+  finish_epochs(tables, layer.epochs(), published, count, stream);
   MergePlans plans;
   plans.decided = scratch.rollover.plans;
   if (may_merge) enqueue_merges(layer, plans, count, (most_rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);

@@ -67,6 +67,16 @@ using MapWords = std::conditional_t<wide, float4, uint2>;
 
 }  // namespace detail
 
+/// @brief The longest that a row of a decoder R^-1 U can be, whatever the orthonormal U; 1 in the plain metric. @param inverse  R^-1, or empty
+inline float longest_decoder_row(const std::vector<float>& inverse, int head_dim) {
+  double longest = inverse.empty() ? 1.0 : 0.0, square = 0.0;
+  for (std::size_t i = 0; i < inverse.size(); ++i) {
+    square = (i % static_cast<std::size_t>(head_dim) == 0 ? 0.0 : square) + static_cast<double>(inverse[i]) * static_cast<double>(inverse[i]);
+    longest = (std::max)(longest, square);
+  }
+  return static_cast<float>(std::sqrt(longest));
+}
+
 /// @brief A map in device memory, elements at place_in_map().
 struct MapElements {
   const void* data = nullptr;
@@ -93,6 +103,17 @@ struct MapElements {
   __device__ float element(int channel, int row, int head_dim) const {
     const int place = place_in_map(channel, row, head_dim);
     return type == DType::f32 ? __ldg(static_cast<const float*>(data) + place) : from_bits(type, __ldg(static_cast<const std::uint16_t*>(data) + place));
+  }
+  /// @brief Writes one element of a sequence's own map; returns it as it is stored.
+  __device__ float put(int channel, int row, int head_dim, float value) const {
+    const int place = place_in_map(channel, row, head_dim);
+    if (type == DType::f32) {
+      static_cast<float*>(const_cast<void*>(data))[place] = value;
+      return value;
+    }
+    const std::uint16_t bits = to_bits(type, value);
+    static_cast<std::uint16_t*>(const_cast<void*>(data))[place] = bits;
+    return from_bits(type, bits);
   }
 };
 
@@ -135,8 +156,8 @@ class LayerMaps {
   /// @param tiles  per head: keys, values
   /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
   /// @param type   to which maps are rounded
-  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too  @param coded_type  of plain tiles
-  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type) {
+  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too  @param coded_type  of plain tiles  @param moves  whether bases do
+  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
@@ -192,7 +213,7 @@ class LayerMaps {
       std::vector<float> inverse_steps;
       for (const float own : steps) inverse_steps.push_back(1.0F / own);
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
-      float largest = 1e-30F;
+      float largest = moves ? longest_decoder_row(key ? head.key_metric_inverse : head.value_metric_inverse, head_dim) : 1e-30F;  // of any basis
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
       at.reader_scale = std::exp2(8.0F - std::ceil(std::log2(largest)));
       at.bits = bytes.size();
@@ -230,7 +251,7 @@ class LayerMaps {
       maps.gains = tiles[part].gains;
       std::copy_n(tiles[part].reference, 2, maps.reference);
     }
-    if (rotary.turns()) make_lifts(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type);
+    if (rotary.turns()) make_lifts(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);
   }
 
   /// @brief The descriptors, on the host; what they point to is on the device.
@@ -249,7 +270,7 @@ class LayerMaps {
     if (head.output_up.empty()) return column(head.value_down);
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
-  void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type) {
+  void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<uint4> operands;
     std::vector<uint2> means;
     std::vector<std::size_t> first;
@@ -259,21 +280,24 @@ class LayerMaps {
       std::vector<float> mean;
       for (int place = 0; place < head_dim && !own.key_mean.empty(); ++place) mean.push_back(round_to(type, own.key_mean[static_cast<std::size_t>(rotary.channel(place, head_dim))]));
       const auto element = [&](int coefficient, int place) { return round_to(type, decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim)); };
+      const float longest = moves ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
       HostLift lift;
       if (layouts[head].codes) {
-        lift = lift_codes(keys.widths, head_dim, mean, [&](int code, int place) {
+        lift = lift_codes(keys.widths, head_dim, mean, 127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest, [&](int code, int place) {
           const TileChannel& at = keys.channels[static_cast<std::size_t>(code)];
           const std::vector<float>& steps = scales[2 * head];
           return at.source < 0 ? 0.0F : element(at.source, place) * (steps.empty() ? 1.0F : steps[static_cast<std::size_t>(at.source)]) * static_cast<float>(1U << at.shift);
         });
       } else {
-        lift = lift_plain(coded_type, layouts[head].key_units, head_dim, mean,
+        lift = lift_plain(coded_type, layouts[head].key_units, head_dim, mean, longest,
                           [&](int coefficient, int place) { return coefficient < own.key_rank ? element(coefficient, place) : 0.0F; });
       }
       first.push_back(operands.size());
       operands.insert(operands.end(), lift.operands.begin(), lift.operands.end());
       means.insert(means.end(), lift.means.begin(), lift.means.end());
+      heads_[head].lift.scale = lift.scale;
       heads_[head].lift.factor = lift.factor;
+      heads_[head].lift.units = lift_units(layouts[head].codes, layouts[head].key_units);
     }
     lifts_ = DeviceArray<uint4>(operands);
     lift_means_ = DeviceArray<uint2>(means);

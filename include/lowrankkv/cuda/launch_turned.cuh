@@ -41,8 +41,8 @@ inline int turned_blocks(const LayerState& layer, const AttentionStep& step, con
   return (std::clamp)(layer.multiprocessors() / (layer.tables().num_heads * batch.count * step.blocks), 1, entries);
 }
 
-/// Attention over plain rows of one kind. @tparam scaled  full rows in pages are in 8 bits
-template <PlainRows which, bool scaled = false>
+/// Attention over plain rows of one kind. @tparam scaled  full rows in pages are in 8 bits  @tparam segmented  sequences may have epochs of their own
+template <PlainRows which, bool scaled = false, bool segmented = false>
 void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   const Tables& tables = layer.tables();
@@ -56,7 +56,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
   }
   with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
     with_units<coded>(units, [&](auto max_units) {
-      const auto kernel = attend_turned_kernel<type(), which, max_units(), scaled>;
+      const auto kernel = attend_turned_kernel<type(), which, max_units(), scaled, segmented>;
       const TurnedLaunch launch(kernel, layer, turned_warps(max_units()), stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), lift_units);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
@@ -66,8 +66,8 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
   });
 }
 
-/// Attention over lists of codes.
-template <class = void>
+/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
+template <bool segmented>
 void attend_turned_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   int channels = 0, stage_bytes = 0;
@@ -83,22 +83,22 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
       launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
                    launch.ring_bytes, launch.units);
     };
-    const auto kernel = attend_turned_codes_kernel<max_units(), true>;
+    const auto kernel = attend_turned_codes_kernel<max_units(), true, segmented>;
     const TurnedLaunch launch(kernel, layer, kTurnedCodeWarps, stage_bytes, state_bytes, lift_units(true, layer.tiles().max_units(Part::key)));
     if (launch.units > 0) return start(kernel, launch);
-    const auto reading = attend_turned_codes_kernel<max_units(), false>;
+    const auto reading = attend_turned_codes_kernel<max_units(), false, segmented>;
     start(reading, TurnedLaunch(reading, layer, kTurnedCodeWarps, stage_bytes, state_bytes, 0));
   });
 }
 
 /// Attention to all rows: nothing waits for anything.
-template <CodedForm form>
+template <CodedForm form, bool segmented>
 void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
   with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
   if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits == 0) return;
-  if constexpr (form == CodedForm::codes) attend_turned_codes(layer, step, batch, queries, first_sequence, compressed_splits, stream);
-  if constexpr (form == CodedForm::plain) attend_turned_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  if constexpr (form == CodedForm::codes) attend_turned_codes<segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  if constexpr (form == CodedForm::plain) attend_turned_plain<PlainRows::compressed, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
 }
 
 }  // namespace detail

@@ -69,7 +69,7 @@ class LayerState {
     tables_.rotary = rotary_.get();
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
-    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type, tables_.rotary, tiles_.coded_type);
+    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type, tables_.rotary, tiles_.coded_type, limits.own > 0);
     epochs_ = EpochStore(config, basis, maps_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
@@ -136,7 +136,7 @@ class LayerState {
   /// @brief Fingerprint of the calibrated maps, as they are stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
   /// @brief Device memory of what all sequences share.
-  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + rotary_.bytes(); }
+  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + epochs_.metric_store().bytes() + rotary_.bytes(); }
   const RotaryTables& rotary() const { return rotary_; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }

@@ -130,6 +130,14 @@ struct OjaSteps {
   OjaForm form = OjaForm::power;
 };
 
+/// @brief Epochs in Tables::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
+struct PublishedEpochs {
+  std::int32_t slots[kMaxBatch];
+  std::int32_t taken[kMaxBatch];
+  const std::int32_t* decided = nullptr;
+  __device__ std::int32_t of(int sequence) const { return decided == nullptr ? taken[sequence] : decided[sequence]; }
+};
+
 /// @brief The splits of moments [matrices, splits, size] summed, in their order, into the first. Grid: 1024 numbers x matrices.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) sum_moments_kernel(float* moments, int splits, int size) {

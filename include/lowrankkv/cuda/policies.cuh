@@ -2,12 +2,12 @@
 /// @file cuda/policies.cuh  What a policy must offer on the Cuda backend, and the policies that do.
 ///
 /// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`; with one latent for the values of several heads,
-/// `static int joint_heads(const B&, num_kv_heads)` of a group.
+/// `static int joint_heads(const B&, num_kv_heads)` of a group; `static constexpr bool moves` (optional): maps are those of an orthonormal basis, in a metric or not, so that updaters may move it.
 /// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`,
 /// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
-/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, `static PartTiles moving_tiles(const Q&, rank)` if they may,
+/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, `static PartTiles moving_tiles(const Q&, rank)`, whole planes of 8 bits without steps, if they may,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
 /// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values, whose channels of a scale group have the same bits,
 /// `static PartTiles joint_tiles(const Q&, rank)`; without codes, `static DType type(const Q&)`.
@@ -41,12 +41,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<PerHead, Cuda> {
   static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
-  /// Bases that move do so in the plain metric.
-  static void validate_adaptive(const PerHead& policy) {
-    if (policy.key_metric == KeyMetric::query_aware || policy.value_metric == ValueMetric::output_aware) {
-      ::lowrankkv::detail::fail<ValueError>("PerHead: a metric of keys or values with an updater that moves bases, plain metrics expected on this backend");
-    }
-  }
+  static constexpr bool moves = true;  ///< bases may move, in the metrics of keys and values
 };
 template <>
 struct Impl<JointValues, Cuda> {

@@ -14,14 +14,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief States of positions [first, first + states.size()) of a KV head. Waits for the stream. @throws ShapeError beyond the heads or the sequence
-inline void read_row_states(const LayerState& layer, int slot, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream) {
+/// @brief States of positions [first, first + states.size()) of a KV head, of `tokens` in all: those behind the lists and the tail wait at full rank. Waits for the stream. @throws ShapeError beyond the heads or the sequence
+inline void read_row_states(const LayerState& layer, int slot, std::int64_t tokens, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream) {
   using ::lowrankkv::detail::fail;
   const Tables& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t count = static_cast<std::int64_t>(states.size()), first_tail = now.first_tail();
   if (kv_head < 0 || kv_head >= tables.num_heads) fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", tables.num_heads);
-  if (first < 0 || first > now.num_tokens || count > now.num_tokens - first) fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", now.num_tokens, " tokens");
+  if (first < 0 || first > tokens || count > tokens - first) fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", tokens, " tokens");
   std::vector<RowState> all(static_cast<std::size_t>(first_tail), RowState::dropped);
   std::vector<std::int32_t> positions;
   const auto mark = [&](RowList list, RowState state) {  // positions that are explicit

@@ -70,6 +70,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   }
   if (layer.tiles().joint_heads > 0) add("heads of joint values", layer.tiles().joint_heads);
   add("calibrated maps", layer.maps_checksum());
+  if (layer.epochs().metrics().any()) add("metrics that bases move in", layer.epochs().metric_store().checksum());
   return all;
 }
 

@@ -101,6 +101,21 @@ struct Tables {
     const int begin = own->first_row, end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
     return {own->epoch, begin, end, first_split, segment_splits(end - begin, list_rows)};
   }
+  /// @brief Splits of all segments of a compressed list of so many rows.
+  __device__ int list_splits(int slot, int list_rows) const {
+    int splits = 0;
+    for (int i = 0; i < num_segments(slot, list_rows); ++i) splits += segment(slot, list_rows, i, splits).splits;
+    return splits;
+  }
+  /// @brief The segment that split `split` of a compressed list is one of, and its number; of a split beyond the last: one that ends before it.
+  __device__ SegmentRows segment_of_split(int slot, int list_rows, int split, int& index) const {
+    SegmentRows range;
+    for (index = 0; index < num_segments(slot, list_rows); ++index) {
+      range = segment(slot, list_rows, index, range.first_split + range.splits);
+      if (split < range.first_split + range.splits) break;
+    }
+    return range;
+  }
   /// @brief The maps that rows of a sequence are written under now.
   __device__ const HeadMaps& current_maps(int slot, int head) const {
     const int epoch = max_segments == 1 ? 0 : segments[slot * max_segments + lengths[slot].num_segments - 1].epoch;

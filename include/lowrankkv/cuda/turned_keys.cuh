@@ -51,12 +51,12 @@ struct TurnShared {
   float* raw = nullptr;              ///< [head_dim, kBlockColumns]: queries relative to the largest of their column, channels in turning order
   float* largest = nullptr;          ///< [kBlockColumns]
   const uint2* means = nullptr;      ///< as LiftMap::means
-  const uint4* operands = nullptr;   ///< a copy of those of the lifting map
+  uint4* operands = nullptr;         ///< a copy of those of the lifting map
 
   TurnShared() = default;
-  /// @brief Lays it out; all threads copy what does not depend on the queries. The caller synchronises.
-  /// @param lift  null: rows at full rank  @param copied  units of its operands that are copied
-  __device__ TurnShared(std::uint8_t* memory, const Rotary& rotary, int head_dim, const LiftMap* lift, int copied) {
+  /// @brief Lays it out; all threads copy what depends on neither queries nor epochs. The caller synchronises.
+  /// @param lift  null: rows at full rank
+  __device__ TurnShared(std::uint8_t* memory, const Rotary& rotary, int head_dim, const LiftMap* lift) {
     uint4* table = reinterpret_cast<uint4*>(memory);
     const int size = turn_words(head_dim) / 4, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     #pragma unroll 8
@@ -65,13 +65,15 @@ struct TurnShared {
     raw = reinterpret_cast<float*>(table + size);
     largest = raw + head_dim * kBlockColumns;
     uint4* own_means = reinterpret_cast<uint4*>(largest + 4 * kBlockColumns);
-    uint4* copy = own_means + head_dim / 8;
     means = reinterpret_cast<const uint2*>(own_means);
-    operands = copy;
+    operands = own_means + head_dim / 8;
     if (lift == nullptr) return;
     for (int i = thread; i < head_dim / 8; i += threads) own_means[i] = __ldg(reinterpret_cast<const uint4*>(lift->means) + i);
+  }
+  /// @brief Copies the first `units` units of a lifting map. All threads call it; the caller synchronises, before if the last one is still read, and after.
+  __device__ void copy_map(const uint4* map, int head_dim, int units) const {
     #pragma unroll 4
-    for (int i = thread; i < copied * (head_dim / (2 * kTurnPairs)) * 32; i += threads) copy[i] = __ldg(lift->operands + i);
+    for (int i = static_cast<int>(threadIdx.x); i < units * (head_dim / (2 * kTurnPairs)) * 32; i += static_cast<int>(blockDim.x)) operands[i] = __ldg(map + i);
   }
 
   /// @brief Copies a block of columns of the queries. All threads call it; they are synchronised at the end.

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/metric_bases.cuh  Bases that move in a metric R of keys or values (basis/per_head.hpp): what updaters see of rows, and the maps that a basis U stands for.
+///
+/// Rows enter as (x - mean) R, so that moments are R M R; a basis encodes by R U and decodes by R^-1 U. R is symmetric, or those maps would not fit each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/basis/layer_basis.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/oja.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief The metrics of a layer's heads, as kernels see them: R, then its inverse, f32; null where a part is in the plain metric.
+struct BasisMetrics {
+  const float* parts[2] = {};  ///< by Part: [heads, 2, head_dim, head_dim]
+
+  __host__ __device__ bool any() const { return parts[0] != nullptr || parts[1] != nullptr; }
+  __device__ const float* metric(Part part, int head, int head_dim) const {
+    const float* all = parts[static_cast<int>(part)];
+    return all == nullptr ? nullptr : all + static_cast<std::size_t>(2 * head) * static_cast<std::size_t>(head_dim * head_dim);
+  }
+};
+
+/// @brief Those metrics, owned.
+class MetricStore {
+ public:
+  MetricStore() = default;
+  explicit MetricStore(const LayerBasis& basis) {
+    for (const Part part : {Part::key, Part::value}) {
+      std::vector<float> values;
+      for (const HeadBasis& head : basis.heads) {
+        for (const std::vector<float>* matrix : {&metric(head, part), &inverse(head, part)}) values.insert(values.end(), matrix->begin(), matrix->end());
+      }
+      checksum_ = ::lowrankkv::checksum(std::as_bytes(std::span(values)), checksum_);
+      values_[static_cast<int>(part)] = DeviceArray<float>(values);
+    }
+  }
+  BasisMetrics get() const { return {{values_[0].data(), values_[1].data()}}; }
+  std::size_t bytes() const { return values_[0].bytes() + values_[1].bytes(); }
+  /// @brief Fingerprint of the metrics.
+  std::uint64_t checksum() const { return checksum_; }
+
+  static const std::vector<float>& metric(const HeadBasis& head, Part part) { return part == Part::key ? head.key_metric : head.value_metric; }
+  static const std::vector<float>& inverse(const HeadBasis& head, Part part) { return part == Part::key ? head.key_metric_inverse : head.value_metric_inverse; }
+  /// @brief Whether encoder and decoder are two maps.
+  static bool has_metric(const HeadBasis& head, Part part) { return !metric(head, part).empty(); }
+  /// @brief The basis U [head_dim, rank] of a head's encoder R U.
+  static std::vector<float> working_basis(const HeadBasis& head, Part part, int head_dim) {
+    const std::vector<float>&down = part == Part::key ? head.key_down : head.value_down, &back = inverse(head, part);
+    if (back.empty()) return down;
+    const std::size_t dim = static_cast<std::size_t>(head_dim), rank = down.size() / dim;
+    std::vector<float> basis(down.size());
+    for (std::size_t row = 0; row < dim; ++row) {
+      for (std::size_t column = 0; column < rank; ++column) {
+        double sum = 0.0;
+        for (std::size_t k = 0; k < dim; ++k) sum += static_cast<double>(back[row * dim + k]) * static_cast<double>(down[k * rank + column]);
+        basis[row * rank + column] = static_cast<float>(sum);
+      }
+    }
+    return basis;
+  }
+
+ private:
+  DeviceArray<float> values_[2];  // by Part
+  std::uint64_t checksum_ = 0xcbf29ce484222325ULL;
+};
+
+namespace detail {
+
+inline constexpr int kMetricColumns = 16;  ///< columns of a moment that a block takes over
+inline constexpr int kMetricThreads = 256;
+
+}  // namespace detail
+
+/// @brief Shared memory of metric_moments_kernel in bytes.
+inline std::size_t metric_bytes(int head_dim) { return 2 * sizeof(float) * static_cast<std::size_t>(head_dim * detail::kMetricColumns); }
+
+/// @brief turned [sequence, head, part, head_dim, head_dim] = R M R of the first of so many splits of moments, f32; in the plain metric a copy. Grid: blocks of columns x (heads x 2) x sequences.
+template <class = void>
+__global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits, float* turned) {
+  constexpr int columns = detail::kMetricColumns, rows_at_once = detail::kMetricThreads / columns;
+  extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  float* own = reinterpret_cast<float*>(shared_memory);  // columns of R, [dim, columns]
+  float* half = own + dim * columns;                     // of M R
+  const int first = static_cast<int>(blockIdx.x) * columns, column = static_cast<int>(threadIdx.x) % columns, first_row = static_cast<int>(threadIdx.x) / columns;
+  const std::size_t which = static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y, size = static_cast<std::size_t>(dim * dim);
+  const float* moment = moments + which * static_cast<std::size_t>(splits) * size;
+  const float* metric = metrics.metric(blockIdx.y % 2 == 0 ? Part::key : Part::value, static_cast<int>(blockIdx.y) / 2, dim);
+  float* target = turned + which * size + first + column;
+  if (metric == nullptr) {
+    for (int row = first_row; row < dim; row += rows_at_once) target[row * dim] = moment[row * dim + first + column];
+    return;
+  }
+  for (int row = first_row; row < dim; row += rows_at_once) own[row * columns + column] = __ldg(metric + row * dim + first + column);
+  __syncthreads();
+  const auto product = [&](const float* left, const float* right, int row) {  // of a symmetric matrix's row, read as its column
+    float sum = 0.0F;
+    #pragma unroll 8
+    for (int k = 0; k < dim; ++k) sum = fmaf(left[k * dim + row], right[k * columns + column], sum);
+    return sum;
+  };
+  for (int row = first_row; row < dim; row += rows_at_once) half[row * columns + column] = product(moment, own, row);
+  __syncthreads();
+  for (int row = first_row; row < dim; row += rows_at_once) target[row * dim] = product(metric, half, row);
+}
+
+/// @brief The bases that sequences work with as maps of the epochs that they published: R U, R^-1 U, what the mean becomes; parts in the plain metric are left alone. Grid: 2 x heads x sequences.
+template <class = void>
+__global__ void __launch_bounds__(detail::kMetricThreads) metric_epochs_kernel(Tables tables, BasisMetrics metrics, WorkingBases bases, PublishedEpochs epochs) {
+  __shared__ float columns[detail::kMetricThreads / 32][kMaxHeadDim];
+  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
+  const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z], epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
+  const float* metric = metrics.metric(part, head, dim);
+  if (epoch < 0 || metric == nullptr) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
+  const std::size_t first = static_cast<std::size_t>((slot * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(bases.most * dim);
+  float* column = columns[warp];
+  for (int index = warp; index < target.rank; index += detail::kMetricThreads / 32) {
+    for (int channel = lane; channel < dim; channel += 32) {
+      const std::size_t place = first + static_cast<std::size_t>(index * dim + channel);
+      column[channel] = bases.type == DType::f32 ? static_cast<const float*>(bases.moved)[place] : from_bits(bases.type, static_cast<const std::uint16_t*>(bases.moved)[place]);
+    }
+    __syncwarp();
+    float shift = 0.0F;
+    for (int channel = lane; channel < dim; channel += 32) {
+      float encoded = 0.0F, decoded = 0.0F;
+      for (int k = 0; k < dim; ++k) {
+        encoded = fmaf(__ldg(metric + k * dim + channel), column[k], encoded);
+        decoded = fmaf(__ldg(metric + (dim + k) * dim + channel), column[k], decoded);
+      }
+      encoded = target.encoder.put(index, channel, dim, encoded);
+      target.decoder.put(index, channel, dim, decoded);
+      if (target.mean != nullptr) shift = fmaf(target.mean[channel], encoded, shift);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
+    if (lane == 0) const_cast<float*>(target.offset)[index] = shift;
+    __syncwarp();
+  }
+}
+
+namespace detail {
+
+/// Rows [count, stride] of f32 in shared memory, centred, become x R. All warps of a block share them; the caller synchronises before and after.
+__device__ inline void rows_to_metric(float* rows, int count, int dim, int stride, const float* metric) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr int most = kMaxHeadDim / 32;
+  for (int row = warp; row < count; row += warps) {
+    float* own = rows + row * stride;
+    float sums[most] = {};
+    for (int k = 0; k < dim; ++k) {
+      #pragma unroll
+      for (int i = 0; i < most; ++i) {
+        if (lane + 32 * i < dim) sums[i] = fmaf(own[k], __ldg(metric + k * dim + lane + 32 * i), sums[i]);
+      }
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < most; ++i) {
+      if (lane + 32 * i < dim) own[lane + 32 * i] = sums[i];
+    }
+  }
+}
+
+}  // namespace detail
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
