@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables table
 template <class = void>
 void finish_epochs(const Tables& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, cudaStream_t stream) {
   if (store.metrics().any()) {
-    metric_epochs_kernel<><<<dim3(2, static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), detail::kMetricThreads, 0, stream>>>(tables, store.metrics(), store.bases(), epochs);
+    const unsigned groups = static_cast<unsigned>((store.most() + detail::kMetricWarps - 1) / detail::kMetricWarps);
+    metric_epochs_kernel<><<<dim3(2 * groups, static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), detail::kMetricThreads, 0, stream>>>(tables, store.metrics(), store.bases(), epochs);
     check(cudaGetLastError(), "metric_epochs_kernel");
   }
   if (!tables.rotary.turns()) return;
