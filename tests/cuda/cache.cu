@@ -49,6 +49,7 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
     case Method::oja_snapkv: return make.operator()<OjaKVSnapKV<Cuda>>({});
     case Method::snapkv: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
     case Method::oja_evicting:
+    case Method::directions_outliers:
     case Method::budgeted_evicting: break;  // chosen_rows.cu
     case Method::snapkv_only: return make.operator()<SnapKVOnly<Cuda>>({});
     case Method::streaming: return make.operator()<StreamingLLM<Cuda>>({});

@@ -24,11 +24,13 @@ namespace {
 
 using ByErrors = Budgeted<Cuda>;
 using Evicting = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>;
+using Sketched = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>;
 using Moving = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>, NoQuantizer>;
 
 std::unique_ptr<support::DeviceSide> make_device(const support::Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
   const auto make = [&]<class Cache>() -> std::unique_ptr<support::DeviceSide> { return std::make_unique<support::Device<Cache>>(config, basis, support::configured(typename Cache::PolicySet{}, settings)); };
   if (settings.method == support::Method::oja_evicting) return make.operator()<Moving>();
+  if (settings.method == support::Method::directions_outliers) return make.operator()<Sketched>();
   return make.operator()<Evicting>();
 }
 
@@ -193,7 +195,7 @@ ByErrors::PolicySet by_errors(float share) {
 
 }  // namespace
 
-TEST_CASE("random sequences of rows that scores keep and errors exempt: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both: rows as on the CPU, answers as in float64, the same in any batch") {
   std::uint64_t seed = 45;
   using support::Method;
   struct Case {
@@ -201,7 +203,8 @@ TEST_CASE("random sequences of rows that scores keep and errors exempt: rows as 
     DType type;
     bool unrotated = false;
   };
-  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}, {Method::oja_evicting, DType::f16, true}}) {
+  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}, {Method::oja_evicting, DType::f16, true},
+                                               {Method::directions_outliers, DType::f16}, {Method::directions_outliers, DType::bf16, true}}) {
     if (support::effort() == 0 && !unrotated && (type == DType::bf16) != (method == Method::oja_evicting)) continue;
     support::Settings settings;
     settings.method = method;
@@ -286,4 +289,92 @@ TEST_CASE("where bases move, tokens go behind a prompt that scores chose from; a
   CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
   device.cache.truncate(1, 0);
   CHECK(device.cache.memory(1).full_row_bytes == 0);
+}
+
+TEST_CASE("sketches and outliers: a batch may leave nothing to compress; what goes must be the same rows of every epoch") {
+  Random random(44);
+  CacheConfig config = config_of(1200);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 24);
+  Sketched::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {5, 20};
+  policies.token_policy.get<ResidualOutliers>().share = 1.0F;
+  policies.updater.chunk_length = 40;
+  {
+    DeviceCache<Sketched> device(config, layer.basis, policies);
+    device.cache.create(1);
+    std::vector<float> key = layer.rows(random, 150, true), value = layer.rows(random, 150, false);
+    device.ingest(1, key, value);
+    const Stored all = stored(device, 1);
+    for (float& x : key) x = round_to(config.full_type, x);
+    CHECK(all.key == key);
+    append_maintained(device, 1, layer, random, 60);
+    CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
+    CHECK(device.cache.memory(1).coefficient_bytes == 0);
+  }
+  policies.token_policy.get<ResidualOutliers>().share = 0.1F;
+  DeviceCache<Sketched> device(config, layer.basis, policies);
+  device.cache.create(1);
+  device.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false));
+  append_maintained(device, 1, layer, random, 60);
+  const Stored before = stored(device, 1);
+  const auto compressed = [&](std::size_t head, std::int64_t first, std::int64_t end) {
+    return std::count(before.states[head].begin() + first, before.states[head].begin() + end, RowState::compressed);
+  };
+  int refused = 0, gone = 0;
+  for (std::int64_t first = 40; first < 340 && (refused == 0 || gone == 0); ++first) {
+    for (const std::int64_t count : {std::int64_t{1}, std::int64_t{12}}) {
+      bool same_before = true, same_count = true;
+      for (std::size_t head = 1; head < before.states.size(); ++head) {
+        same_before = same_before && compressed(head, 0, first) == compressed(0, 0, first);
+        same_count = same_count && compressed(head, first, first + count) == compressed(0, first, first + count);
+      }
+      if (same_count && !same_before && refused == 0) {  // as many would be left
+        CHECK(message_of([&] { device.cache.remove(1, first, count); }).find("the same expected on this backend, where bases move") != std::string::npos);
+        CHECK(stored(device, 1) == before);
+        ++refused;
+      }
+      if (same_count && same_before && gone == 0) {
+        device.cache.fork(1, 2);
+        device.cache.remove(2, first, count);
+        CHECK(stored(device, 2) == before.without(first, count));
+        CHECK(off(device, 2, layer.queries(random, 1)) < 1e-3);
+        ++gone;
+      }
+    }
+  }
+  CHECK(refused == 1);
+  CHECK(gone == 1);
+}
+
+TEST_CASE("a prompt that enters sketches batch by batch demands the pages that its batches take") {
+  Random random(45);
+  CacheConfig config = config_of(800);
+  config.shape = {1, 1, 64};
+  config.flush_interval = 32;
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 24);
+  Sketched::PolicySet policies;
+  policies.token_policy.get<SinkRecent>() = {30, 8};
+  policies.token_policy.get<ResidualOutliers>().share = 0.1F;
+  int apart = 0;
+  for (std::int64_t n = 90; n < 130; n += support::effort() == 0 ? 7 : 1) {
+    const std::vector<float> key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+    config.num_pages = 0;
+    DeviceCache<Sketched> roomy(config, layer.basis, policies);
+    const std::int64_t all = roomy.cache.pool().allocator().num_free();
+    roomy.cache.create(1);
+    roomy.ingest(1, key, value);
+    config.num_pages = all - roomy.cache.pool().allocator().num_free();
+    DeviceCache<Sketched> enough(config, layer.basis, policies);
+    enough.cache.create(1);
+    enough.ingest(1, key, value);
+    CHECK(enough.cache.num_tokens(1) == n);
+    if (--config.num_pages == 0) continue;
+    DeviceCache<Sketched> tight(config, layer.basis, policies);
+    tight.cache.create(1);
+    CHECK(message_of([&] { tight.ingest(1, key, value); }).find("pages needed") != std::string::npos);
+    CHECK(tight.cache.num_tokens(1) == 0);
+    CHECK(tight.cache.pool().allocator().num_free() == config.num_pages);
+    ++apart;
+  }
+  CHECK(apart > 0);
 }

@@ -111,6 +111,10 @@ std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const Cach
     policies.quantizer = settings.quantizer;
     return std::make_unique<Side<Cache>>(config, basis, policies);
   }
+  if (settings.scored) {
+    using Cache = CompressedKVCache<Cpu, JointValues, Static, Compose<SinkRecent, SnapKV>, BlockHadamard>;
+    return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, Compose(settings.tokens, settings.scores), settings.quantizer});
+  }
   if (settings.joint && settings.coded) {
     return std::make_unique<Side<StarKV<>>>(config, basis, StarKV<>::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, settings.quantizer});
   }
@@ -137,6 +141,7 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::oja_int8: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, Int8>>({});
     case Method::subspace_a: return make.template operator()<SubSpaceA<>>({});
     case Method::directions: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>>({});
+    case Method::directions_outliers: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>>({});
     case Method::oja_outliers: return make.template operator()<OjaKVv2<>>({});
     case Method::oja_snapkv: return make.template operator()<OjaKVSnapKV<>>({});
     case Method::snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});

@@ -49,6 +49,7 @@ struct CompressScratch {
   LooseTiles loose;                  ///< that they wait in, if they are compressed
   Rollover rollover;                 ///< of roll_over_kernel
   float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
+  float* decoded = nullptr;          ///< rows that note_residuals() compares, keys, then values
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 
   /// @brief The second half of a prompt's scores.
@@ -93,6 +94,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
   const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
   const std::size_t buffers = reserve(rolls && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
+  const std::size_t decoded = reserve(layer.config().keep_residuals ? 2 * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
   std::uint8_t* base = layer.pool().scratch(end);
   loose.data = base + loose_tiles;
   loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
@@ -114,6 +116,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           loose,
           {reinterpret_cast<std::int32_t*>(base + rolled), reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
           reinterpret_cast<float*>(base + buffers),
+          reinterpret_cast<float*>(base + decoded),
           static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
 }
 
@@ -144,7 +147,7 @@ RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const Comp
   return {scratch.kept, scratch.rows};
 }
 
-/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave: [heads, rows].
+/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave, summed over heads whose values are joint: [heads, rows].
 template <class = void>
 const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const Leaving& leaving, cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -165,12 +168,18 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
       detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
     });
   });
-  if (wanted.kernel <= 1) return scratch.scores;
-  float* pooled = scratch.second_scores(tables.num_heads);
-  pool_scores_kernel<><<<dim3(static_cast<unsigned>((leaving.rows[0] + 255) / 256), heads), 256, 0, stream>>>(scratch.scores, scratch.rows, leaving.rows[0], wanted.kernel,
-                                                                                                  wanted.pooling == Pooling::maximum, pooled);
-  check(cudaGetLastError(), "pool_scores_kernel");
-  return pooled;
+  const unsigned pieces = static_cast<unsigned>((leaving.rows[0] + 255) / 256);
+  float* scores = scratch.scores;
+  if (wanted.kernel > 1) {
+    scores = scratch.second_scores(tables.num_heads);
+    pool_scores_kernel<><<<dim3(pieces, heads), 256, 0, stream>>>(scratch.scores, scratch.rows, leaving.rows[0], wanted.kernel, wanted.pooling == Pooling::maximum, scores);
+    check(cudaGetLastError(), "pool_scores_kernel");
+  }
+  if (tables.joint_heads > 1) {
+    group_scores_kernel<><<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(scores, scratch.rows, leaving.rows[0], tables.joint_heads);
+    check(cudaGetLastError(), "group_scores_kernel");
+  }
+  return scores;
 }
 
 /// @brief The scores of the rows of an order, those of the others lower than any, in the half of the scores that `scores` are not in.

@@ -21,6 +21,7 @@
 #include "lowrankkv/cuda/frequent_directions.cuh"
 #include "lowrankkv/cuda/open_prompt.cuh"
 #include "lowrankkv/cuda/place_rows.cuh"
+#include "lowrankkv/cuda/residuals.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -92,9 +93,30 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
     check_query(query, tokens);
     ::lowrankkv::detail::check_rows("out", out, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    if (lse.data == nullptr) return;
+    if (lse.data != nullptr) check_lse(lse, tokens);
+  }
+  void check_lse(const LseView& lse, std::int64_t tokens) const {
     ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
     ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
+  }
+  /// Raises what certify() raises. Returns query tokens of a sequence.
+  int check_certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out) const {
+    using ::lowrankkv::detail::fail;
+    if (!config_.keep_residuals) fail<StateError>("certify: keep_residuals is ", config_.keep_residuals, ", 1 is needed: norms of residuals are kept as rows are stored");
+    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+    if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) fail<ShapeError>("certify: ", query.num_tokens, " query tokens for ", count, " sequences");
+    check_query(query, query.num_tokens);
+    if (lse.data == nullptr) fail<ShapeError>("lse: null pointer with num_tokens ", query.num_tokens);
+    check_lse(lse, query.num_tokens);
+    ::lowrankkv::detail::check_equal("num_tokens", "expected", query.num_tokens, "certificates", out.data == nullptr ? 0 : out.num_tokens);
+    ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "certificates", out.num_heads);
+    const std::int64_t m = query.num_tokens / count;
+    if (m > config_.max_query_tokens) fail<ShapeError>("certify: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
+    for (const SequenceId seq : seqs) {
+      const int tail = layer_.sequence(idle_slot(seq)).tail_length;
+      if (m > tail) fail<ShapeError>("certify: ", m, " query tokens, sequence ", seq, " has ", tail, " tokens in its tail");
+    }
+    return static_cast<int>(m);
   }
   /// Raises unless masses are there for all sequences, in all positions; captured, in all that replays can reach.
   void check_masses(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
@@ -288,6 +310,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
         now.rows.num_full += leaving.full[i];
         now.rows.num_compressed += leaving.compressed[i];
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
+        if constexpr (Known::kMayCertify) {
+          if (!config_.keep_residuals) continue;
+          const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
+          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
+        }
       }
       statistics_.flushes += leaving.count;
     }

@@ -36,10 +36,10 @@ struct CacheRules {
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer whose codes are not those of certain axes (NoQuantizer, Int8)");
   static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
-  static_assert(!rolls || !Rows::chooses, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by their values (CompressAll, SinkRecent)");
+  static_assert(!rolls || !Rows::by_scores, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by scores (CompressAll, SinkRecent, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
-  static_assert(!joins || !Rows::chooses || Rows::keeps_masses, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors or scores (CompressAll, SinkRecent, HeavyHitters)");
+  static_assert(!joins || !Rows::by_errors, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors (CompressAll, SinkRecent, SnapKV, HeavyHitters)");
   static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
                 "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
   static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
@@ -48,6 +48,9 @@ struct CacheRules {
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
   static constexpr bool kMayTurn = !Rows::keeps_masses && scale_groups == 1 && !joins;
+
+  /// Whether what rows lose is known for good when they are stored, so that certificates can be had.
+  static constexpr bool kMayCertify = !Rule::adapts || !Rows::compresses;
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
@@ -68,7 +71,7 @@ struct CacheRules {
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.rope.keys == Rope::pre) check_turns(config);
-    if (config.keep_residuals) fail<ValueError>("keep_residuals: ", config.keep_residuals, ", 0 expected on this backend");
+    if (config.keep_residuals && !kMayCertify) fail<ValueError>("keep_residuals: ", config.keep_residuals, " with bases that move, which change what rows have lost; 0 expected on this backend");
     if (Rows::compresses) {
       Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);

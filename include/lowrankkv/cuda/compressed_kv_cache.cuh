@@ -13,6 +13,7 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/cuda/certify.cuh"
 #include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
@@ -169,7 +170,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
-  /// needs pages; waits for nothing.
+  /// needs pages, up to eight where residuals are kept; waits for nothing.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     Base::refuse_capture("maintain", stream);
     this->flush(seqs, stream);
@@ -289,6 +290,24 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
 
  public:
+  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp), against attention over
+  /// the same tokens at full rank, rounded to full_type as they arrived; dropped tokens are outside them. Needs config.keep_residuals. A query or an lse that is not finite has no bound.
+  /// Cost: a reconstruction of the keys, their logits once more; a few launches a sequence and 2048 rows. Scratch memory may be allocated; waits for nothing else; not capturable.
+  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads], device memory
+  /// @param allowed  the most that is not too much, per bound  @param exceeding  device memory: how many of `out` exceed it in some bound is added; null: nowhere
+  /// @throws StateError without config.keep_residuals, ShapeError as attend()
+  void certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr,
+               cudaStream_t stream = nullptr) {
+    Base::refuse_capture("certify", stream);
+    const int m = this->check_certify(seqs, query, lse, out);
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      const cuda::MassQueries queries = cuda::mass_queries(layer_, query, lse.data, lse.token_stride, m, static_cast<std::int64_t>(i) * m);
+      cuda::certify_sequence<Base::coded_groups>(layer_, sequences_.find(seqs[i]), queries, out, allowed, exceeding, stream);
+    }
+  }
+  void certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr, cudaStream_t stream = nullptr) {
+    certify(std::span(&seq, 1), query, lse, out, allowed, exceeding, stream);
+  }
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros; rows of an unfinished prompt that wait, rounded to full_type.
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
@@ -302,8 +321,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const std::int64_t in_lists = layer_.sequence(slot).num_tokens, stored = (std::clamp)(in_lists - first, std::int64_t{0}, count);
     const cuda::DeviceTarget keys = cuda::device_target(key), values = cuda::device_target(value);
     if (stored > 0) {
-      const cuda::TokenRange range{first, stored, in_lists - tail_length(seq)};
-      cuda::reconstruct_rows<Base::scale_groups>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
+      const cuda::TokenRange range = cuda::token_range(layer_, slot, first, stored);
+      cuda::reconstruct_rows<Base::coded_groups>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
       if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
     }
     if (count > stored) cuda::reconstruct_waiting(config_, this->prompts_.of(slot), first + stored - in_lists, stored, count - stored, keys, values, stream);
@@ -357,7 +376,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.shared_map_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes + layer_.pool().idle_bytes();
+    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes - usage.residual_bytes + layer_.pool().idle_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.

@@ -31,7 +31,7 @@ inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) ::lowrankkv::detail::fail<DeviceError>(what, ": ", cudaGetErrorName(status), ", ", cudaGetErrorString(status));
 }
 
-/// @brief Where device memory comes from: an engine's own allocator. Asked when caches are made, when buffers of prompts grow, and to save and load; never by append(), attend() and maintain().
+/// @brief Where device memory comes from: an engine's own allocator. Asked when caches are made, when buffers of prompts grow, to save and load, and by certify(); never by append(), attend() and maintain().
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;

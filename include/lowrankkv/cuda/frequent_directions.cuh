@@ -270,10 +270,10 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
     const int from = first_sequence + i;
     HostSequence& now = layer.sequence(leaving.slots[from]);
     steps.slots[i] = leaving.slots[from];
-    steps.first[i] = leaving.full[from];
-    steps.count[i] = leaving.compressed[from];
-    if (leaving.compressed[from] == 0) continue;
-    if (++now.epochs.decode_steps >= rolls.limits().own) {  // before, there are too few epochs to merge any
+    steps.first[i] = leaving.pinned[from];
+    steps.count[i] = leaving.candidates(from);  // errors choose under the new basis
+    if (steps.count[i] == 0) continue;
+    if (++now.epochs.decode_steps >= rolls.limits().own && leaving.compressed[from] > 0) {  // before, there are too few epochs to merge any
       may_merge = true;
       most_rows = (std::max)(most_rows, now.rows.num_compressed);
       layer.own_pages(leaving.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);

@@ -19,6 +19,7 @@
 #include "lowrankkv/cuda/choose_tiles.cuh"
 #include "lowrankkv/cuda/host_sequence.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
+#include "lowrankkv/cuda/residual_store.cuh"
 #include "lowrankkv/cuda/rollover.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/workspace.cuh"
@@ -95,6 +96,7 @@ class LayerState {
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
     }
+    residuals_ = ResidualStore(config, max_rows_, tables_);
     if (listed.masses) {
       tables_.weighed = listed.weighed();
       masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[static_cast<int>(tables_.weighed)])));  // also of a list that stays empty
@@ -277,6 +279,7 @@ class LayerState {
     now.epochs = {};
     if (!now.shifts.pieces().empty()) rotary_.write_shifts(slot, now.shifts = {}, stream);
     settle(slot, stream);
+    residuals_.clear(slot, stream);
     if (!rolls_.rolls()) return;
     begin_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.states(), rolls_.sketches());
     check(cudaGetLastError(), "begin_rolls_kernel");
@@ -330,7 +333,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -376,6 +379,7 @@ class LayerState {
   DeviceArray<DeviceSegment> segments_;
   RollStore rolls_;
   DeviceArray<std::int32_t> positions_[2];
+  ResidualStore residuals_;
   DeviceArray<float> masses_, tail_masses_;
   std::vector<HostSequence> sequences_;
   Workspace workspace_;

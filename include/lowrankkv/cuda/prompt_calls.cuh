@@ -101,16 +101,17 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   /// Raises unless the pool has the pages for so many more rows of a prompt, those that wait included. Returns how many rows lists will have.
   HeadRows check_pages(int slot, std::int64_t rows) const {
     PageDemand demand;
-    std::int64_t tail = layer_.sequence(slot).tail_length, left = rows;
+    std::int64_t tail = layer_.sequence(slot).tail_length, left = rows, leaving = 0;  // of a chunk
     const RowCounts counts = this->demand_rows(slot, Phase::prefill, demand, [&] {
-      std::int64_t leaving = 0;
       while (left > 0 && leaving == 0) {
         const std::int64_t count = (std::min)(left, chunk_limit());
         leaving = (std::max)(std::int64_t{0}, tail + count - recent_rows(policies_.token_policy));
         tail += count - leaving;
         left -= count;
       }
-      return leaving;
+      const std::int64_t together = (std::min)(leaving, step_of(leaving));
+      leaving -= together;
+      return together;
     });
     layer_.pool().allocator().require(demand.total());
     const HeadRows& now = layer_.sequence(slot).rows;
@@ -118,6 +119,8 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   }
 
  private:
+  /// Rows of a chunk that are stored at a time, of so many.
+  std::int64_t step_of(std::int64_t leaving) const { return Base::rolls ? config_.flush_interval : leaving; }
   std::int64_t chunk_limit() const { return config_.prefill_chunk > 0 ? config_.prefill_chunk : std::int64_t{1} << 40; }
 
   /// Queries of a chunk that are kept while it waits.
@@ -233,7 +236,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     HostSequence& now = layer_.sequence(slot);
     const std::int64_t rows = now.tail_length + n, leaving = (std::max)(std::int64_t{0}, rows - recent_rows(policies_.token_policy));
     const RowSource source{scratch.packed, layer_.packed_tiles(rows)};
-    const std::int64_t tokens = now.num_tokens, step = Base::rolls ? config_.flush_interval : leaving;
+    const std::int64_t tokens = now.num_tokens, step = step_of(leaving);
     for (std::int64_t done = 0; done < leaving; done += step) {
       const std::int64_t count = (std::min)(step, leaving - done);
       this->compress(std::span(&slot, 1), count, {source.packed, source.tiles, static_cast<std::int32_t>(done)}, scratch, Phase::prefill, queries, stream);

@@ -9,12 +9,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/token_range.cuh"
 #include "lowrankkv/cuda/unpack_levels.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -22,38 +22,6 @@ namespace cuda {
 
 inline constexpr int kDecodePieces = 4;   ///< of 64 rows, that a block decodes one after the other with maps that it has in registers
 inline constexpr int kDecodeSteps = 8;    ///< of 16 channels, that it has them for
-
-/// @brief Where a row goes that is not wanted.
-inline constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::min();
-
-/// @brief Writable rows as kernels see them.
-struct DeviceTarget {
-  void* data = nullptr;
-  DType dtype = DType::f32;
-  std::int64_t token_stride = 0, head_stride = 0;
-  RowPages pages;
-
-  /// @brief Elements from `data` to a token's rows.
-  __device__ std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
-  /// @brief The same, if it is one of `count` tokens; else kNowhere.
-  __device__ std::int64_t place_of(std::int64_t token, std::int64_t count) const { return token < 0 || token >= count ? kNowhere : place(token); }
-  /// @brief Sixteen bytes of a row may be written at once.
-  __device__ bool wide() const {
-    const int elements = dtype == DType::f32 ? 4 : 8;
-    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 && head_stride % elements == 0 && pages.page_stride % elements == 0;
-  }
-};
-
-/// @brief A view as kernels see it.
-template <class View>
-DeviceTarget device_target(const View& view) {
-  return {view.data, view.dtype, view.token_stride, view.head_stride, view.pages};
-}
-
-/// @brief The tokens that are wanted: [first, first + count).
-struct TokenRange {
-  std::int64_t first = 0, count = 0, first_tail = 0;  ///< and where the tail begins
-};
 
 namespace detail {
 
@@ -133,7 +101,7 @@ inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
   return static_cast<std::size_t>(kStoreRows * (4 * head_dim + 16) + part_bytes) + sizeof(__half) * static_cast<std::size_t>((std::max)(kStoreRows * (channels + 8), channels * (kStoreRows + 8)));
 }
 
-/// @brief Writes K and V of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
+/// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes
 template <int scale_groups, DType type>
 __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_groups < 2 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
@@ -149,10 +117,10 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const HeadTiles& layout = tables.compressed[head];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
-  const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), first_piece = static_cast<int>(blockIdx.x) * kDecodePieces;
-  const int pieces = min(kDecodePieces, (num_rows + kStoreRows - 1) / kStoreRows - first_piece);
+  const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), first_piece = range.first_piece(RowList::compressed) + static_cast<int>(blockIdx.x) * kDecodePieces;
+  const int pieces = min(kDecodePieces, (min(num_rows, static_cast<int>(range.end[1])) + kStoreRows - 1) / kStoreRows - first_piece);
   for (const Part part : {Part::key, Part::value}) {
-    if (part == Part::value && !layout.values) break;
+    if (part == Part::value && (!layout.values || value.data == nullptr)) break;
     const DeviceTarget& target = part == Part::key ? key : value;
     const detail::RowStage rows(shared_memory, target.dtype, dim);
     const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
@@ -163,11 +131,13 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
       int loaded = -1;  // epoch whose maps they are, the first steps of them
       for (int piece = 0; piece < pieces; ++piece) {
         const int begin = (first_piece + piece) * kStoreRows;
+        bool wanted = false;
         __syncthreads();  // the rows before these are written
         if (thread < kStoreRows) {
           const int row = begin + thread;
-          const std::int64_t token = row < num_rows ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
+          const std::int64_t token = row < num_rows ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
           places[thread] = target.place_of(token, range.count);
+          wanted = places[thread] != kNowhere;
           #pragma unroll
           for (int group = 0; group < scale_groups; ++group) {
             if (row < num_rows) gains[group][thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread, group);
@@ -176,7 +146,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
           const int row = begin + (thread - kStoreRows) * layout.rows;
           tiles[thread - kStoreRows] = row < num_rows ? tables.tile(table, layout, row / layout.rows) + layout.offset(part) : nullptr;
         }
-        __syncthreads();
+        if (__syncthreads_or(wanted ? 1 : 0) == 0) continue;
         for (int item = thread; item < kStoreRows / layout.rows * (tile_bytes / 16); item += kStoreThreads) {
           const std::uint8_t* tile = tiles[item / (tile_bytes / 16)];
           reinterpret_cast<uint4*>(stored)[item] = tile == nullptr ? uint4{} : reinterpret_cast<const uint4*>(tile)[item % (tile_bytes / 16)];
@@ -264,7 +234,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
   }
 }
 
-/// @brief Writes K and V of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads.
+/// @brief The same of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
@@ -272,13 +242,13 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
-  const int begin = (static_cast<int>(blockIdx.x) - (tail ? full_pieces : 0)) * kStoreRows;
+  const int begin = (static_cast<int>(blockIdx.x) + (tail ? -full_pieces : range.first_piece(RowList::full))) * kStoreRows;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const DeviceLengths lengths = tables.lengths[slot];
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
   const int num_rows = tail ? lengths.tail_length : lists.num_full, used = min(kStoreRows, num_rows - begin);
   if (thread < kStoreRows) {
-    const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
+    const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : range.by_row ? begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
     places[0][thread] = key.place_of(position - range.first, range.count);
     places[1][thread] = value.place_of(position - range.first, range.count);
   } else if (!tail && (thread - kStoreRows) * tables.listed.rows < used) {
@@ -315,7 +285,7 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
     rows.write(places[static_cast<int>(part)], head, 0, dim, target);
   };
   copy(Part::key, key);
-  copy(Part::value, value);
+  if (value.data != nullptr) copy(Part::value, value);
 }
 
 /// @brief Zeros, where rows may have been dropped. Grid: tokens of the range x KV heads.
@@ -332,24 +302,23 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
   }
 }
 
-/// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
-/// @tparam scale_groups  of tiles of codes
-template <int scale_groups>
-void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+/// @brief Enqueues the stored K and V, or K alone, of the full rows of a range, and of those that are in the tail.
+template <class = void>
+void copy_rows(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const HostSequence& now = layer.sequence(slot);
-  const unsigned heads = static_cast<unsigned>(tables.num_heads);
-  const auto pieces = [](std::int64_t rows, int size) { return static_cast<unsigned>((rows + size - 1) / size); };
-  if (drops) {
-    zero_rows_kernel<><<<dim3(static_cast<unsigned>((std::min)(range.count, std::int64_t{1} << 20)), heads), 128, 0, stream>>>(range.count, tables.head_dim, key, value);
-    check(cudaGetLastError(), "zero_rows_kernel");
-  }
-  const unsigned full = pieces(now.rows.num_full, kStoreRows), plain = full + pieces(now.tail_length, kStoreRows);
-  if (plain > 0) {
-    detail::launch_kernel(copy_rows_kernel<>, dim3(plain, heads), kStoreThreads, decode_bytes(tables.head_dim, 0, 0), "copy_rows_kernel", stream, tables, slot, range, static_cast<int>(full), key, value);
-  }
-  if (now.rows.num_compressed == 0) return;
-  const bool codes = layer.tiles().form == CodedForm::codes;
+  const bool reaches_tail = !range.by_row && range.first + range.count > range.first_tail;
+  const int full = range.pieces(RowList::full), pieces = full + (reaches_tail ? (layer.sequence(slot).tail_length + kStoreRows - 1) / kStoreRows : 0);
+  if (pieces == 0) return;
+  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(tables.num_heads));
+  detail::launch_kernel(copy_rows_kernel<>, grid, kStoreThreads, decode_bytes(tables.head_dim, 0, 0), "copy_rows_kernel", stream, tables, slot, range, full, key, value);
+}
+
+/// @brief The same of the compressed rows (joint values: K alone). @tparam scale_groups  of tiles of codes; 0: plain ones
+template <int scale_groups>
+void decode_rows(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const int pieces = range.pieces(RowList::compressed);
+  if (pieces == 0) return;
   int channels = 0, part_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
     if (!tiles.keys) continue;
@@ -357,12 +326,23 @@ void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range
     part_bytes = (std::max)({part_bytes, kStoreRows / tiles.rows * (tiles.value_offset - tiles.key_offset), kStoreRows / tiles.rows * (tiles.bytes - tiles.value_offset)});
   }
   const auto launch = [&](auto* kernel) {
-    detail::launch_kernel(kernel, dim3(pieces(now.rows.num_compressed, kStoreRows * kDecodePieces), heads), kStoreThreads, decode_bytes(tables.head_dim, part_bytes, codes ? channels : 0), "decode_rows_kernel",
-                         stream, tables, slot, range, part_bytes, key, value);
+    const dim3 grid(static_cast<unsigned>((pieces + kDecodePieces - 1) / kDecodePieces), static_cast<unsigned>(tables.num_heads));
+    detail::launch_kernel(kernel, grid, kStoreThreads, decode_bytes(tables.head_dim, part_bytes, scale_groups > 0 ? channels : 0), "decode_rows_kernel", stream, tables, slot, range, part_bytes, key, value);
   };
-  if (codes) launch(decode_rows_kernel<scale_groups, DType::f16>);
-  else if (layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<0, DType::f16>);
-  else launch(decode_rows_kernel<0, DType::bf16>);
+  if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<scale_groups, DType::f16>);
+  else if constexpr (scale_groups == 0) launch(decode_rows_kernel<0, DType::bf16>);
+}
+
+/// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere
+template <int scale_groups>
+void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+  if (drops) {
+    const dim3 grid(static_cast<unsigned>((std::min)(range.count, std::int64_t{1} << 20)), static_cast<unsigned>(layer.tables().num_heads));
+    zero_rows_kernel<><<<grid, 128, 0, stream>>>(range.count, layer.tables().head_dim, key, value);
+    check(cudaGetLastError(), "zero_rows_kernel");
+  }
+  copy_rows(layer, slot, range, key, value, stream);
+  decode_rows<scale_groups>(layer, slot, range, key, value, stream);
 }
 
 }  // namespace cuda

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
   __shared__ float coefficients[kStoreRows][kCodeUnit + 1];
   __shared__ std::int64_t places[kStoreRows];
   float* map = reinterpret_cast<float*>(shared_memory);  // [kCodeUnit, head_dim]
-  const int head = static_cast<int>(blockIdx.y), group = head / tables.joint_heads, list = tables.num_heads + group, dim = tables.head_dim, begin = static_cast<int>(blockIdx.x) * kStoreRows;
+  const int head = static_cast<int>(blockIdx.y), group = head / tables.joint_heads, list = tables.num_heads + group, dim = tables.head_dim;
+  const int begin = (range.first_piece(RowList::compressed) + static_cast<int>(blockIdx.x)) * kStoreRows;
   const int thread = static_cast<int>(threadIdx.x), along = thread % 16, first_row = thread / 16 * kRowsOfThread;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const HeadTiles& layout = tables.compressed[list];
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, list);
   if (thread < kStoreRows) {
     const int row = begin + thread;
-    const std::int64_t token = row < lists.num_compressed ? detail::position_of(tables, RowList::compressed, slot, head, lists, row) - range.first : -1;
+    const std::int64_t token = row < lists.num_compressed ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
     places[thread] = value.place_of(token, range.count);
   }
   const JointCodes first = scale_groups > 0 ? joint_codes(layout, 0) : JointCodes{}, second = scale_groups == 2 ? joint_codes(layout, 1) : JointCodes{};
@@ -87,10 +88,10 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
 /// @brief Enqueues the stored V of a range of a sequence's compressed tokens. @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
 void reconstruct_joint(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& value, cudaStream_t stream) {
-  const std::int64_t rows = layer.sequence(slot).rows.num_compressed;
-  if (rows == 0) return;
-  const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(layer.tables().num_heads));
-  detail::launch_kernel(decode_joint_kernel<scale_groups>, pieces, kStoreThreads, sizeof(float) * static_cast<std::size_t>(kCodeUnit * layer.tables().head_dim), "decode_joint_kernel", stream, layer.tables(), slot,
+  const int pieces = range.pieces(RowList::compressed);
+  if (pieces == 0) return;
+  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(layer.tables().num_heads));
+  detail::launch_kernel(decode_joint_kernel<scale_groups>, grid, kStoreThreads, sizeof(float) * static_cast<std::size_t>(kCodeUnit * layer.tables().head_dim), "decode_joint_kernel", stream, layer.tables(), slot,
                        range, layer.tiles().coded_type, value);
 }
 

@@ -75,18 +75,21 @@ __global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, i
   }
 }
 
-/// @brief The same of the positions of rows, which are so many less then. Grid: heads.
+/// @brief The same of the positions of rows, which are so many less then, and of their residuals, where they are kept. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) close_positions_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
-  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x];
-  std::int32_t* positions = tables.row_positions(list, slot, cuts.first + static_cast<int>(blockIdx.x));
-  for (int first = end; first < rows; first += kMoveThreads) {
-    const int row = first + static_cast<int>(threadIdx.x);
-    const std::int32_t position = row < rows ? positions[row] : 0;
-    __syncthreads();
-    if (row < rows) positions[row - (end - begin)] = position - removed;
-    __syncthreads();
-  }
+__global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
+  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
+  const auto close = [&](auto* numbers, auto less) {
+    for (int first = end; first < rows; first += kMoveThreads) {
+      const int row = first + static_cast<int>(threadIdx.x);
+      const auto number = row < rows ? numbers[row] : 0;
+      __syncthreads();
+      if (row < rows) numbers[row - (end - begin)] = number - less;
+      __syncthreads();
+    }
+  };
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) close(positions, removed);
+  if (tables.residuals[static_cast<int>(list)] != nullptr) close(tables.row_residuals(list, slot, head), 0U);
 }
 
 /// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid: heads; a thread has the same channels of all rows.
@@ -188,10 +191,10 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
         check(cudaGetLastError(), "close_up_kernel");
       });
     }
-    if (tables.positions[static_cast<int>(list)] == nullptr || count == 0) continue;
+    if ((tables.positions[static_cast<int>(list)] == nullptr && tables.residuals[static_cast<int>(list)] == nullptr) || count == 0) continue;
     for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
-      close_positions_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
-      check(cudaGetLastError(), "close_positions_kernel");
+      close_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
+      check(cudaGetLastError(), "close_numbers_kernel");
     });
   }
   const int begin = rows.begin.front().num_compressed, end = rows.end.front().num_compressed, stored = now.rows.num_compressed;

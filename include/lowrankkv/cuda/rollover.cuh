@@ -75,24 +75,24 @@ __device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std:
   return used;
 }
 
-/// @brief Takes epochs, opens segments and chooses merges where chunks have ended, or rows are the first. Lengths are those before. Grid: sequences; one thread.
+/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences; one thread.
 template <class = void>
 __global__ void roll_over_kernel(Tables tables, Leaving leaving, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts) {
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
   rollover.epochs[index] = -1;
   rollover.plans[index] = {};
-  if (leaving.compressed[sequence] == 0) return;
   RollState& state = states[slot];
   DeviceSegment* segments = tables.segments + slot * tables.max_segments;
   std::int32_t& count = tables.lengths[slot].num_segments;
   if (rollover.rolled[index] != 0) {
+    state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
     int own = 0;
     while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
     state.used |= 1U << own;
     state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
     atomicAdd(&counts->publications, 1ULL);
   }
-  if (count > 0 && segments[count - 1].epoch == state.current) return;
+  if (leaving.compressed[sequence] == 0 || (count > 0 && segments[count - 1].epoch == state.current)) return;
   const int merge = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
   segments[count] = {state.current, tables.num_rows(RowList::compressed, slot, 0)};
   state.levels[count++] = 0;

@@ -65,6 +65,15 @@ struct Rotary {
     if (own >= pairs) return own / 8 * 16 + own % 8 + (second ? 8 : 0);
     return interleaved ? 2 * pair(own) + (second ? 1 : 0) : own + (second ? pairs : 0);
   }
+  /// @brief Where a token of a sequence stands.
+  __device__ std::int32_t position(int slot, std::int32_t token) const {
+    std::int32_t place = token;
+    for (int piece = 0; piece < __ldg(num_shifts + slot); ++piece) {
+      const DeviceShift* shift = shifts + slot * kMaxShifts + piece;
+      if (token >= __ldg(&shift->first)) place = DeviceShift{0, __ldg(&shift->offset), __ldg(&shift->divisor)}.position(token);
+    }
+    return place;
+  }
   /// @brief Cosines and sines of pairs 2 two and 2 two + 1, in turning order, at a position. Up to 2^18, either way, its digits are loaded at once.
   __device__ float4 phases(int position, int two, int head_dim) const {
     const auto digit = [&](int power, unsigned value) { return __ldg(reinterpret_cast<const float4*>(digits) + (power * kTurnBase + static_cast<int>(value % kTurnBase)) * (head_dim / 4) + two); };

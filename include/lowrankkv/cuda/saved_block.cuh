@@ -2,7 +2,7 @@
 /// @file cuda/saved_block.cuh  The device memory of a sequence as one block, and how it gets there and back.
 ///
 /// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, most rows]; masses of the rows of the list that has them [head, most rows], then of the ring's [head, place]; sketches and their states.
+/// positions of listed rows, list after list [head, most rows]; residuals of rows, the same, and the heads' largest values; masses of the rows of the list that has them [head, most rows], then of the ring's [head, place]; sketches and their states.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct SavedCounts {
 
 /// @brief Where the parts of the block begin.
 struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, masses = 0, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {}, largest_values = 0, masses = 0, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
 };
 
 /// @brief Copies the tiles of lists from `first` on, which have `rows` rows each, between pages and a block, where they lie list after list. Grid: tiles x lists.
@@ -71,7 +71,9 @@ inline SavedBlock block_of(const LayerState& layer, const SequenceRows& all, con
   for (int list = 0; list < 2; ++list) {
     const std::size_t rows = static_cast<std::size_t>(all.num_rows(static_cast<RowList>(list)));
     block.positions[list] = part(layer.tables().positions[list] == nullptr ? 0 : heads * rows * sizeof(std::int32_t));
+    block.residuals[list] = part(layer.tables().residuals[list] == nullptr ? 0 : heads * rows * sizeof(std::uint32_t));
   }
+  block.largest_values = part(layer.tables().largest_values == nullptr ? 0 : heads * sizeof(float));
   const bool masses = layer.tables().masses != nullptr;
   block.masses = part(masses ? heads * weighed_rows(layer, all) * sizeof(float) : 0);
   block.tail_masses = part(masses ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
@@ -119,8 +121,10 @@ void move_block(const LayerState& layer, int slot, const SequenceRows& all, cons
       }
     };
     copy_listed(tables.positions[which], block.positions[which]);
+    copy_listed(tables.residuals[which], block.residuals[which]);
     if (list == tables.weighed) copy_listed(tables.masses, block.masses);
   }
+  if (tables.largest_values != nullptr) copy(tables.largest_values + slot * tables.num_heads, block.largest_values, static_cast<std::size_t>(tables.num_heads) * sizeof(float));
   if (tables.masses != nullptr) {
     const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
     copy(tables.tail_masses + static_cast<std::size_t>(slot) * ring, block.tail_masses, ring * sizeof(float));

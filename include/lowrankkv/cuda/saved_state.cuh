@@ -53,6 +53,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
   add("masses of rows", tables.masses != nullptr);
+  if (tables.largest_values != nullptr) add("keep_residuals", 1);
   add("segments", tables.max_segments);
   add("form of coefficients", layer.tiles().form);
   if (layer.tiles().form == CodedForm::none) return all;
@@ -143,6 +144,23 @@ inline void check_masses(const std::byte* data, std::size_t count) {
   }
 }
 
+/// Raises unless numbers of f16 are norms, or infinite.
+inline void check_residuals(const std::byte* data, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    Half norm;
+    std::memcpy(&norm, data + i * sizeof norm, sizeof norm);
+    if (norm.bits > 0x7c00U) ::lowrankkv::detail::fail<FormatError>("saved state: residual ", i, " is ", to_float(norm), ", at least 0 expected");
+  }
+}
+/// The same of the heads' largest values.
+inline void check_largest(const std::byte* data, std::size_t heads) {
+  for (std::size_t head = 0; head < heads; ++head) {
+    float norm;
+    std::memcpy(&norm, data + head * sizeof norm, sizeof norm);
+    if (!(norm >= 0.0F)) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, ": the largest value has norm ", norm, ", at least 0 expected");
+  }
+}
+
 /// Raises unless sketches are finite and hold as many rows as there is room for.
 inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block) {
   using ::lowrankkv::detail::fail;
@@ -174,7 +192,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
   // Where values choose rows, once for all.
-  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
+  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && tables.joint_heads == 0 && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
   if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
@@ -233,6 +251,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   for (int list = 0; list < 2; ++list) {
     if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.masses != nullptr);
   }
+  for (int list = 0; list < 2; ++list) {
+    if (tables.residuals[list] != nullptr) detail::check_residuals(sequence.block.data() + block.residuals[list], 2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
+  }
+  if (tables.largest_values != nullptr) detail::check_largest(sequence.block.data() + block.largest_values, heads);
   if (tables.masses != nullptr) {
     detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, sequence));
     detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));

@@ -254,5 +254,16 @@ __global__ void pool_scores_kernel(const float* scores, int stride, int count, i
   pooled[static_cast<std::size_t>(blockIdx.y) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)] = maximum ? value : value / static_cast<float>(kernel);
 }
 
+/// @brief Scores [heads, stride] of the heads of a group, whose rows have one fate, become their sum, head after head. Grid: 256 rows x groups.
+template <class = void>
+__global__ void group_scores_kernel(float* scores, std::int32_t stride, int rows, int members) {
+  const int row = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (row >= rows) return;
+  float* own = scores + static_cast<std::size_t>(static_cast<int>(blockIdx.y) * members) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row);
+  float sum = own[0];
+  for (int member = 1; member < members; ++member) sum += own[static_cast<std::size_t>(member) * static_cast<std::size_t>(stride)];
+  for (int member = 0; member < members; ++member) own[static_cast<std::size_t>(member) * static_cast<std::size_t>(stride)] = sum;
+}
+
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

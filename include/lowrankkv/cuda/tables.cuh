@@ -64,6 +64,8 @@ struct Tables {
   std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
   float* masses = nullptr;                     ///< [slots, heads, max_rows of the list `weighed`]: attention received so far, where rows are dropped by it: others take their places
+  std::uint32_t* residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
+  float* largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
   RowList weighed = RowList::full;             ///< the list whose rows have masses
   float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
   DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
@@ -87,6 +89,11 @@ struct Tables {
   __device__ std::int32_t* row_positions(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+  }
+  /// @brief Residuals of the rows of a list; they must be kept.
+  __device__ std::uint32_t* row_residuals(RowList list, int slot, int head) const {
+    const int which = static_cast<int>(list);
+    return residuals[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Masses of the rows of the list that is weighed; they must be kept.
   __device__ float* row_masses(int slot, int head) const { return masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[static_cast<int>(weighed)]); }
@@ -116,9 +123,9 @@ struct Tables {
     }
     return range;
   }
-  /// @brief The maps that rows of a sequence are written under now.
+  /// @brief The maps that rows of a sequence are written under now; the calibrated ones, if none has been.
   __device__ const HeadMaps& current_maps(int slot, int head) const {
-    const int epoch = max_segments == 1 ? 0 : segments[slot * max_segments + lengths[slot].num_segments - 1].epoch;
+    const int count = max_segments == 1 ? 0 : lengths[slot].num_segments, epoch = count == 0 ? 0 : segments[slot * max_segments + count - 1].epoch;
     return maps[epoch * num_heads + head];
   }
   /// @brief Tile `tile` of a list whose page table and layout are given.

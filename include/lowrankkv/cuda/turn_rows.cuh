@@ -24,15 +24,11 @@ template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) turn_rows_kernel(Tables tables, RowSource source, int slot, int first_token, std::uint8_t* target) {
   const HeadTiles& layout = tables.full;
   const Rotary& rotary = tables.rotary;
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kStoreRows, rows = min(kStoreRows, source.tiles * layout.rows - first), num_shifts = __ldg(rotary.num_shifts + slot);
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kStoreRows, rows = min(kStoreRows, source.tiles * layout.rows - first);
   const std::size_t first_tile = static_cast<std::size_t>(head) * static_cast<std::size_t>(source.tiles);
   for (int item = static_cast<int>(threadIdx.x); item < rows * (dim / 4); item += kStoreThreads) {
     const int row = first + item / (dim / 4), two = item % (dim / 4), tile = row / layout.rows;
-    int position = first_token + row;
-    for (int piece = 0; piece < num_shifts; ++piece) {
-      const DeviceShift shift = rotary.shifts[slot * kMaxShifts + piece];
-      if (first_token + row >= shift.first) position = shift.position(first_token + row);
-    }
+    const int position = rotary.position(slot, first_token + row);
     // Two pairs are two words of neighbouring channels: the first channels and the second ones, or, where pairs are neighbours, one pair each.
     const bool neighbours = rotary.interleaved && 2 * two < rotary.pairs;
     const int channels[2] = {rotary.channel(2 * two, dim), rotary.channel(neighbours ? 2 * two + 1 : 2 * two + dim / 2, dim)};

@@ -32,7 +32,14 @@ inline void check_bound(const char* name, double value) {
   if (!(value >= 0.0)) fail<ValueError>("certificate: ", name, " is ", value, ", at least 0 expected");
 }
 /// a b for bounds: nothing times anything is nothing, even times infinity.
-inline double bound_product(double a, double b) { return a == 0.0 || b == 0.0 ? 0.0 : a * b; }
+LOWRANKKV_HOST_DEVICE inline double bound_product(double a, double b) { return a == 0.0 || b == 0.0 ? 0.0 : a * b; }
+/// Step 2 of the banner.
+LOWRANKKV_HOST_DEVICE inline double plain_bound(double delta) { return 2.0 * std::tanh(0.5 * delta); }
+/// Step 2' of the banner.
+LOWRANKKV_HOST_DEVICE inline double weighted_bound(double growth, double decay) {
+  const double rest = 1.0 - std::fmin(decay, 1.0);
+  return !(growth <= 1.7e308) ? 2.0 : growth == 0.0 ? 0.0 : 2.0 * growth / (rest + growth);
+}
 
 }  // namespace detail
 namespace diagnostics {
@@ -54,7 +61,7 @@ inline double logit_error_bound(double query_norm, double max_key_residual, doub
 /// banner); attained, at most 2. @throws ValueError if delta is negative or NaN
 inline double softmax_error_bound(double delta) {
   ::lowrankkv::detail::check_bound("delta", delta);
-  return 2.0 * std::tanh(0.5 * delta);
+  return ::lowrankkv::detail::plain_bound(delta);
 }
 
 /// @brief 2 u / (1 + u - d), at most 2: step 2' of the banner.
@@ -63,8 +70,7 @@ inline double softmax_error_bound(double delta) {
 inline double weighted_softmax_error_bound(double growth, double decay) {
   ::lowrankkv::detail::check_bound("growth", growth);
   ::lowrankkv::detail::check_bound("decay", decay);
-  const double rest = 1.0 - std::fmin(decay, 1.0);
-  return std::isinf(growth) ? 2.0 : growth == 0.0 ? 0.0 : 2.0 * growth / (rest + growth);
+  return ::lowrankkv::detail::weighted_bound(growth, decay);
 }
 
 /// @brief 2 sinh(delta / 2), the bound as printed in SubSpace section 3.5: valid, never below softmax_error_bound, and

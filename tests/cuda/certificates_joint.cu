@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// Certificates on the device where values are joint, and where rows take the places of others.
+#include <doctest/doctest.h>
+
+#include "certified_sequences.cuh"
+
+using namespace lowrankkv;
+
+TEST_CASE("certificates of joint values: never violated, and what float64 says they are") {
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1211);
+}
+
+TEST_CASE("certificates of heavy hitters with joint values in codes: never violated, and what float64 says they are") {
+  support::certificates<StarKVH2O<Cuda>>(DType::f16, 1212);
+  support::certificates<StarKVH2O<Cuda>>(DType::bf16, 1213);
+}
