@@ -148,6 +148,7 @@ TEST_CASE("the bound that knows every token's residual is never violated, is att
   CHECK(sharper > 2000);
   MESSAGE("largest change of the weights / bound ", best, ", sharper than the plain bound in ", sharper, " of 5000");
   CHECK(weighted_softmax_error_bound(0.0, 0.0) == 0.0);
+  CHECK(weighted_softmax_error_bound(1.5e308, 0.5) == 2.0);  // twice that is no number
   CHECK(weighted_softmax_error_bound(inf, 1.0) == 2.0);
   CHECK(weighted_softmax_error_bound(1e-9, 1.0) == doctest::Approx(2.0));
   CHECK_THROWS_AS(weighted_softmax_error_bound(-1.0, 0.0), ValueError);

@@ -311,9 +311,10 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
         now.rows.num_compressed += leaving.compressed[i];
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
         if constexpr (Known::kMayCertify) {
-          if (!config_.keep_residuals) continue;
-          const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
-          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
+          if (config_.keep_residuals) {
+            const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
+            note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
+          }
         }
       }
       statistics_.flushes += leaving.count;

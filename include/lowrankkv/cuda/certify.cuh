@@ -138,13 +138,8 @@ __global__ void __launch_bounds__(kCertifyThreads) certify_kernel(Tables tables,
   __syncthreads();
   const SourceRows tail(tables, {}, slot, head);
   for (int row = thread / 32; row < tables.lengths[slot].tail_length; row += kCertifyThreads / 32) {
-    float energy = 0.0F;
-    for (int channel = lane; channel < tables.head_dim; channel += 32) {
-      const float x = tail.element(Part::value, row, channel);
-      energy = fmaf(x, x, energy);
-    }
-    energy = detail::warp_sum(energy);
-    if (lane == 0) atomicMax(&largest, __float_as_int(1.001F * sqrtf(energy)));
+    const float norm = detail::value_norm(tail, row, tables.head_dim);
+    if (lane == 0) atomicMax(&largest, __float_as_int(norm));
   }
   const detail::MassColumn own = detail::mass_column(queries, 0, head, column);
   bool bad = !(own.lse < INFINITY);

@@ -31,6 +31,16 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+/// At least the norm of the value of a row. A warp calls it.
+__device__ inline float value_norm(const SourceRows& rows, int row, int head_dim) {
+  float energy = 0.0F;
+  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < head_dim; channel += 32) {
+    const float x = rows.element(Part::value, row, channel);
+    energy = fmaf(x, x, energy);
+  }
+  return 1.001F * sqrtf(warp_sum(energy));
+}
+
 }  // namespace detail
 
 /// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x KV heads, a warp a row.
@@ -39,12 +49,7 @@ __global__ void __launch_bounds__(kStoreThreads) largest_values_kernel(Tables ta
   const int head = static_cast<int>(blockIdx.y), row = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (row >= left.count) return;
   const SourceRows rows(tables, left.source, left.slot, head);
-  float energy = 0.0F;
-  for (int channel = lane; channel < tables.head_dim; channel += 32) {
-    const float x = rows.element(Part::value, left.first + row, channel);
-    energy = fmaf(x, x, energy);
-  }
-  const float norm = 1.001F * sqrtf(detail::warp_sum(energy));
+  const float norm = detail::value_norm(rows, left.first + row, tables.head_dim);
   if (lane == 0) atomicMax(reinterpret_cast<int*>(tables.largest_values + tables.index(left.slot, head)), __float_as_int(norm));
 }
 

@@ -51,7 +51,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do: shift_positions()
   /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to seven launches and one for every page that forks share; replayed steps see it. Waits for the stream where values chose
   /// among rows that go or move, else for nothing.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail StateError and CapacityError as of truncate(), StateError also where counts
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail StateError and CapacityError as of truncate(), StateError also where bases move and other rows of some heads would go, or where counts
   /// say which rows are at full rank and fewer tokens would be left than the policy keeps so, compressed ones among them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream = nullptr) {
     Base::refuse_capture("remove", stream);

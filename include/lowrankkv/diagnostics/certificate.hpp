@@ -38,7 +38,7 @@ LOWRANKKV_HOST_DEVICE inline double plain_bound(double delta) { return 2.0 * std
 /// Step 2' of the banner.
 LOWRANKKV_HOST_DEVICE inline double weighted_bound(double growth, double decay) {
   const double rest = 1.0 - std::fmin(decay, 1.0);
-  return !(growth <= 1.7e308) ? 2.0 : growth == 0.0 ? 0.0 : 2.0 * growth / (rest + growth);
+  return growth == 0.0 ? 0.0 : 2.0 / (1.0 + rest / growth);  // growth may be infinite, or twice it
 }
 
 }  // namespace detail
