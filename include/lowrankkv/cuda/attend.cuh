@@ -134,25 +134,34 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
   });
 }
 
-/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
+/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries. Recent ones come after them and find room where multiprocessors are left over, or
+/// are done first; before those of joint values, whose states wait to be folded.
 template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const bool projects = form != CodedForm::none && compressed_splits > 0;
+  const auto attend_recent = [&] {
+    const int full_splits = full_splits_of(full_rows, false);
+    const std::int64_t split_rows = full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits, recent_rows = (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
+    with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
+      attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, recent_rows, projects, stream);
+    });
+    if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
+  };
   if constexpr (form != CodedForm::none) {
-    if (projects) project_queries<form, segmented>(layer, step, batch, queries, first_sequence, stream);
+    if (projects) {
+      project_queries<form, segmented>(layer, step, batch, queries, first_sequence, stream);
+      if constexpr (joint) {
+        attend_recent();
+        attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
+        return;
+      } else if constexpr (form == CodedForm::codes) {
+        attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
+      } else {
+        attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, kManyRows, true, stream);
+      }
+    }
   }
-  const int full_splits = full_splits_of(full_rows, false);
-  const std::int64_t split_rows = full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits, recent_rows = (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
-  with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
-    attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, recent_rows, projects, stream);
-  });
-  if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
-  if constexpr (form != CodedForm::none) {
-    if (!projects) return;
-    if constexpr (joint) attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
-    else if constexpr (form == CodedForm::codes) attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
-    else attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, kManyRows, true, stream);
-  }
+  attend_recent();
 }
 
 }  // namespace detail

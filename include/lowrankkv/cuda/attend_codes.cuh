@@ -96,6 +96,19 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     find_tiles(at);
   };
   const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
+  if (groups == 1 && !segmented && layout.key_units == 0 && layout.value_units == 0) {  // rows that all count the same: nothing is read of them
+    wait_for_last_kernel();
+    release_next_kernel();
+    const ColumnScale* scales = step.coded_scales + (step.query_row(sequence, tables.num_heads, head, 0) + static_cast<std::size_t>(first_block)) * kBlockColumns;
+    const int columns = min(column_blocks, step.blocks - first_block) * kBlockColumns;
+    for (int item = static_cast<int>(threadIdx.x); item < own_splits * columns; item += static_cast<int>(blockDim.x)) {
+      const int split = block_index + item / columns * blocks, column = item % columns, count = max(0, min(rows, (split + 1) * per_split * kCodeRows) - split * per_split * kCodeRows);
+      float* const target = step.state(row, step.first_entry(Source::compressed) + split, first_block + column / kBlockColumns) + column % kBlockColumns;
+      target[0] = count > 0 ? scales[column].shift : -INFINITY;
+      target[kBlockColumns] = target[2 * kBlockColumns] = static_cast<float>(count);
+    }
+    return;
+  }
   const bool wide_gains = groups == 2 || layout.gain_bytes() == 2;
   const int key_units = layout.key_units, used_blocks = min(column_blocks, step.blocks - first_block);
   const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys

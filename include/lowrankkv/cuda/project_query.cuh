@@ -12,8 +12,8 @@ namespace cuda {
 
 /// @brief Columns of a block of project_query_kernel, at most.
 inline constexpr int kProjectColumns = 16;
-/// @brief Operands of the map that a lane has in flight before the queries arrive.
-inline constexpr int kMapTiles = 4;
+/// @brief Operands of the map that a lane has in flight before the queries arrive: all, of up to 128 channels of head_dim 128.
+inline constexpr int kMapTiles = 8;
 
 /// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
 inline std::size_t project_query_bytes(int columns, int head_dim, int channels) {
@@ -35,19 +35,29 @@ struct MapShare {
 };
 
 /// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so that f32 is what it comes to. `map` holds
-/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end. @tparam wide  the map is f32, else 16 bits
+/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end. A block runs through this once: loops that most blocks go through once are not
+/// unrolled, since fetching instructions takes longer than executing them. @tparam wide  the map is f32, else 16 bits
 template <bool wide>
-__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, const MapWords<wide> (&map)[kMapTiles], float4* scratch,
+__device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, MapWords<wide> (&map)[kMapTiles], float4* scratch,
                                        float* coded, int* largest) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, width = 16 * share.channel_blocks, steps = share.end - share.first;
+  #pragma unroll 1
   for (int base = 0; base < share.channel_blocks; base += kStepWarps) {  // once, unless there are more than 256 channels
     const int own = base + share.channel_block;
-    const auto operand = [&](int step) { return maps.reader.template quad_of<wide>((own * share.steps + share.first + step) * 32 + lane); };
+    const auto* words = static_cast<const MapWords<wide>*>(maps.reader.data) + (own * share.steps + share.first) * 32 + lane;
+    if (base > 0 && own < share.channel_blocks) {
+      #pragma unroll
+      for (int i = 0; i < kMapTiles; ++i) map[i] = i < steps ? __ldg(words + 32 * i) : MapWords<wide>{};
+    }
+    #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       float sums[4] = {};
       if (own < share.channel_blocks) {
         const float* query = plain + (block * head_dim + 8 * share.first + 2 * t) * kBlockColumns + g % 4;
-        const auto add = [&](const float4& a, int step) {
+        const auto add = [&](const MapWords<wide>& word, int step) {
+          float4 a;
+          if constexpr (wide) a = word;
+          else a = maps.reader.widened(word);
           // Columns 0 to 3 are the queries' first bits, 4 to 7 what is left.
           const float q0 = query[8 * kBlockColumns * step], q1 = query[(8 * step + 1) * kBlockColumns];
           const float b0 = g < 4 ? q0 : beyond_tf32(q0), b1 = g < 4 ? q1 : beyond_tf32(q1);
@@ -56,13 +66,10 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
         };
         #pragma unroll
         for (int i = 0; i < kMapTiles; ++i) {
-          if (i >= steps) break;
-          if (base > 0) add(operand(i), i);
-          else if constexpr (wide) add(map[i], i);
-          else add(maps.reader.widened(map[i]), i);
+          if (i < steps) add(map[i], i);
         }
-        #pragma unroll 4
-        for (int i = kMapTiles; i < steps; ++i) add(operand(i), i);
+        #pragma unroll 1
+        for (int i = kMapTiles; i < steps; ++i) add(__ldg(words + 32 * i), i);
       }
       #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(~0U, sums[i], 2);  // columns 2t and 2t + 1 of t < 2
@@ -74,11 +81,14 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
       __syncthreads();
       const int used = min(width - 16 * base, 16 * kStepWarps) * kBlockColumns, apart = min(share.channel_blocks, kStepWarps) * 16 * kBlockColumns;
       const float* parts = reinterpret_cast<const float*>(scratch);
+      #pragma unroll 1
       for (int item = static_cast<int>(threadIdx.x); item < used; item += kStepThreads) {  // a multiple of 64
         float total = parts[item];
+        #pragma unroll 1
         for (int part = 1; part < share.parts; ++part) total += parts[part * apart + item];
         coded[(block * channels + 16 * base) * kBlockColumns + item] = total;
         float top = fabsf(total);  // of this lane's column: lanes that are four apart have the same
+        #pragma unroll
         for (int distance = 16; distance >= kBlockColumns; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
         if (lane < kBlockColumns && top > 0.0F) atomicMax(largest + block * kBlockColumns + lane, __float_as_int(top));
       }
@@ -128,12 +138,14 @@ __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables t
   for (int i = 0; i < kMapTiles; ++i) {
     if (share.channel_block < share.channel_blocks && share.first + i < share.end) map[i] = __ldg(words + 32 * i);
   }
+  #pragma unroll 1
   for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
     const int own = item / head_dim, channel = item % head_dim;
     const float value = own < columns ? queries.at(step, first_in_batch + (packs ? own / own_columns : 0), head, first_column + (packs ? own % own_columns : own), channel) : 0.0F;
     plain[(own / kBlockColumns * head_dim + channel) * kBlockColumns + own % kBlockColumns] = value;
     if (maps.mean == nullptr) continue;
     float product = value * maps.mean[channel];
+    #pragma unroll
     for (int distance = 8; distance > 0; distance /= 2) product += __shfl_xor_sync(~0U, product, distance);
     if (lane % 16 == 0) shifts[own][channel / 16] = product;
   }
@@ -146,6 +158,7 @@ __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables t
     return step.query_row(sequence, heads, head, index) + static_cast<std::size_t>(first_column / kBlockColumns + (packs ? 0 : target));
   };
   const auto column_of = [&](int target, int column) { return !packs ? target * kBlockColumns + column : column < own_columns ? target * own_columns + column : -1; };
+  #pragma unroll 1
   for (int item = thread; item < targets * layout.key_units * 32; item += kStepThreads) {
     const int unit = item / 32 % layout.key_units, target = item / 32 / layout.key_units, column = column_of(target, lane / 8), block = packs ? 0 : target;
     const float* values = coded + block * channels * kBlockColumns;
@@ -169,6 +182,7 @@ __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables t
     ColumnScale scale;
     if (column >= 0) {
       scale.unit = __int_as_float(largest[column]);
+      #pragma unroll 1
       for (int i = 0; maps.mean != nullptr && i < head_dim / 16; ++i) scale.shift += shifts[column][i];
     }
     if (form == CodedForm::codes && column >= 0) {
