@@ -6,87 +6,29 @@
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/attend.cu
 //
 // Floor: the stored bytes of the sequences, once, at 4.6 TB/s (an H200's best attention kernel).
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "measure.cuh"
+#include "decode_step.cuh"
 
 using namespace lowrankkv;
-namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 using bench::kDim;
+using bench::Shape;
 
 namespace {
 
-constexpr double kRate = 4.6e12;
 std::string only;  // the beginning of the names of the methods that are measured
-
-struct Shape {
-  int batch, query_heads, kv_heads;
-  std::int64_t tokens;
-};
 
 template <class Cache>
 void measure(const char* name, const Shape& shape, const LayerBasis& maps, const typename Cache::PolicySet& policies, Rope keys = Rope::post, int full_row_bits = 0) {
   if (std::string(name).rfind(only, 0) != 0) return;
-  CacheConfig config;
-  config.shape = {shape.query_heads, shape.kv_heads, kDim};
-  config.max_sequences = shape.batch;
-  config.max_tokens = shape.tokens + 64;
-  config.page_bytes = 65536;
-  config.rope.keys = keys;
-  config.full_row_bits = full_row_bits;
-  Cache cache(config, maps, policies);
-  const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
-  const gpu::DeviceArray<__half> device(bench::random_halves(piece * row));
-  const KeyView key(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
-  const ValueView value(device.data(), DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
-  cudaStream_t stream;
-  gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  gpu::check(cudaDeviceSynchronize(), "inputs");
-  std::vector<SequenceId> seqs;
-  for (int i = 0; i < shape.batch; ++i) {
-    seqs.push_back(i);
-    cache.create(i, stream);
-  }
-  const auto nothing = [] {};
-  const float prompt = bench::milliseconds(stream, 1, nothing, [&] {
-    for (const SequenceId seq : seqs) {
-      for (std::int64_t done = 0; done < shape.tokens; done += static_cast<std::int64_t>(piece)) cache.ingest(seq, key, value, stream);
-    }
-  }) / static_cast<float>(shape.batch);
-  const std::size_t queries = static_cast<std::size_t>(shape.batch * shape.query_heads * kDim);
-  std::mt19937_64 random(1);
-  std::normal_distribution<float> normal;
-  std::vector<float> q(queries);
-  for (float& x : q) x = 0.3F * normal(random);
-  const gpu::DeviceArray<float> query(q);
-  gpu::DeviceArray<float> out(queries);
-  const auto call = [&] { cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim}, {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream); };
-  call();
-  gpu::check(cudaStreamSynchronize(stream), "attend");
-  const float plain = bench::milliseconds(stream, 25, nothing, call);
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  call();
-  gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
-  gpu::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-  const float replayed = bench::milliseconds(stream, 25, nothing, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); });
-  const MemoryUsage usage = cache.memory();
-  const double bytes = static_cast<double>(usage.total() - usage.slack_bytes);
-  const double plain_bytes = 4.0 * kDim * shape.kv_heads * static_cast<double>(shape.tokens) * shape.batch;
-  std::printf("%-20s %2dq/%2dkv b %2d n %6lld: %.4f ms in a graph, %.4f ms called; %.3f of f16 (%.3f with slack), %.2f TB/s, %3.0f %% of the floor's rate; prompt %.2f ms a sequence\n", name,
-              shape.query_heads, shape.kv_heads, shape.batch, static_cast<long long>(shape.tokens), static_cast<double>(replayed), static_cast<double>(plain), bytes / plain_bytes,
-              static_cast<double>(usage.total()) / plain_bytes, bytes / static_cast<double>(replayed) / 1e9, 100.0 * bytes / kRate / (static_cast<double>(replayed) / 1e3), static_cast<double>(prompt));
+  const bench::StepTimes step = bench::time_step<Cache>(shape, maps, policies, keys, full_row_bits);
+  std::printf("%-20s %2dq/%2dkv b %2d n %6lld: %.4f ms in a graph, %.4f ms called; %.3f of f16 (%.3f with slack), %.2f TB/s, %3.0f %% of the floor's rate; prompt %.2f ms a sequence\n", name, shape.query_heads,
+              shape.kv_heads, shape.batch, static_cast<long long>(shape.tokens), step.replayed, step.called, step.bytes / step.plain_bytes, (step.bytes + step.slack) / step.plain_bytes, step.bytes / step.replayed / 1e9,
+              100.0 * step.floor() / step.replayed, step.prompt);
   std::fflush(stdout);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;

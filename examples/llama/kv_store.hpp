@@ -49,6 +49,7 @@ struct MethodOptions {
   bool unrotated = false;         // keys are stored before their rotary embedding, and turned when they are read
   bool on_gpu = false;            // cache and attention on the GPU
   int channels_together = 0;      // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
+  std::vector<int> widths = {};   // Budgeted: bits that a channel may have besides 0; empty: what suits the backend
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };

@@ -46,6 +46,7 @@ struct Options {
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
     app->add_option("--device", method.on_gpu, "where linear layers, cache and attention are; norms and activations are on the CPU")->transform(CLI::CheckedTransformer(devices))->option_text("cpu|cuda [cpu]");
     app->add_option("--channels-together", method.channels_together, "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")->check(CLI::Range(0, 256));
+    app->add_option("--widths", method.widths, "Budgeted: bits that a channel may have besides 0, ascending, separated by commas; default: 2,3,4,6,8 on the CPU, 2,4,8 on the GPU")->delimiter(',')->check(CLI::Range(1, 8));
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
     app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);

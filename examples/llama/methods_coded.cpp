@@ -77,8 +77,9 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
   options.page_bytes = page_bytes(recipe);
-  options.channels_together = recipe.options.channels_together > 0 ? recipe.options.channels_together : recipe.options.on_gpu ? 32 : 1;
-  if (options.channels_together > 1) options.widths = {1, 2, 3, 4, 6, 8};
+  if (recipe.options.on_gpu) options.for_cuda();
+  if (recipe.options.channels_together > 0) options.channels_together = recipe.options.channels_together;
+  if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;
   if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
   model.configure(recipe.config);

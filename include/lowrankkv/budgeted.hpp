@@ -29,12 +29,20 @@ struct BudgetOptions {
   int recent = 32;                  ///< last tokens, at full rank; fewer cost quality
   double outlier_share = 0.0;       ///< tokens with the largest error in the metric, at full rank
   std::vector<int> widths{2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
-  int channels_together = 1;        ///< so many consecutive channels get the same bits; 32 for the Cuda backend, whose tiles pad to that
+  int channels_together = 1;        ///< so many consecutive channels get the same bits; 32 for the Cuda backend, whose tiles pad to that (for_cuda())
   float step_scale = 1.15F;         ///< TransformCode::step_scale
   double metric_floor = 1e-3;       ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;     ///< of rows at full rank: CacheConfig::full_type
   int full_row_bits = 8;            ///< CacheConfig::full_row_bits: 8 serve as well as 16
   std::size_t page_bytes = 4096;    ///< of the pool: small enough that the last ones waste little, large enough for wide rows
+
+  /// @brief Channels and widths as the Cuda backend's kernels want them: 32 channels share 2, 4 or 8 bits, and are one plane of codes. Codes of 3 and 6 bits are two planes there: at the same bytes
+  /// they would leave a fifth less error (as much as 5 % more bytes do), and attention would take a fifth more time (docs/performance.md).
+  BudgetOptions& for_cuda() {
+    widths = {2, 4, 8};
+    channels_together = 32;
+    return *this;
+  }
 };
 
 /// @brief What a Budgeted cache of every layer is made from.

@@ -655,7 +655,7 @@ TEST_CASE("a sequence named twice is maintained once; a layer that ends gives it
   CHECK(pool->allocator().num_free() == 100);
 }
 
-TEST_CASE("heads whose keys, or values, have no bits at all") {
+TEST_CASE("heads whose keys, or values, or both have no bits at all") {
   Random random(13);
   Settings settings;
   settings.method = Method::codes;
@@ -663,20 +663,36 @@ TEST_CASE("heads whose keys, or values, have no bits at all") {
   CacheConfig config;
   config.shape = {4, 2, 64};
   config.epoch_type = DType::f32;
-  auto layer = support::random_layer(random, config.shape, settings, 20);
-  std::fill(layer.basis.heads[0].key_bits.begin(), layer.basis.heads[0].key_bits.end(), std::uint8_t{0});
-  std::fill(layer.basis.heads[1].value_bits.begin(), layer.basis.heads[1].value_bits.end(), std::uint8_t{0});
-  const auto device = make_device(settings, config, layer.basis);
-  const auto cpu = support::make_cpu_side(settings, config, layer.basis);
-  device->create(1);
-  const auto key = layer.rows(random, 300, true), value = layer.rows(random, 300, false), query = layer.queries(random, 1);
-  device->ingest(1, key, value);
-  cpu->ingest(key, value, {});
-  const SequenceId seq = 1;
-  std::vector<float> out, lse;
-  device->attend(std::span(&seq, 1), query, out, lse);
-  Worst worst;
-  compare(settings, config, *device, 1, *cpu, query, out, lse, worst);
+  config.max_tokens = 6000;
+  config.max_query_tokens = 3;
+  const auto without = [](std::vector<std::uint8_t>& bits) { std::fill(bits.begin(), bits.end(), std::uint8_t{0}); };
+  for (const int which : {0, 1, 2}) {  // keys of one head and values of the other; both of one; both of both, of which nothing is read
+    auto layer = support::random_layer(random, config.shape, settings, 20);
+    without(layer.basis.heads[0].key_bits);
+    without(layer.basis.heads[which == 0 ? 1 : 0].value_bits);
+    if (which == 2) {
+      without(layer.basis.heads[1].key_bits);
+      without(layer.basis.heads[1].value_bits);
+    }
+    for (const int rows : {300, 5000}) {  // one split, and three
+      CAPTURE(which);
+      CAPTURE(rows);
+      const auto device = make_device(settings, config, layer.basis);
+      const auto cpu = support::make_cpu_side(settings, config, layer.basis);
+      device->create(1);
+      const auto key = layer.rows(random, rows, true), value = layer.rows(random, rows, false);
+      device->ingest(1, key, value);
+      cpu->ingest(key, value, {});
+      const SequenceId seq = 1;
+      for (const int m : {1, 3}) {
+        const auto query = layer.queries(random, m);
+        std::vector<float> out, lse;
+        device->attend(std::span(&seq, 1), query, out, lse);
+        Worst worst;
+        compare(settings, config, *device, 1, *cpu, query, out, lse, worst);
+      }
+    }
+  }
 }
 
 namespace {
