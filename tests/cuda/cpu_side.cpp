@@ -115,6 +115,10 @@ std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const Cach
     using Cache = CompressedKVCache<Cpu, JointValues, Static, Compose<SinkRecent, SnapKV>, BlockHadamard>;
     return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, Compose(settings.tokens, settings.scores), settings.quantizer});
   }
+  if (settings.joint && settings.bytes) {
+    using Cache = CompressedKVCache<Cpu, JointValues, Static, SinkRecent, Int8>;
+    return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, {}});
+  }
   if (settings.joint && settings.coded) {
     return std::make_unique<Side<StarKV<>>>(config, basis, StarKV<>::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, settings.quantizer});
   }

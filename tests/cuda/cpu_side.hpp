@@ -100,6 +100,7 @@ struct StarSettings {
   bool scored = false;    ///< joint codes, of the rows that scores keep
   bool joint = false;     ///< one latent for the values of heads_per_group heads
   bool coded = true;      ///< else coefficients are in f16
+  bool bytes = false;     ///< joint codes of 8 bits
   int heads_per_group = 0;
   lowrankkv::BlockHadamard quantizer;
   lowrankkv::PerHead basis;

@@ -112,17 +112,19 @@ struct TurnedRows {
   }
 };
 
-/// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param channel  (unit, i) -> of the i-th of a lane's values of a unit
-template <int max_units, class Channel>
-__device__ inline void finish_turned(std::uint8_t* memory, float top, float sum, float weight, const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
+/// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param weight  sums of weights with the gains of each scale group
+/// @param channel  (unit, i) -> of the i-th of a lane's values of a unit
+template <int scale_groups, int max_units, class Channel>
+__device__ inline void finish_turned(std::uint8_t* memory, float top, float sum, const float (&weight)[scale_groups], const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   __syncthreads();  // nobody needs the queries
   float* const states = reinterpret_cast<float*>(memory);
-  float* const state = states + static_cast<std::size_t>(threadIdx.x / 32) * static_cast<std::size_t>((3 + channels) * kBlockColumns);
+  float* const state = states + static_cast<std::size_t>(threadIdx.x / 32) * static_cast<std::size_t>((2 + scale_groups + channels) * kBlockColumns);
   if (g == 0) {
     state[t] = top;
     state[kBlockColumns + t] = sum;
-    state[2 * kBlockColumns + t] = weight;
+    state[2 * kBlockColumns + t] = weight[0];
+    if constexpr (scale_groups == 2) state[(3 + channels) * kBlockColumns + t] = weight[1];
   }
   #pragma unroll
   for (int unit = 0; unit < max_units; ++unit) {
@@ -134,7 +136,7 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
     }
   }
   __syncthreads();
-  merge_warps(states, channels, 0.0F, factors, target);
+  merge_warps(states, channels + scale_groups - 1, 0.0F, factors, target);
 }
 
 }  // namespace detail
@@ -350,7 +352,8 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : recent ? entry - 1 : entry);
     const float total = column_sum(sum);
     if (ahead && entry + blocks < entries) begin(entry + blocks);
-    detail::finish_turned(states, top, total, total, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
+    const float weights[1] = {total};
+    detail::finish_turned(states, top, total, weights, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
                           step.state(row, target, block));
     __syncthreads();  // the states were merged; queries may take their place
   }

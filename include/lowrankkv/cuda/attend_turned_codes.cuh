@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attend_turned_codes.cuh  Decode attention over tiles of codes whose keys are stored before their rotary embedding: lifted, turned (cuda/turned_keys.cuh), values as ever.
 ///
-/// Keys' codes become f16 about their centre, exactly, and are lifted: k = sum gain + mean, gains rounded to f16. Heads of more than 128 planes are lifted and turned part by part.
-/// Weights of values are 16-bit integers as in attend_codes.cuh.
+/// Keys' codes become f16 about their centre, exactly, and are lifted: k = sum gain + mean, gains rounded to f16. Heads of more than 128 planes, and of two scale groups, each with
+/// its own gain, are lifted and turned part by part. Weights of values are 16-bit integers as in attend_codes.cuh.
 /// Cost: planes x head_dim products a row and KV head; floor: the tiles' bytes.
 #pragma once
 
@@ -47,11 +47,11 @@ __device__ __forceinline__ void unit_levels(const std::uint8_t* unit, int m, uin
   second = {two_levels<bits>(w.z, 0x4140), two_levels<bits>(w.w, 0x4140), two_levels<bits>(w.z, 0x4342), two_levels<bits>(w.w, 0x4342)};
 }
 
-/// The levels of rows [16 first, 16 (first + kLevelSteps)) of up to kLevelUnits units of keys, zeros where there are none; `at` moves behind them.
-__device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_unit, const std::uint8_t*& at, int first, uint4 (&keys)[kLevelSteps][2 * kLevelUnits]) {
+/// The levels of rows [16 first, 16 (first + kLevelSteps)) of up to kLevelUnits units of keys, those before `end`, zeros where there are none; `at` moves behind them.
+__device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_unit, int end, const std::uint8_t*& at, int first, uint4 (&keys)[kLevelSteps][2 * kLevelUnits]) {
   #pragma unroll
   for (int unit = 0; unit < kLevelUnits; ++unit) {
-    const int bits = first_unit + unit < layout.key_units ? layout.key_widths[first_unit + unit] : 0;
+    const int bits = first_unit + unit < end ? layout.key_widths[first_unit + unit] : 0;
     #pragma unroll
     for (int i = 0; i < kLevelSteps; ++i) {
       uint4 &low = keys[i][2 * unit], &high = keys[i][2 * unit + 1];
@@ -65,6 +65,46 @@ __device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_u
   }
 }
 
+/// The gain of row 16 m + 8 r + lane / 4 of a tile of codes, of the channels of one scale group.
+__device__ __forceinline__ float row_gain(const HeadTiles& layout, const std::uint8_t* tile, Part part, int m, int r, int group = 0) {
+  const std::uint8_t* at = tile + layout.gain_place(part, 16 * m + 8 * r + static_cast<int>(threadIdx.x) % 32 / 4, group);
+  return layout.gains == ScaleKind::norm_log8 ? gain_of_byte(*at, 0x7650) : __half2float(*reinterpret_cast<const __half*>(at));
+}
+
+/// Logits of a tile of codes, as turned_logits() gives them. A part of a key is of one scale group, whose units the map's follow without a gap: it is multiplied by as many as it has; where there is one group, by
+/// kLevelUnits, without branches. @param operands  of the lifting map
+template <int scale_groups>
+__device__ __forceinline__ void code_logits(const Rotary& rotary, const TurnShared& turn, const HeadTiles& layout, const std::uint8_t* tile, const uint4* operands, int head_dim, std::uint32_t* turned, const TilePlaces<4>& places,
+                                            float (&s)[4][4]) {
+  turned_logits<4, kLevelSteps>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+    __half2 gains[2 * kLevelSteps];
+    const std::uint8_t* at = tile + layout.key_offset;
+    const uint4* map = operands;
+    // Once at least: codes may have no bits, and keys are their mean then.
+    for (int unit = 0, count = kLevelUnits; unit == 0 || unit < layout.key_units; unit += count, map += 2 * count * (head_dim / (2 * kTurnPairs)) * 32) {
+      const int group = scale_groups == 2 && unit >= layout.first_key_units ? 1 : 0, end = scale_groups == 2 && group == 0 ? layout.first_key_units : layout.key_units;
+      if constexpr (scale_groups == 2) count = min(kLevelUnits, end - unit);
+      if (scale_groups == 2 || unit == 0) {
+        #pragma unroll
+        for (int i = 0; i < 2 * kLevelSteps; ++i) gains[i] = __float2half2_rn(row_gain(layout, tile, Part::key, first_step + i / 2, i % 2, group));
+      }
+      uint4 keys[kLevelSteps][2 * kLevelUnits];
+      unpack_keys(layout, unit, end, at, first_step, keys);
+      use([&](int own, std::uint32_t (&x)[kLevelSteps][2], std::uint32_t (&y)[kLevelSteps][2]) {
+        lift_pairs<kLevelSteps, 2 * kLevelUnits, scale_groups == 1>(map, head_dim, [&](int i, int k) { return keys[i][k]; }, 2 * count, own, uint2{}, x, y);
+        const uint2 mean = unit == 0 ? turn.means[4 * own + static_cast<int>(threadIdx.x) % 4] : uint2{};
+        #pragma unroll
+        for (int i = 0; i < 2 * kLevelSteps; ++i) {
+          const __half2 gain_of_row = gains[i];
+          const auto with_gain = [&](std::uint32_t& word, const std::uint32_t& onto) { *reinterpret_cast<__half2*>(&word) = __hfma2(*reinterpret_cast<__half2*>(&word), gain_of_row, *reinterpret_cast<const __half2*>(&onto)); };
+          with_gain(x[i / 2][i % 2], mean.x);
+          with_gain(y[i / 2][i % 2], mean.y);
+        }
+      });
+    }
+  }, s);
+}
+
 }  // namespace detail
 
 /// @brief Warps of a block, at most.
@@ -74,8 +114,9 @@ inline constexpr int kTurnedCodeWarps = 8;
 /// @tparam max_units   units of values that a head may have
 /// @tparam copied      lifting maps are copied to shared memory
 /// @tparam segmented   rows may be of several epochs: a split is of one
+/// @tparam scale_groups  of the channels: gains of a row and part
 /// @param  stage_bytes, lift_units  as of attend_turned_kernel
-template <int max_units, bool copied, bool segmented>
+template <int max_units, bool copied, bool segmented, int scale_groups>
 __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
@@ -127,7 +168,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   range.listed = tables.row_positions(RowList::compressed, slot, head);
   range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   for (int split = first_split; split < splits; split += blocks) {
-    float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F, weight = 0.0F;
+    float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F, weight[scale_groups] = {};
     const int end = rows_of.end;
     [[maybe_unused]] const int first_row = rows_of.begin;
     if constexpr (segmented) {
@@ -142,37 +183,12 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
     for (int tile = first + warp; tile < last; tile += warps) {
       next = tile + warps < last ? walk.next(warps) : nullptr;
       const std::uint8_t* here = ring.wait();
-      const auto gain = [&](Part part, int m, int r) {
-        const std::uint8_t* at = here + layout.gain_place(part, 16 * m + 8 * r + g);
-        return layout.gains == ScaleKind::norm_log8 ? detail::gain_of_byte(*at, 0x7650) : __half2float(*reinterpret_cast<const __half*>(at));
-      };
-      float value_gains[4][2], s[4][4];
+      float value_gains[scale_groups][4][2], s[4][4];
       TilePlaces<4> places;
       range.find(tile * kCodeRows, places);
-      turned_logits<4, detail::kLevelSteps>(tables.rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
-        __half2 gains[2 * detail::kLevelSteps];
-        #pragma unroll
-        for (int i = 0; i < 2 * detail::kLevelSteps; ++i) gains[i] = __float2half2_rn(gain(Part::key, first_step + i / 2, i % 2));
-        const std::uint8_t* at = here + layout.key_offset;
-        const uint4* map = copied ? turn.operands : operands;
-        for (int unit = 0; unit < layout.key_units; unit += detail::kLevelUnits, map += 2 * detail::kLevelUnits * (head_dim / (2 * kTurnPairs)) * 32) {
-          uint4 keys[detail::kLevelSteps][2 * detail::kLevelUnits];
-          detail::unpack_keys(layout, unit, at, first_step, keys);
-          use([&](int own, std::uint32_t (&x)[detail::kLevelSteps][2], std::uint32_t (&y)[detail::kLevelSteps][2]) {
-            lift_pairs<detail::kLevelSteps, 2 * detail::kLevelUnits, true>(map, head_dim, [&](int i, int k) { return keys[i][k]; }, 2 * (layout.key_units - unit), own, uint2{}, x, y);
-            const uint2 mean = unit == 0 ? turn.means[4 * own + static_cast<int>(threadIdx.x) % 4] : uint2{};
-            #pragma unroll
-            for (int i = 0; i < 2 * detail::kLevelSteps; ++i) {
-              const __half2 gain_of_row = gains[i];
-              const auto with_gain = [&](std::uint32_t& word, const std::uint32_t& onto) { *reinterpret_cast<__half2*>(&word) = __hfma2(*reinterpret_cast<__half2*>(&word), gain_of_row, *reinterpret_cast<const __half2*>(&onto)); };
-              with_gain(x[i / 2][i % 2], mean.x);
-              with_gain(y[i / 2][i % 2], mean.y);
-            }
-          });
-        }
-      }, s);
+      detail::code_logits<scale_groups>(tables.rotary, turn, layout, here, copied ? turn.operands : operands, head_dim, turned, places, s);
       #pragma unroll
-      for (int i = 0; i < 8; ++i) value_gains[i / 2][i % 2] = gain(Part::value, i / 2, i % 2);
+      for (int i = 0; i < 8 * scale_groups; ++i) value_gains[i / 8][i % 8 / 2][i % 2] = detail::row_gain(layout, here, Part::value, i % 8 / 2, i % 2, i / 8);
       __syncwarp();
       ring.fetch(next, key_bytes);
       const int valid = end - tile * kCodeRows, before = segmented ? first_row - tile * kCodeRows : 0;  // rows of the tile that are of this epoch: [before, valid)
@@ -191,7 +207,8 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       if (__any_sync(~0U, best > top)) {
         const float correction = detail::state_factor(top, best);
         sum *= correction;
-        weight *= correction;
+        #pragma unroll
+        for (int group = 0; group < scale_groups; ++group) weight[group] *= correction;
         top = best;
         #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
@@ -199,33 +216,48 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
           for (int i = 0; i < 4; ++i) out[unit][i] *= correction;
         }
       }
-      float largest = 0.0F;
+      float weights[scale_groups][4][2], largest[scale_groups] = {};
       #pragma unroll
       for (int m = 0; m < 4; ++m) {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float e = exp2_fast(logits[m][r] - top);
           sum += e;
-          logits[m][r] = e * value_gains[m][r];
-          largest = fmaxf(largest, logits[m][r]);
+          #pragma unroll
+          for (int group = 0; group < scale_groups; ++group) {
+            weights[group][m][r] = e * value_gains[group][m][r];
+            largest[group] = fmaxf(largest[group], weights[group][m][r]);
+          }
         }
       }
-      largest = fmaxf(column_max(largest), 1e-30F);
-      const float to_integer = __fdividef(32512.0F, largest), from_integer[1] = {largest * (1.0F / 32512.0F)};
-      std::uint32_t p[1][4];
+      std::uint32_t p[scale_groups][1][4];
+      float from_integer[scale_groups][1];
       #pragma unroll
-      for (int m = 0; m < 4; ++m) p[0][m] = detail::weight_bytes(logits[m][0], logits[m][1], to_integer);
-      int c[4];  // the sum of the weights as the values meet them
-      mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[0][0], p[0][1]);
-      mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[0][2], p[0][3]);
-      weight = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[0], weight);
+      for (int group = 0; group < scale_groups; ++group) {
+        largest[group] = fmaxf(column_max(largest[group]), 1e-30F);
+        const float to_integer = __fdividef(32512.0F, largest[group]);
+        from_integer[group][0] = largest[group] * (1.0F / 32512.0F);
+        #pragma unroll
+        for (int m = 0; m < 4; ++m) p[group][0][m] = detail::weight_bytes(weights[group][m][0], weights[group][m][1], to_integer);
+        int c[4];  // the sum of the weights as the values meet them
+        mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][0][0], p[group][0][1]);
+        mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][0][2], p[group][0][3]);
+        weight[group] = fmaf(static_cast<float>(c[0] * 256 + c[1]), from_integer[group][0], weight[group]);
+      }
       const std::uint8_t* at = ring.wait();
       #pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
+        if constexpr (scale_groups == 2) {
+          if (unit == layout.first_value_units) {  // from here on the second group's weights
+            from_integer[0][0] = from_integer[1][0];
+            #pragma unroll
+            for (int m = 0; m < 4; ++m) p[0][0][m] = p[1][0][m];
+          }
+        }
         if (unit < layout.value_units) {
           const int bits = layout.value_widths[unit];
           float part[1][2][2] = {{{out[unit][0], out[unit][1]}, {out[unit][2], out[unit][3]}}};
-          detail::value_products<1>(at, bits, p, from_integer, part);
+          detail::value_products<1>(at, bits, p[0], from_integer[0], part);
           #pragma unroll
           for (int i = 0; i < 4; ++i) out[unit][i] = part[0][i / 2][i % 2];
           at += code_unit_bytes(bits);

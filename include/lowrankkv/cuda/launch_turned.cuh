@@ -67,37 +67,37 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
 }
 
 /// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
-template <bool segmented>
+template <int scale_groups, bool segmented>
 void attend_turned_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  int channels = 0, stage_bytes = 0;
+  int lines = 0, stage_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
-    channels = (std::max)(channels, tiles.channels(Part::value));
+    lines = (std::max)(lines, tiles.state_lines());
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
   with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
-    const int state_bytes = (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float));
+    const int state_bytes = (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float));
     const auto start = [&](auto* kernel, const TurnedLaunch& launch) {
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
       launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
                    launch.ring_bytes, launch.units);
     };
-    const auto kernel = attend_turned_codes_kernel<max_units(), true, segmented>;
+    const auto kernel = attend_turned_codes_kernel<max_units(), true, segmented, scale_groups>;
     const TurnedLaunch launch(kernel, layer, kTurnedCodeWarps, stage_bytes, state_bytes, lift_units(true, layer.tiles().max_units(Part::key)));
     if (launch.units > 0) return start(kernel, launch);
-    const auto reading = attend_turned_codes_kernel<max_units(), false, segmented>;
+    const auto reading = attend_turned_codes_kernel<max_units(), false, segmented, scale_groups>;
     start(reading, TurnedLaunch(reading, layer, kTurnedCodeWarps, stage_bytes, state_bytes, 0));
   });
 }
 
 /// Attention to all rows: nothing waits for anything.
-template <CodedForm form, bool segmented>
+template <CodedForm form, int scale_groups, bool segmented>
 void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
   with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
   if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits == 0) return;
-  if constexpr (form == CodedForm::codes) attend_turned_codes<segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  if constexpr (form == CodedForm::codes) attend_turned_codes<scale_groups, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
   if constexpr (form == CodedForm::plain) attend_turned_plain<PlainRows::compressed, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
 }
 

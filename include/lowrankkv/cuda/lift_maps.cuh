@@ -30,8 +30,8 @@ struct LiftMap {
   std::int32_t units = 0;        ///< of operands
 };
 
-/// @brief Units of 16 of the lifting map of so many units of keys: kernels take them in groups of two, or of four units of codes, the last one filled with zeros.
-__host__ __device__ constexpr int lift_units(bool codes, int key_units) { return codes ? (key_units + 3) / 4 * 8 : (key_units + 1) / 2 * 2; }
+/// @brief Units of 16 of the lifting map of so many units of keys: kernels take them in groups of two, or of four units of codes, the last one filled with zeros. Codes that have no bits have a group too.
+__host__ __device__ constexpr int lift_units(bool codes, int key_units) { return codes ? (key_units > 0 ? (key_units + 3) / 4 : 1) * 8 : (key_units + 1) / 2 * 2; }
 
 /// @brief Which coefficient, or place of a code, is the i-th (0 to 3) that lanes of t = lane % 4 have of a unit of 16.
 __host__ __device__ constexpr int lift_place(bool codes, int unit, int t, int i) { return kPlainUnit * unit + (codes ? 4 * t + i : 2 * t + i % 2 + 8 * (i / 2)); }
@@ -100,6 +100,7 @@ HostLift lift_codes(const std::vector<std::uint8_t>& widths, int head_dim, const
     for (int place = 0; place < units * kCodeUnit; ++place) sum += std::abs(value(place, channel)) * 0.5F * static_cast<float>((1 << widths[static_cast<std::size_t>(place / kCodeUnit)]) - 1);
     largest = (std::max)(largest, sum);
   }
+  for (const float x : mean) largest = (std::max)(largest, std::abs(x) / 1024.0F);  // it fits f16 too, however small the codes are, or where there are none
   return detail::lift_of(true, lift_units(true, units), units * kCodeUnit, head_dim, mean, std::exp2(4.0F - std::ceil(std::log2(largest))), 1.0F, entered);
 }
 

@@ -281,7 +281,9 @@ void compressed_rows(std::uint64_t seed, int head_dim, int rank, int value_rank,
   compare(problem, layer, tiles, step, step.compressed_splits, copied ? gpu::lift_units(false, units) : 0, gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false>, [](int, int) { return true; }, 2e-3);
 }
 
-void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths, int count, int kind, ScaleKind gains) {
+/// @param first_units  of the keys' units, those of the first scale group; less than all: there are two, and values have a unit of each
+template <int scale_groups = 1>
+void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths, int count, int kind, ScaleKind gains, int first_units = 0) {
   Problem problem(seed);
   problem.head_dim = head_dim;
   problem.rope = rope_of(head_dim, seed % 3 == 0);
@@ -291,10 +293,12 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
   tiles.rows = gpu::kCodeRows;
   tiles.tiles_per_page = 2;
   tiles.key_units = static_cast<std::int32_t>(widths.size());
-  tiles.key_offset = 2 * gpu::kCodeRows * tiles.gain_bytes();
-  tiles.value_units = tiles.first_value_units = 1;
-  tiles.value_widths[0] = 8;
-  tiles.first_key_units = tiles.key_units;
+  tiles.scale_groups = scale_groups;
+  tiles.key_offset = 2 * scale_groups * gpu::kCodeRows * tiles.gain_bytes();
+  tiles.value_units = scale_groups;
+  tiles.first_value_units = 1;
+  tiles.value_widths[0] = tiles.value_widths[1] = 8;
+  tiles.first_key_units = scale_groups == 1 ? tiles.key_units : first_units;
   std::int32_t bytes = tiles.key_offset;
   std::vector<std::int32_t> begins;
   for (std::size_t unit = 0; unit < widths.size(); ++unit) {
@@ -303,7 +307,7 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
     bytes += gpu::code_unit_bytes(widths[unit]);
   }
   tiles.value_offset = bytes;
-  tiles.bytes = bytes + gpu::code_unit_bytes(8);
+  tiles.bytes = bytes + scale_groups * gpu::code_unit_bytes(8);
   Layer layer(problem, plain_tiles(head_dim / 16, head_dim / 16));
   layer.compressed = tiles;
   draw_queries(problem);
@@ -316,20 +320,25 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
   place_rows(problem, layer, count, kind == 0 ? 4 : 60, kind);
   for (int row = 0; row < count; ++row) {
     std::uint8_t* tile = layer.tile_of(RowList::compressed, tiles, row);
-    const auto gain = [&](Part part) {
-      std::uint8_t* place = tile + tiles.gain_place(part, row % 64);
+    const auto gain = [&](Part part, int group) {
+      std::uint8_t* place = tile + tiles.gain_place(part, row % 64, group);
       if (gains == ScaleKind::norm_log8) {
         *place = static_cast<std::uint8_t>(120 + problem.random() % 30);
         return std::exp2((*place) / 16.0 - 8.0);
       }
-      const Half half = to_half(static_cast<float>(0.5 + 0.1 * static_cast<double>(problem.random() % 10)));
-      std::memcpy(place, &half, 2);
-      return static_cast<double>(to_float(half));
+      const Half rounded = to_half(static_cast<float>(0.5 + 0.1 * static_cast<double>(problem.random() % 10)));
+      std::memcpy(place, &rounded, 2);
+      return static_cast<double>(to_float(rounded));
     };
-    const double key_gain = gain(Part::key), value_gain = gain(Part::value);
+    double key_gains[scale_groups], value_gains[scale_groups];
+    for (int group = 0; group < scale_groups; ++group) {
+      key_gains[group] = gain(Part::key, group);
+      value_gains[group] = gain(Part::value, group);
+    }
     std::vector<double> key(at(head_dim), 0.0), value;
     for (int place = 0; place < places; ++place) {
       const int bits = widths[at(place / 32)], code = static_cast<int>(problem.random() % (1U << bits));
+      const double key_gain = key_gains[scale_groups == 2 && place / 32 >= first_units ? 1 : 0];
       const gpu::CodePlace where = gpu::key_place(bits, row % 64, place % 32);
       std::uint32_t word;
       std::memcpy(&word, tile + begins[at(place / 32)] + where.word, 4);
@@ -338,15 +347,17 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
       for (int channel = 0; channel < head_dim; ++channel) key[at(channel)] += key_gain * (code - 0.5 * ((1 << bits) - 1)) * map[at(place)][at(channel)];
     }
     for (int channel = 0; channel < head_dim && !mean.empty(); ++channel) key[at(channel)] += static_cast<double>(mean[at(channel)]);
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 32 * scale_groups; ++i) {
       const int code = static_cast<int>(problem.random() % 256);
-      const gpu::CodePlace where = gpu::value_place(8, row % 64, i);
+      const gpu::CodePlace where = gpu::value_place(8, row % 64, i % 32);
+      std::uint8_t* unit = tile + tiles.value_offset + i / 32 * gpu::code_unit_bytes(8) + where.word;
       std::uint32_t word;
-      std::memcpy(&word, tile + tiles.value_offset + where.word, 4);
+      std::memcpy(&word, unit, 4);
       word |= static_cast<std::uint32_t>(code) << where.shift;
-      std::memcpy(tile + tiles.value_offset + where.word, &word, 4);
-      value.push_back(value_gain * code);
+      std::memcpy(unit, &word, 4);
+      value.push_back(value_gains[i / 32] * code);
     }
+    if (scale_groups == 2) value.push_back(value_gains[scale_groups - 1]);  // a state has its sum of weights behind the values
     problem.keys.push_back(key);
     problem.values.push_back(value);
   }
@@ -356,7 +367,7 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
   layer.lift = gpu::lift_codes(bits, head_dim, turning, 0.0F, [&](int code, int place) { return static_cast<float>(map[at(code)][at(channel_of(layer, place, head_dim))]); });
   gpu::AttentionStep step;
   step.compressed_splits = gpu::splits_of(count);
-  compare(problem, layer, tiles, step, step.compressed_splits, gpu::lift_units(true, tiles.key_units), gpu::attend_turned_codes_kernel<1, true, false>, [](int, int) { return true; }, 3e-3);
+  compare(problem, layer, tiles, step, step.compressed_splits, gpu::lift_units(true, tiles.key_units), gpu::attend_turned_codes_kernel<scale_groups, true, false, scale_groups>, [](int, int) { return true; }, 3e-3);
 }
 
 /// Rows at full rank: a full list and a tail whose ring has begun anew; m query tokens see up to their own.
@@ -450,6 +461,15 @@ TEST_CASE("codes of every width, more of them than are lifted at once") {
   coded_rows(12, 128, {2, 2, 2}, 300, 1, ScaleKind::norm_log8);
   coded_rows(13, 64, {8, 1}, 200, 2, ScaleKind::norm_log8);
   coded_rows(14, 80, {8, 4, 4, 2, 2, 1}, 2200, 0, ScaleKind::norm_log8);
+}
+
+TEST_CASE("codes without bits are their mean, at every position") { coded_rows(16, 64, {}, 150, 0, ScaleKind::norm_log8); }
+
+TEST_CASE("codes of two scale groups, each with gains of its own; one of them may have no channels") {
+  coded_rows<2>(31, 128, {4, 2, 2, 2, 2, 1, 1, 1, 1}, 300, 0, ScaleKind::largest_f16, 1);
+  coded_rows<2>(32, 64, {8, 4, 4, 4, 4, 2}, 200, 1, ScaleKind::largest_f16, 5);
+  coded_rows<2>(33, 96, {2, 1}, 130, 2, ScaleKind::largest_f16, 0);
+  coded_rows<2>(34, 80, {4, 1}, 70, 0, ScaleKind::largest_f16, 2);
 }
 
 TEST_CASE("rows at full rank, and a tail whose ring has begun anew") {
