@@ -3,7 +3,8 @@
 ///
 /// A block goes through a split, 16 or 64 rows an iteration, the keys of all heads and the latents together. Its warps make the weights of the
 /// heads' columns, a head's at a time, which go to shared memory as operands; then each multiplies its own channels of the latents with the weights of all columns, while
-/// the next weights are made. Queries and weights enter as a larger and a smaller part, as in cuda/attend_plain.cuh; those of codes' keys as in cuda/attend_codes.cuh.
+/// the next weights are made. Queries and weights enter as a larger and a smaller part, as in cuda/attend_plain.cuh; those of codes' keys as in cuda/attend_codes.cuh. Where keys are stored before their rotary
+/// embedding, their logits are there already (cuda/turned_logits.cuh), and latents are all that is fetched.
 /// Floor: the tiles' bytes, once, at the memory's rate.
 #pragma once
 
@@ -57,7 +58,8 @@ __device__ __forceinline__ float raise_reference(float& reference, float (&weigh
 
 /// @brief Partial states of joint values. Grid: (splits x chunks of columns x parts of the channels) x groups of heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
-template <int scale_groups, DType type, int mine, int steps>
+/// @tparam turned  logits are there
+template <int scale_groups, DType type, int mine, int steps, bool turned>
 __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_joint_kernel(Tables tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
@@ -79,15 +81,14 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   const JointMemory memory(call, scale_groups, step.coded_units);
   const HeadTiles& layout = tables.compressed[tables.num_heads + group];
   // Pairs of a head and a block of its columns, in order.
-  const auto pair_of = [&](int column) { return column / columns * step.blocks + column % columns / kBlockColumns; };
-  const int first_pair = pair_of(first_column), pairs = pair_of(last_column) - first_pair + 1, first_head = first_pair / step.blocks, heads = (first_pair + pairs - 1) / step.blocks - first_head + 1;
+  const int first_pair = step.pair_of(first_column), pairs = step.pair_of(last_column) - first_pair + 1, first_head = first_pair / step.blocks, heads = (first_pair + pairs - 1) / step.blocks - first_head + 1;
   const int all = (rows + rows_at_once - 1) / rows_at_once, per_split = (all + splits - 1) / splits, first_iteration = split * per_split, count = max(0, min(per_split, all - first_iteration));
   constexpr int tile_rows = codes ? kCodeRows : kPlainRows;
   constexpr int list_steps = rows_at_once / tile_rows;  // of an iteration
   const int end = min((first_iteration + count) * list_steps, (rows + tile_rows - 1) / tile_rows);
-  detail::JointRing ring(tables, slot, leader + first_head, heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
+  detail::JointRing ring(tables, slot, leader + first_head, turned ? 0 : heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
                          memory.stage_bytes, barriers, copies);
-  if (thread < heads) {
+  if (!turned && thread < heads) {
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
@@ -108,6 +109,13 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   float sums[most_pairs] = {}, weight_sums[most_pairs][groups] = {};  // of this lane's rows
   // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of transposed weights are of, if there are such.
   int heads_of[most_pairs], columns_of[most_pairs], word_columns[most_pairs];
+  // Logits that are there: of the block's first pair and rows; of the pair after it.
+  const int used = step.block_columns(), logits_apart = used * step.logit_steps * kPlainRows;
+  [[maybe_unused]] const float* const block_logits = !turned ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), first_pair - step.pair_of(call.first_chunk * kJointColumns), first_iteration * steps);
+  const auto logits_of = [&](int k, int i) { return block_logits + static_cast<std::size_t>(warp + warps * k) * static_cast<std::size_t>(logits_apart) + i * rows_at_once * used; };
+  const auto prefetch_logits = [&](int k, int i) {
+    if (i < count) detail::prefetch_lines(logits_of(k, i), rows_at_once * used * static_cast<int>(sizeof(float)));
+  };
   #pragma unroll
   for (int k = 0; k < most_pairs; ++k) {
     const int pair = warp + warps * k, index = first_pair + pair, head = index / step.blocks, first_in_head = index % step.blocks * kBlockColumns;
@@ -119,6 +127,12 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     columns_of[k] = column_of(t);
     word_columns[k] = column_of(g / 2);  // transposed: lane (2 c + low, t) has column c
     if (pair >= pairs) continue;
+    if constexpr (turned) {
+      prefetch_logits(k, 0);
+      prefetch_logits(k, 1);
+      if (codes && g == 0) shared_pairs[pair * kBlockColumns + t] = JointPair{};
+      continue;
+    }
     const std::size_t row = step.query_row(sequence, tables.num_heads, leader + head, 0) + static_cast<std::size_t>(index % step.blocks);
     const uint2* source = step.coded_queries + row * static_cast<std::size_t>(step.coded_units) * 32;
     for (int unit = 0; unit < step.coded_units; ++unit) queries[(pair * step.coded_units + unit) * 32 + lane] = source[unit * 32 + lane];
@@ -135,8 +149,17 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   const bool ahead = call.buffers == 2;
   // Weights of the columns for an iteration, as operands, into its buffer.
   const auto make_weights = [&](int i) {
-    const std::uint8_t* stage = ring.wait();
     const int buffer = ahead ? i & 1 : 0, valid = rows - (first_iteration + i) * rows_at_once;
+    [[maybe_unused]] float given[2 * steps];  // logits of a pair: they come while latents do, or the pair before is made
+    const auto load_logits = [&](int k) {
+      if (k >= most_pairs || warp + warps * k >= pairs) return;
+      const float* own_logits = logits_of(k, i) + g * used + t;
+      #pragma unroll
+      for (int j = 0; j < 2 * steps; ++j) given[j] = 8 * j + g >= valid ? -INFINITY : t < used ? own_logits[8 * j * used] : 0.0F;
+      prefetch_logits(k, i + 2);
+    };
+    if constexpr (turned) load_logits(0);
+    const std::uint8_t* stage = ring.wait();
     std::uint32_t* const weights = reinterpret_cast<std::uint32_t*>(shared_memory + memory.weights + buffer * memory.weight_bytes);
     float* const factors = reinterpret_cast<float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns;
     const auto put = [&](int k, int s, int m, int r, float weight) {
@@ -149,7 +172,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       float products[most_pairs][steps][4] = {};
       #pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
-        if (warp + warps * k >= pairs) continue;
+        if (turned || warp + warps * k >= pairs) continue;
         const int units = key_info[heads_of[k]].x;
         const uint4* words = reinterpret_cast<const uint4*>(stage + heads_of[k] * call.key_bytes) + lane;
         const uint2* query = queries + (warp + warps * k) * step.coded_units * 32 + lane;
@@ -168,8 +191,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         #pragma unroll
         for (int j = 0; j < 2 * steps; ++j) {
           const float (&product)[4] = products[k][j / 2];
-          logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? fmaf(product[2 * (j % 2)] + product[2 * (j % 2) + 1], state.unit, -base) : -INFINITY;
+          if constexpr (turned) logits[j] = given[j] - base;
+          else logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? fmaf(product[2 * (j % 2)] + product[2 * (j % 2) + 1], state.unit, -base) : -INFINITY;
         }
+        if constexpr (turned) load_logits(k + 1);
         const float correction = detail::raise_maximum(state.top, logits, raised);
         sums[k] *= correction;
         if (g == 0 && columns_of[k] >= 0) factors[columns_of[k]] = correction;
@@ -188,28 +213,35 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         const int pair = warp + warps * k;
         if (pair >= pairs) continue;
         JointPair state = shared_pairs[pair * kBlockColumns + t];
-        const int4 keys = key_info[heads_of[k]];
-        const std::uint8_t* at = stage + heads_of[k] * call.key_bytes;
-        const __half* gains = reinterpret_cast<const __half*>(at);
-        const uint2* query = queries + pair * step.coded_units * 32 + lane;
-        const float base = state.top > -INFINITY ? state.top : 0.0F, unit[1] = {state.unit};
-        at += keys.w;
+        const float base = state.top > -INFINITY ? state.top : 0.0F;
         float logits[8];
-        #pragma unroll
-        for (int s = 0; s < groups; ++s) {
-          float products[1][4][2];
+        if constexpr (turned) {
           #pragma unroll
-          for (int m = 0; m < 4; ++m) products[0][m][0] = products[0][m][1] = state.constants[s];
-          const unsigned pattern = static_cast<unsigned>(s == 0 ? keys.y : keys.z);
-          detail::key_products<8, 1>(at, static_cast<int>(pattern & 0xffU), query, unit, products);
-          detail::key_products<4, 1>(at, static_cast<int>(pattern >> 8 & 0xffU), query, unit, products);
-          detail::key_products<2, 1>(at, static_cast<int>(pattern >> 16 & 0xffU), query, unit, products);
-          detail::key_products<1, 1>(at, static_cast<int>(pattern >> 24), query, unit, products);
+          for (int j = 0; j < 8; ++j) logits[j] = given[j] - base;
+          load_logits(k + 1);
+        } else {
+          const int4 keys = key_info[heads_of[k]];
+          const std::uint8_t* at = stage + heads_of[k] * call.key_bytes;
+          const __half* gains = reinterpret_cast<const __half*>(at);
+          const uint2* query = queries + pair * step.coded_units * 32 + lane;
+          const float unit[1] = {state.unit};
+          at += keys.w;
           #pragma unroll
-          for (int j = 0; j < 8; ++j) logits[j] = fmaf(products[0][j / 2][j % 2], __half2float(gains[s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g]), s == 0 ? -base : logits[j]);
+          for (int s = 0; s < groups; ++s) {
+            float products[1][4][2];
+            #pragma unroll
+            for (int m = 0; m < 4; ++m) products[0][m][0] = products[0][m][1] = state.constants[s];
+            const unsigned pattern = static_cast<unsigned>(s == 0 ? keys.y : keys.z);
+            detail::key_products<8, 1>(at, static_cast<int>(pattern & 0xffU), query, unit, products);
+            detail::key_products<4, 1>(at, static_cast<int>(pattern >> 8 & 0xffU), query, unit, products);
+            detail::key_products<2, 1>(at, static_cast<int>(pattern >> 16 & 0xffU), query, unit, products);
+            detail::key_products<1, 1>(at, static_cast<int>(pattern >> 24), query, unit, products);
+            #pragma unroll
+            for (int j = 0; j < 8; ++j) logits[j] = fmaf(products[0][j / 2][j % 2], __half2float(gains[s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g]), s == 0 ? -base : logits[j]);
+          }
+          #pragma unroll
+          for (int j = 0; j < 8; ++j) logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? logits[j] : -INFINITY;
         }
-        #pragma unroll
-        for (int j = 0; j < 8; ++j) logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? logits[j] : -INFINITY;
         const float correction = detail::raise_maximum(state.top, logits, raised);
         sums[k] *= correction;
         #pragma unroll

@@ -112,6 +112,31 @@ struct TurnedRows {
   }
 };
 
+/// Logits of a plain tile of coefficients, as turned_logits() gives them. @param operands  of the lifting map
+template <DType type, int max_units>
+__device__ __forceinline__ void plain_logits(const Rotary& rotary, const TurnShared& turn, const std::uint8_t* tile, int key_units, const uint4* operands, int head_dim, std::uint32_t* turned,
+                                             const TilePlaces<turned_steps(max_units)>& places, float (&s)[turned_steps(max_units)][4]) {
+  constexpr int steps = turned_steps(max_units), at_once = max_units <= 2 ? steps / 2 : steps;
+  const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
+  const uint4* words = reinterpret_cast<const uint4*>(tile) + lane;
+  turned_logits<steps, at_once>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+    const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
+    const auto lift_block = [&](auto all, auto&& keys) {
+      use([&](int at, std::uint32_t (&x)[at_once][2], std::uint32_t (&y)[at_once][2]) {
+        lift_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y);
+      });
+    };
+    if constexpr (max_units <= 2) {  // they fit registers
+      uint4 keys[at_once][max_units];
+      #pragma unroll
+      for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
+      lift_block(Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
+    } else {
+      lift_block(Constant<0>{}, read);
+    }
+  }, s);
+}
+
 /// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param weight  sums of weights with the gains of each scale group
 /// @param channel  (unit, i) -> of the i-th of a lane's values of a unit
 template <int scale_groups, int max_units, class Channel>
@@ -241,34 +266,17 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
       for (int tile = first + warp; tile < last; tile += warps) {
         next = tile_at(tile + warps);
         const std::uint8_t* here = ring.wait();
-        [[maybe_unused]] const uint4* words = reinterpret_cast<const uint4*>(here) + lane;
         TilePlaces<steps> places;
         range.find(tile * tile_rows, places);
         float s[steps][4];
-        constexpr int at_once = coded && max_units <= 2 ? steps / 2 : steps;
-        using Words = std::uint32_t(&)[at_once][2];
-        const auto meet = [&](auto&& prepare) { turned_logits<steps, at_once>(tables.rotary, turn, head_dim, turned, places, prepare, s); };
         if constexpr (coded) {
-          const auto with_map = [&](const uint4* operands) {
-            meet([&](int first_step, auto&& use) {
-              const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
-              const auto lift_block = [&](auto all, auto&& keys) {
-                use([&](int at, Words x, Words y) { lift_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y); });
-              };
-              if constexpr (max_units <= 2) {  // they fit registers
-                uint4 keys[at_once][max_units];
-                #pragma unroll
-                for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
-                lift_block(detail::Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
-              } else {
-                lift_block(detail::Constant<0>{}, read);
-              }
-            });
-          };
+          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units>(tables.rotary, turn, here, key_units, operands, head_dim, turned, places, s); };
           if (lift_units > 0) with_map(turn.operands);
           else with_map(map);
         } else {
-          meet([&](int, auto&& use) { use([&](int at, Words x, Words y) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); }); });
+          turned_logits<steps, steps>(tables.rotary, turn, head_dim, turned, places, [&](int, auto&& use) {
+            use([&](int at, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); });
+          }, s);
         }
         std::uint32_t p[steps][2];
         float logits[steps][2], best = top;

@@ -47,7 +47,7 @@ struct CacheRules {
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rows::keeps_masses && !joins;
+  static constexpr bool kMayTurn = !Rows::keeps_masses;
 
   /// Whether what rows lose is known for good when they are stored, so that certificates can be had.
   static constexpr bool kMayCertify = !Rule::adapts || !Rows::compresses;
@@ -85,7 +85,6 @@ struct CacheRules {
   static void check_turns(const CacheConfig& config) {
     using ::lowrankkv::detail::fail;
     RotaryTables::check(config.rope, config.shape.head_dim);
-    if (joins) fail<ValueError>("rope: keys stored unrotated (Rope::pre), values joint: ", joins, "; 0 expected on this backend");
     if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
   }
 

@@ -17,6 +17,14 @@ struct JointCopy {
   int step, place, bytes, per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
   int page, in_page;                 // of the next iteration
 };
+/// Starts to bring what other kernels wrote of `bytes` bytes into the cache that all share, a line a lane. @param begin  multiple of 64 bytes
+__device__ __forceinline__ void prefetch_lines([[maybe_unused]] const float* begin, [[maybe_unused]] int bytes) {
+#ifdef __CUDA_ARCH__
+  const int at = 128 * (static_cast<int>(threadIdx.x) % 32);
+  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(begin + at / 4)) : "memory");
+#endif
+}
+
 /// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16 heads in four. Shared memory is short where it is one.
 __host__ __device__ constexpr int joint_copies(int list_steps) { return list_steps > 1 ? 68 : 33; }
 

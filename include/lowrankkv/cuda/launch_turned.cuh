@@ -7,8 +7,10 @@
 
 #include "lowrankkv/cuda/attend_turned.cuh"
 #include "lowrankkv/cuda/attend_turned_codes.cuh"
+#include "lowrankkv/cuda/fold_joint.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/turned_logits.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -91,14 +93,47 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
   });
 }
 
-/// Attention to all rows: nothing waits for anything.
-template <CodedForm form, int scale_groups, bool segmented>
+/// Logits of joint values' heads, for the columns of a launch of attend_joint_kernel. @tparam scale_groups  of tiles of codes; 0: plain ones
+template <int scale_groups>
+void make_logits(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, const JointCall& call, int first_sequence, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const int groups = tables.num_heads / tables.joint_heads, units = layer.tiles().max_units(Part::key), last_column = (std::min)((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
+  const int pairs = step.pair_of(last_column) - step.pair_of(call.first_chunk * kJointColumns) + 1;
+  constexpr bool codes = scale_groups > 0;
+  int stage_bytes = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) stage_bytes = (std::max)(stage_bytes, tiles.keys ? tiles.bytes : 0);
+  const auto start = [&](auto* kernel, const TurnedLaunch& launch) {
+    // As many as there are multiprocessors, but no more than the longest list has tiles of codes for.
+    const int blocks = (std::clamp)(layer.multiprocessors() / (pairs * groups * batch.count), 1, (std::max)(1, call.splits * (kJointSplitRows / kCodeRows) / launch.warps));
+    // Those of other columns, whose place these take, are read until what comes before is done.
+    launch_step_kernel(kernel, dim3(static_cast<unsigned>(pairs * blocks), static_cast<unsigned>(groups), static_cast<unsigned>(batch.count)), launch.warps * 32, static_cast<std::size_t>(launch.bytes),
+                       layer.overlaps() && call.first_chunk == 0, "turned_logits_kernel", stream, tables, step, batch, queries, call, first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.units);
+  };
+  const auto choose = [&](auto type, auto max_units) {
+    const auto copying = turned_logits_kernel<scale_groups, type(), max_units(), true>;
+    const TurnedLaunch launch(copying, layer, logit_warps(scale_groups, max_units()), stage_bytes, 0, lift_units(codes, units));
+    if (launch.units > 0) return start(copying, launch);
+    const auto reading = turned_logits_kernel<scale_groups, type(), max_units(), false>;
+    start(reading, TurnedLaunch(reading, layer, logit_warps(scale_groups, max_units()), stage_bytes, 0, 0));
+  };
+  if constexpr (codes) choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
+  else with_type(layer.tiles().coded_type, [&](auto type) { with_units<true>(units, [&](auto max_units) { choose(type, max_units); }); });
+}
+
+/// Attention to all rows: nothing waits for anything, but that of joint values for the logits of their heads.
+template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
   with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
   if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits == 0) return;
-  if constexpr (form == CodedForm::codes) attend_turned_codes<scale_groups, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
-  if constexpr (form == CodedForm::plain) attend_turned_plain<PlainRows::compressed, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  if constexpr (joint) {
+    constexpr int groups = form == CodedForm::codes ? scale_groups : 0;
+    attend_joint<groups, true>(layer, step, batch, first_sequence, compressed_splits, stream, [&](const JointCall& call) { make_logits<groups>(layer, step, batch, queries, call, first_sequence, stream); });
+  } else if constexpr (form == CodedForm::codes) {
+    attend_turned_codes<scale_groups, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  } else if constexpr (form == CodedForm::plain) {
+    attend_turned_plain<PlainRows::compressed, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+  }
 }
 
 }  // namespace detail

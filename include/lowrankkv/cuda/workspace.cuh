@@ -26,6 +26,10 @@ struct LentMemory {
   explicit operator bool() const { return data != nullptr; }
 };
 
+/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and column, are set aside for as many chunks of columns at a time as so many bytes hold; for one of them at least,
+/// which takes about 128 bytes a row, group of heads and sequence (a prompt: one sequence).
+inline constexpr std::size_t kLogitBytes = std::size_t{64} << 20;
+
 /// @brief The buffers of a layer's attention calls. Those of decode steps are made for max_sequences and max_query_tokens and never move; those of prompts grow.
 class Workspace {
  public:
@@ -68,6 +72,7 @@ class Workspace {
     if (step.joint_heads > 0) {
       step.joint_splits = joint_splits(rows.num_compressed);
       step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, step.joint_heads));
+      if (turns_) set_logits(step, heads_ / step.joint_heads, rows.num_compressed, m, m);
     } else {
       step.compressed_splits = coded_splits(rows.num_compressed);
     }
@@ -105,14 +110,26 @@ class Workspace {
     step.full_splits = full_splits_of(max_rows[0], config.rope.keys == Rope::pre);
     step.width = config.shape.head_dim;
     for (const HeadTiles& layout : tiles.compressed) step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
-    step.coded_units = tiles.max_units(Part::key);
+    step.coded_units = config.rope.keys == Rope::pre ? 0 : tiles.max_units(Part::key);  // keys that are turned when they are read meet queries as they are
     if (tiles.joint_heads == 0) return step;
     step.joint_heads = tiles.joint_heads;
     step.joint_width = tiles.joint_width();
     step.compressed_splits = 0;  // states of joint values are apart
     step.joint_splits = joint_splits(max_rows[1]);
     step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, tiles.joint_heads));
+    if (config.rope.keys == Rope::pre) set_logits(step, config.max_sequences * (config.shape.num_kv_heads / tiles.joint_heads), max_rows[1], 1, config.max_query_tokens);
     return step;
+  }
+  /// Sets aside logits of so many lists of joint values, for steps of `least` to `most` query tokens: a launch has no more columns than there is room for.
+  static void set_logits(AttentionStep& step, int lists, std::int64_t rows, int least, int most) {
+    step.logit_steps = static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows) * (kCodeRows / kPlainRows);
+    const std::size_t chunk_bytes = static_cast<std::size_t>(lists) * static_cast<std::size_t>(step.logit_steps) * (kPlainRows * kJointColumns * sizeof(float));
+    step.joint_chunks = static_cast<std::int32_t>((std::clamp)(kLogitBytes / (std::max)(chunk_bytes, std::size_t{1}), std::size_t{1}, static_cast<std::size_t>(step.joint_chunks)));
+    for (int m = least; m <= most; ++m) {
+      AttentionStep own = step;
+      own.set_tokens(m);
+      step.logit_columns = (std::max)(step.logit_columns, joint_pairs(own, step.joint_heads, step.joint_chunks) * own.block_columns());
+    }
   }
   /// Gives a step over so many sequences its buffers, from `base` on. Returns their bytes.
   static std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base, int heads) {
@@ -129,6 +146,7 @@ class Workspace {
     const std::size_t parts = static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.joint_splits * step.joint_chunks);
     reserve(step.joint_partial, parts * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
     reserve(step.joint_states, rows * step.joint_floats());
+    reserve(step.joint_logits, static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.logit_columns) * static_cast<std::size_t>(step.logit_steps * kPlainRows));
     return end;
   }
   std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }

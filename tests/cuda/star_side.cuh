@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// STAR-KV's parts on the device and on the CPU, as tests draw and compare them.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "device_cache.cuh"
+#include "random_layer.hpp"
+
+namespace star {
+
+using namespace lowrankkv;
+using support::Answer;
+using support::Random;
+using support::StarSettings;
+
+using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamard>;
+using Joint = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>;
+using JointBytes = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, Int8>;
+using Scored = CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, SnapKV>, BlockHadamard>;
+using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
+
+inline std::vector<float> third(const std::vector<float>& all, std::size_t i) { return support::part_of(all, i, 3); }
+
+template <class Cache>
+typename Cache::PolicySet policies_of(const StarSettings& settings) {
+  typename Cache::PolicySet policies;
+  if constexpr (std::is_same_v<decltype(policies.basis), JointValues>) policies.basis = {settings.heads_per_group, settings.basis};
+  else policies.basis = settings.basis;
+  if constexpr (std::is_same_v<Cache, Joint>) policies.quantizer = {DType::f16};
+  else if constexpr (!std::is_same_v<Cache, JointBytes>) policies.quantizer = settings.quantizer;
+  if constexpr (std::is_same_v<Cache, BlocksAndOutliers>) {
+    policies.token_policy.template get<SinkRecent>() = settings.tokens;
+    policies.token_policy.template get<ResidualOutliers>() = settings.errors;
+  } else if constexpr (std::is_same_v<Cache, Scored>) {
+    policies.token_policy = Compose(settings.tokens, settings.scores);
+  } else {
+    policies.token_policy = settings.tokens;
+  }
+  return policies;
+}
+
+template <class Cache>
+struct Side : support::DeviceCache<Cache> {
+  using Base = support::DeviceCache<Cache>;
+  Side(const CacheConfig& config, const LayerBasis& basis, const StarSettings& settings) : Base(config, basis, policies_of<Cache>(settings)) {}
+  void append(std::span<const SequenceId> seqs, const std::vector<float>& key, const std::vector<float>& value) {
+    Base::append(seqs, key, value);
+    Base::cache.maintain(seqs);
+  }
+};
+
+inline StarSettings random_settings(Random& random) {
+  StarSettings settings;
+  const float shares[] = {0.2F, 0.2F, 0.0F, 1.0F, 0.5F};
+  settings.quantizer.outlier_share = shares[random() % 5];
+  settings.quantizer.high_bits = random() % 2 == 0 ? 4 : 2 + static_cast<int>(random() % 7);
+  settings.quantizer.low_bits = random() % 2 == 0 ? 3 : 2 + static_cast<int>(random() % 7);
+  settings.quantizer.rotate = random() % 4 != 0;
+  settings.basis.centred = random() % 2 == 0;
+  settings.tokens = {static_cast<int>(random() % 2) * static_cast<int>(random() % 40), 4 + static_cast<int>(random() % 60)};
+  settings.errors = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute, 0.02F * static_cast<float>(random() % 6), 0.0F};
+  return settings;
+}
+
+inline support::RandomLayer layer_of(Random& random, const CacheShape& shape, const StarSettings& settings, int rank) {
+  support::Settings plain;
+  plain.basis = settings.basis;
+  return support::random_layer(random, shape, plain, rank);
+}
+
+inline support::RandomLayer joint_layer(Random& random, const CacheShape& shape, const StarSettings& settings, int rank, int joint_rank) {
+  return support::joint_layer(random, shape, settings.basis, settings.heads_per_group, rank, joint_rank);
+}
+
+inline CacheConfig random_config(Random& random, DType type) {
+  CacheConfig config;
+  config.shape = support::random_shape(random, 3, {1, 2, 3, 4, 5, 8}, {64, 80, 128});
+  config.max_sequences = 3;
+  config.max_tokens = 6000;
+  config.max_query_tokens = 1 + static_cast<int>(random() % 4);
+  config.full_type = type;
+  config.epoch_type = random() % 3 == 0 ? type : DType::f32;
+  config.flush_interval = 16 + static_cast<int>(random() % 3) * 24;
+  return config;
+}
+
+/// One sequence's answer against float64 attention over its stored rows; their errors, and those of its rows against the CPU's.
+template <class Cache>
+void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, const std::vector<float>& query, const Answer& answer, double& worst, double limit = 1e-3) {  // of codes: queries and weights are integers of 16 bits
+  std::vector<float> key, value, cpu_key, cpu_value;
+  side.reconstruct(seq, key, value);
+  cpu.reconstruct(cpu_key, cpu_value);
+  const int dim = side.shape.head_dim;
+  const std::size_t allowed = 2 + key.size() / static_cast<std::size_t>(dim) / (std::is_same_v<decltype(std::declval<typename Cache::PolicySet>().basis), JointValues> ? 50 : 200);  // a latent is in all heads' rows
+  CHECK(side.cache.tail_length(seq) == cpu.tail_length());
+  CHECK(support::different_rows(key, cpu_key, dim) <= allowed);
+  CHECK(support::different_rows(value, cpu_value, dim) <= allowed);
+  std::vector<double> expected, expected_lse;
+  key = support::turned(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); });
+  support::attend_f64(side.shape, side.cache.config().scale(), key, value, query, expected, expected_lse);
+  const double error = support::distance(answer.out, expected);
+  worst = std::max(worst, error);
+  CHECK(error < limit);
+  double largest = 1.0;
+  for (const double x : expected_lse) largest = std::max(largest, std::abs(x));
+  CHECK(support::furthest(answer.lse, expected_lse) < limit * largest);
+}
+
+}  // namespace star
