@@ -90,6 +90,8 @@ int main(int count, char** arguments) {
     outliers("unrotated, 2 bits, outliers 8", shape, 8, Rope::pre);
     plain("unrotated, rank 32", shape, 32, Rope::pre);
     plain("unrotated, rank 80", shape, 80, Rope::pre);
+    measure<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>("unrotated, joint, rank 32", shape, joint, {{}, {}, {4, 32}, {}}, Rope::pre);
+    measure<StarKV<Cuda>>("unrotated, STAR-KV", shape, joint, {{}, {}, {4, 32}, {}}, Rope::pre);
     moving("unrotated, OjaKV, rank 32", shape, 32, Rope::pre);
     moving("OjaKV, rank 32", shape, 32, Rope::post);
     if (shape.batch * shape.tokens * shape.kv_heads > 8LL * 131072 * 8) continue;

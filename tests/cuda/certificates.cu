@@ -36,6 +36,7 @@ TEST_CASE("certificates of plain coefficients: never violated, and what float64 
 
 TEST_CASE("certificates of codes of two scales, of rows that scores chose, of full rows in 8 bits: never violated, and what float64 says they are") {
   support::certificates<TwoScales>(DType::f16, 1206);
+  support::certificates<TwoScales>(DType::bf16, 1214, true);
   support::certificates<Chosen>(DType::bf16, 1207);
   support::certificates<FullKV<Cuda>>(DType::f16, 1208, false, 8);
 }

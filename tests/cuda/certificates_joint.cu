@@ -10,6 +10,11 @@ TEST_CASE("certificates of joint values: never violated, and what float64 says t
   support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1211);
 }
 
+TEST_CASE("certificates of joint values of unrotated keys: never violated, and what float64 says they are") {
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1215, true);
+  support::certificates<StarKV<Cuda>>(DType::f16, 1216, true);
+}
+
 TEST_CASE("certificates of heavy hitters with joint values in codes: never violated, and what float64 says they are") {
   support::certificates<StarKVH2O<Cuda>>(DType::f16, 1212);
   support::certificates<StarKVH2O<Cuda>>(DType::bf16, 1213);

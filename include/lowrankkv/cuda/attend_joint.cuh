@@ -109,12 +109,11 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   float sums[most_pairs] = {}, weight_sums[most_pairs][groups] = {};  // of this lane's rows
   // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of transposed weights are of, if there are such.
   int heads_of[most_pairs], columns_of[most_pairs], word_columns[most_pairs];
-  // Logits that are there: of the block's first pair and rows; of the pair after it.
-  const int used = step.block_columns(), logits_apart = used * step.logit_steps * kPlainRows;
-  [[maybe_unused]] const float* const block_logits = !turned ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), first_pair - step.pair_of(call.first_chunk * kJointColumns), first_iteration * steps);
-  const auto logits_of = [&](int k, int i) { return block_logits + static_cast<std::size_t>(warp + warps * k) * static_cast<std::size_t>(logits_apart) + i * rows_at_once * used; };
-  const auto prefetch_logits = [&](int k, int i) {
-    if (i < count) detail::prefetch_lines(logits_of(k, i), rows_at_once * used * static_cast<int>(sizeof(float)));
+  // Logits that are there, of the chunk's columns; of those of a pair, lane t has one.
+  [[maybe_unused]] const float* const chunk_logits = !turned ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), chunk * kJointColumns) + first_iteration * rows_at_once;
+  const auto logits_of = [&](int column, int i) { return chunk_logits + static_cast<std::size_t>(column) * static_cast<std::size_t>(step.logit_rows) + i * rows_at_once; };
+  const auto prefetch_logits = [&](int column, int i) {
+    if (column >= 0 && i < count && 32 * g < rows_at_once) detail::prefetch_line(logits_of(column, i) + 32 * g);
   };
   #pragma unroll
   for (int k = 0; k < most_pairs; ++k) {
@@ -128,8 +127,8 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     word_columns[k] = column_of(g / 2);  // transposed: lane (2 c + low, t) has column c
     if (pair >= pairs) continue;
     if constexpr (turned) {
-      prefetch_logits(k, 0);
-      prefetch_logits(k, 1);
+      prefetch_logits(columns_of[k], 0);
+      prefetch_logits(columns_of[k], 1);
       if (codes && g == 0) shared_pairs[pair * kBlockColumns + t] = JointPair{};
       continue;
     }
@@ -153,10 +152,11 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     [[maybe_unused]] float given[2 * steps];  // logits of a pair: they come while latents do, or the pair before is made
     const auto load_logits = [&](int k) {
       if (k >= most_pairs || warp + warps * k >= pairs) return;
-      const float* own_logits = logits_of(k, i) + g * used + t;
+      const int column = columns_of[k];
+      const float* own_logits = logits_of(max(0, column), i) + g;
       #pragma unroll
-      for (int j = 0; j < 2 * steps; ++j) given[j] = 8 * j + g >= valid ? -INFINITY : t < used ? own_logits[8 * j * used] : 0.0F;
-      prefetch_logits(k, i + 2);
+      for (int j = 0; j < 2 * steps; ++j) given[j] = 8 * j + g >= valid ? -INFINITY : column >= 0 ? own_logits[8 * j] : 0.0F;
+      prefetch_logits(column, i + 2);
     };
     if constexpr (turned) load_logits(0);
     const std::uint8_t* stage = ring.wait();

@@ -58,9 +58,9 @@ struct AttentionStep {
   std::int32_t joint_width = 0;       ///< channels of a latent as attention sums them, the most of a group
   std::int32_t joint_splits = 0;      ///< splits that partial states are set aside for
   std::int32_t joint_chunks = 0;      ///< chunks of columns, at most kJointChunks, that they are
-  float* joint_logits = nullptr;      ///< [sequence, group of heads, pair of a head and a block of its columns that a launch has, sixteens of rows, row, column of the block], where keys are turned when they are read; null: they are not
-  std::int32_t logit_columns = 0;     ///< of a group, that a launch's pairs have at most
-  std::int32_t logit_steps = 0;       ///< sixteens of rows
+  float* joint_logits = nullptr;      ///< [sequence, group of heads, column of a launch, row], of joint values whose keys are turned when they are read; null: none
+  std::int32_t logit_columns = 0;     ///< of a launch, at most
+  std::int32_t logit_rows = 0;        ///< that are set aside, a multiple of 64
 
   /// @brief Sets the query tokens of a sequence, and with them the blocks of columns.
   void set_tokens(int tokens) {
@@ -68,14 +68,10 @@ struct AttentionStep {
     blocks = (columns() + kBlockColumns - 1) / kBlockColumns;
   }
   __host__ __device__ std::int32_t columns() const { return group * m; }
-  /// @brief Columns of a block, of a head that has fewer than kBlockColumns: those.
-  __host__ __device__ std::int32_t block_columns() const { return columns() < kBlockColumns ? columns() : kBlockColumns; }
   /// @brief The pair of a head of a group and a block of its columns that column `column` of the group, whose heads' columns follow each other, is in.
   __host__ __device__ std::int32_t pair_of(int column) const { return column / columns() * blocks + column % columns() / kBlockColumns; }
-  /// @brief Logits of sixteen rows and up, in units of log2, [row, block_columns()], of a pair of the launch; `row` is sequence x groups + group.
-  __device__ float* logits(std::size_t row, int pair, int sixteen) const {
-    return joint_logits + ((row * static_cast<std::size_t>(logit_columns) + static_cast<std::size_t>(pair * block_columns())) * static_cast<std::size_t>(logit_steps) + static_cast<std::size_t>(sixteen * block_columns())) * 16;
-  }
+  /// @brief Logits of a column of a launch, in units of log2, row after row; `list` is sequence x groups + group.
+  __device__ float* logits(std::size_t list, int column) const { return joint_logits + (list * static_cast<std::size_t>(logit_columns) + static_cast<std::size_t>(column)) * static_cast<std::size_t>(logit_rows); }
   __host__ __device__ std::int32_t entries() const { return compressed_splits + full_splits + (prompt == nullptr ? 1 : 2); }
   __host__ __device__ std::int32_t first_entry(Source source) const { return source == Source::compressed ? 0 : source == Source::full ? compressed_splits : compressed_splits + full_splits + (source == Source::tail ? 0 : 1); }
   /// @brief The first block of columns of a segment, in coded_queries and coded_scales.

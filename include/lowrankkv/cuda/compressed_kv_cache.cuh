@@ -81,7 +81,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr, const cuda::LentMemory& workspace = {})
       : Base(config, basis, policies, std::move(pool), workspace) {}
 
-  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it.
+  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of unrotated keys want 4 of them a token of max_sequences x max_tokens and query head (cuda/workspace.cuh).
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     return Base::decode_bytes(Base::checked(config, basis, policies, nullptr), basis, policies);
   }

@@ -17,11 +17,10 @@ struct JointCopy {
   int step, place, bytes, per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
   int page, in_page;                 // of the next iteration
 };
-/// Starts to bring what other kernels wrote of `bytes` bytes into the cache that all share, a line a lane. @param begin  multiple of 64 bytes
-__device__ __forceinline__ void prefetch_lines([[maybe_unused]] const float* begin, [[maybe_unused]] int bytes) {
+/// Starts to bring 128 bytes that another kernel wrote into the cache that all share.
+__device__ __forceinline__ void prefetch_line([[maybe_unused]] const float* line) {
 #ifdef __CUDA_ARCH__
-  const int at = 128 * (static_cast<int>(threadIdx.x) % 32);
-  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(begin + at / 4)) : "memory");
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(line)) : "memory");
 #endif
 }
 

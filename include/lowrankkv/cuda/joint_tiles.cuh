@@ -77,13 +77,6 @@ inline constexpr int kJointLines = 6;     ///< of a partial state before its val
 
 /// @brief Times kJointColumns that the columns of a group fill.
 inline int joint_chunks(const AttentionStep& step, int heads) { return (heads * step.columns() + kJointColumns - 1) / kJointColumns; }
-/// @brief Pairs of a head and a block of its columns that launches of so many chunks have at most.
-inline int joint_pairs(const AttentionStep& step, int heads, int chunks) {
-  const int all = heads * step.columns(), columns = chunks * kJointColumns;
-  int most = 0;
-  for (int first = 0; first < all; first += columns) most = (std::max)(most, step.pair_of((std::min)(first + columns, all) - 1) - step.pair_of(first) + 1);
-  return most;
-}
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -17,7 +17,7 @@ namespace cuda {
 /// @brief Warps of a block of turned_logits_kernel, at most.
 __host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) { return scale_groups > 0 ? kTurnedCodeWarps : turned_warps(max_units); }
 
-/// @brief Logits of the columns of a launch, of all rows of the compressed lists, in units of log2: AttentionStep::logits(). Rows behind the last of a list get some up to a tile's end. Grid: (pairs of a head and a block of
+/// @brief Logits of the columns of a launch, of all rows of the compressed lists, in units of log2: AttentionStep::logits(). Rows behind the last of a list get some, up to a tile's end. Grid: (pairs of a head and a block of
 /// its columns x blocks) x groups of heads x sequences; warps of the `blocks` blocks of a pair take its tiles in turn, and nothing depends on how many there are. Needs nothing of the kernels before it but what they all read.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam max_units  units of plain keys that a head may have  @tparam copied  lifting maps are copied to shared memory
 /// @param  stage_bytes   of a ring's stage: the keys of a tile  @param lift_units  as of attend_turned_kernel
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
   __shared__ __align__(8) std::uint64_t barriers[logit_warps(scale_groups, max_units)][kTurnedStages];
   __shared__ HeadTiles layout;
   const int pair = static_cast<int>(blockIdx.x) / blocks, group = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int first_pair = step.pair_of(call.first_chunk * kJointColumns), last_column = min((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
-  const int index = first_pair + pair, head = group * tables.joint_heads + index / step.blocks, block = index % step.blocks, head_dim = tables.head_dim;
+  const int first_column = call.first_chunk * kJointColumns, last_column = min((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
+  const int index = step.pair_of(first_column) + pair, head = group * tables.joint_heads + index / step.blocks, block = index % step.blocks, head_dim = tables.head_dim;
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int first = static_cast<int>(blockIdx.x) % blocks * warps, apart = blocks * warps;  // tiles
   const bool there = index <= step.pair_of(last_column);
@@ -64,8 +64,10 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
   range.listed = tables.row_positions(RowList::compressed, slot, head);
   range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   const uint4* const map = copied ? turn.operands : lift.operands;
-  const int used = step.block_columns();
-  float* const target = step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), pair, 0) + g * used + t;
+  // Lane t's column of the launch: of a pair that two launches share, some are in the other.
+  const int in_head = block * kBlockColumns + t, column = index / step.blocks * step.columns() + in_head;
+  const bool writes = in_head < step.columns() && column >= first_column && column <= last_column;
+  float* const target = writes ? step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), column - first_column) + g : nullptr;
   for (int tile = first + warp; tile < tiles; tile += apart) {
     const std::uint8_t* here = ring.wait();
     TilePlaces<steps> places;
@@ -75,10 +77,9 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
     else detail::plain_logits<type, max_units>(tables.rotary, turn, here, layout.key_units, map, head_dim, turned, places, s);
     __syncwarp();
     fetch();
-    float* const own = target + static_cast<std::size_t>(tile * tile_rows) * static_cast<std::size_t>(used);
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) {
-      if (t < used) own[8 * i * used] = (s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1]) * unit;
+      if (target != nullptr) target[tile * tile_rows + 8 * i] = (s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1]) * unit;
     }
   }
   wait_for_last_kernel();  // what comes after this kernel comes after the one before it too

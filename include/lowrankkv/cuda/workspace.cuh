@@ -26,8 +26,8 @@ struct LentMemory {
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and column, are set aside for as many chunks of columns at a time as so many bytes hold; for one of them at least,
-/// which takes about 128 bytes a row, group of heads and sequence (a prompt: one sequence).
+/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and column, are set aside for as many chunks of columns at a time as so many bytes hold (of lists of max_tokens rows, of all
+/// sequences; of a prompt, one sequence); for one of them at least, whose kJointColumns columns take 128 bytes a row and group of heads.
 inline constexpr std::size_t kLogitBytes = std::size_t{64} << 20;
 
 /// @brief The buffers of a layer's attention calls. Those of decode steps are made for max_sequences and max_query_tokens and never move; those of prompts grow.
@@ -39,6 +39,7 @@ class Workspace {
   Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
       : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), turns_(config.rope.keys == Rope::pre), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
     decode_bytes_ = decode_bytes(config, tiles, max_segments, max_rows);
+    if (tiles.joint_heads > 0) prompt_chunks_ = logit_chunks(heads_ / tiles.joint_heads, max_rows[1]);
     if (lent.data == nullptr) {
       decode_ = DeviceArray<std::uint8_t>(decode_bytes_);
     } else {
@@ -72,7 +73,7 @@ class Workspace {
     if (step.joint_heads > 0) {
       step.joint_splits = joint_splits(rows.num_compressed);
       step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, step.joint_heads));
-      if (turns_) set_logits(step, heads_ / step.joint_heads, rows.num_compressed, m, m);
+      if (turns_) set_logits(step, prompt_chunks_, rows.num_compressed);
     } else {
       step.compressed_splits = coded_splits(rows.num_compressed);
     }
@@ -117,19 +118,20 @@ class Workspace {
     step.compressed_splits = 0;  // states of joint values are apart
     step.joint_splits = joint_splits(max_rows[1]);
     step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, tiles.joint_heads));
-    if (config.rope.keys == Rope::pre) set_logits(step, config.max_sequences * (config.shape.num_kv_heads / tiles.joint_heads), max_rows[1], 1, config.max_query_tokens);
+    if (config.rope.keys == Rope::pre) set_logits(step, logit_chunks(config.max_sequences * (config.shape.num_kv_heads / tiles.joint_heads), max_rows[1]), max_rows[1]);
     return step;
   }
-  /// Sets aside logits of so many lists of joint values, for steps of `least` to `most` query tokens: a launch has no more columns than there is room for.
-  static void set_logits(AttentionStep& step, int lists, std::int64_t rows, int least, int most) {
-    step.logit_steps = static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows) * (kCodeRows / kPlainRows);
-    const std::size_t chunk_bytes = static_cast<std::size_t>(lists) * static_cast<std::size_t>(step.logit_steps) * (kPlainRows * kJointColumns * sizeof(float));
-    step.joint_chunks = static_cast<std::int32_t>((std::clamp)(kLogitBytes / (std::max)(chunk_bytes, std::size_t{1}), std::size_t{1}, static_cast<std::size_t>(step.joint_chunks)));
-    for (int m = least; m <= most; ++m) {
-      AttentionStep own = step;
-      own.set_tokens(m);
-      step.logit_columns = (std::max)(step.logit_columns, joint_pairs(own, step.joint_heads, step.joint_chunks) * own.block_columns());
-    }
+  static std::int32_t logit_rows(std::int64_t rows) { return static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows * kCodeRows); }
+  /// Chunks of columns that a launch may have, so that kLogitBytes hold the logits of so many lists of joint values.
+  static std::int32_t logit_chunks(int lists, std::int64_t rows) {
+    const std::int64_t bytes = std::int64_t{lists} * logit_rows(rows) * kJointColumns * static_cast<std::int64_t>(sizeof(float));
+    return static_cast<std::int32_t>((std::clamp)(static_cast<std::int64_t>(kLogitBytes) / (std::max)(bytes, std::int64_t{1}), std::int64_t{1}, std::int64_t{kJointChunks}));
+  }
+  /// Has a step over joint values set aside logits for lists of so many rows.
+  static void set_logits(AttentionStep& step, std::int32_t most_chunks, std::int64_t rows) {
+    step.joint_chunks = (std::min)(step.joint_chunks, most_chunks);
+    step.logit_columns = (std::min)(step.joint_chunks * kJointColumns, step.joint_heads * step.columns());
+    step.logit_rows = logit_rows(rows);
   }
   /// Gives a step over so many sequences its buffers, from `base` on. Returns their bytes.
   static std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base, int heads) {
@@ -146,13 +148,14 @@ class Workspace {
     const std::size_t parts = static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.joint_splits * step.joint_chunks);
     reserve(step.joint_partial, parts * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
     reserve(step.joint_states, rows * step.joint_floats());
-    reserve(step.joint_logits, static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.logit_columns) * static_cast<std::size_t>(step.logit_steps * kPlainRows));
+    reserve(step.joint_logits, static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.logit_columns) * static_cast<std::size_t>(step.logit_rows));
     return end;
   }
   std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }
 
   int heads_ = 0, qo_heads_ = 0;
   bool turns_ = false;  ///< keys are turned when they are read
+  std::int32_t prompt_chunks_ = 0;  ///< of columns, in a launch over joint values of unrotated keys: the same whatever the rows, so that longer lists need no less
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;
   DeviceArray<std::uint8_t> decode_, prompt_;
