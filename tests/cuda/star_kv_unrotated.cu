@@ -303,6 +303,46 @@ TEST_CASE("a captured step of unrotated keys and joint values is what the same c
   for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
 }
 
+TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompts in calls as at once") {
+  Random random(171);
+  StarSettings settings;
+  settings.joint = true;
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  config.max_sequences = 2;
+  config.max_tokens = 700;
+  config.prefill_chunk = 100;
+  config.rope.keys = Rope::pre;
+  const support::RandomLayer layers[] = {star::joint_layer(random, config.shape, settings, 20, 40), star::joint_layer(random, config.shape, settings, 50, 90)};
+  const auto policies = policies_of<StarKV<Cuda>>(settings);
+  LayerStack<StarKV<Cuda>> stack(config, {layers[0].basis, layers[1].basis}, policies);
+  config.page_bytes = stack.pool().page_bytes();
+  stack.create(1);
+  const SequenceId one = 1;
+  for (int i = 0; i < 2; ++i) {
+    const support::RandomLayer& layer = layers[i];
+    support::DeviceCache<StarKV<Cuda>&> stacked(stack.layer(i));
+    Side<StarKV<Cuda>> alone(config, layer.basis, settings);
+    alone.cache.create(1);
+    const auto key = joint_rows(random, layer, 230, true), value = joint_rows(random, layer, 230, false), query = layer.queries(random, 230);
+    const Answer whole = alone.prefill(1, query, key, value);
+    Answer pieces;
+    for (int part = 0; part < 5; ++part) {  // of 46 tokens
+      const Answer own = stacked.prefill(1, support::part_of(query, static_cast<std::size_t>(part), 5), support::part_of(key, static_cast<std::size_t>(part), 5), support::part_of(value, static_cast<std::size_t>(part), 5),
+                                         part < 4 ? Prompt::continues : Prompt::complete);
+      pieces.out.insert(pieces.out.end(), own.out.begin(), own.out.end());
+      pieces.lse.insert(pieces.lse.end(), own.lse.begin(), own.lse.end());
+    }
+    CHECK(distance(pieces.out, std::vector<double>(whole.out.begin(), whole.out.end())) < 1e-5);
+    const auto last_key = joint_rows(random, layer, 1, true), last_value = joint_rows(random, layer, 1, false), last_query = layer.queries(random, 1);
+    stacked.append(std::span(&one, 1), last_key, last_value);
+    alone.append(std::span(&one, 1), last_key, last_value);
+    const Answer answer = alone.attend(std::span(&one, 1), last_query);
+    CHECK(stacked.attend(std::span(&one, 1), last_query) == answer);
+    CHECK(off(alone, 1, last_query, answer) < kLimit);
+  }
+}
+
 TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unrotated keys do not go with") {
   Random random(161);
   StarSettings settings;
