@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Speed against bytes: reads the file that attend.cu and peers.py wrote and plots, for every shape, how many times as fast
+"""Speed against bytes: reads the file that attend.cu or budgeted.cu, and peers.py, wrote and plots, for every shape, how many times as fast
 as cuDNN a decode step is over the share of f16's bytes that it reads (gnuplot). Writes PREFIX.svg beside PREFIX.txt.
 
 usage: plot.py PREFIX
@@ -19,7 +19,7 @@ points = []
 for line in open(prefix + ".txt"):
     if peer := re.match(r"cuDNN f16 b=(\d+) kv=(\d+) n=(\d+): ([\d.]+) ms", line):
         peers[peer.groups()[:3]].append(float(peer[4]))
-    elif own := re.match(r"(.+?) +\d+q/ *(\d+)kv b *(\d+) n *(\d+): ([\d.]+) ms in a graph.*?; ([\d.]+) of f16", line):
+    elif own := re.match(r"(.+?) +\d+q/ *(\d+)kv b *(\d+) n *(\d+): ([\d.]+) ms (?:a layer )?in a graph.*?; ([\d.]+) of f16", line):
         name, kv, batch, tokens, time, share = own.groups()
         points.append((name, (batch, kv, tokens), float(time), float(share)))
 
@@ -28,7 +28,7 @@ script = ["set terminal svg size 760,480 background 'white'", f"set output '{pre
 plots, data = ["1/x with lines dashtype 2 lc rgb 'gray' title 'as the bytes'"], []
 for number, (shape, title) in enumerate(SHAPES.items()):
     peer = sum(peers[shape]) / len(peers[shape])
-    rows = [(share, peer / time, name) for name, at, time, share in points if at == shape and not name.startswith(("unrotated", "joint", "4 3 2 1"))]
+    rows = [(share, peer / time, name) for name, at, time, share in points if at == shape and not re.match("unrotated|joint|4 3 2 1|4/3|OjaKV|.*outliers", name)]
     plots.append(f"'-' using 1:2 with points pt {number + 5} ps 0.8 lc rgb {COLOURS[number]} title '{title}'")
     data.append("\n".join(f"{share} {ratio:.3f}" for share, ratio, _ in rows) + "\ne")
     if number == 0:
