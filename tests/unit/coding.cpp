@@ -197,6 +197,21 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
       CHECK((exact - close).norm() < (ratio > 0.2 ? 0.35 : 0.8) * exact.norm());
     }
   }
+  calibrate::BudgetOptions device;  // what the Cuda backend's kernels want: channels by 32, of 2, 4 or 8 bits
+  device.ratio = 0.2;
+  device.context = 2000;
+  device.page_bytes = 2048;
+  for (const LayerBasis& layer : calibrate::budgeted(model, device.for_cuda()).bases) {
+    for (const HeadBasis& head : layer.heads) {
+      for (const std::vector<std::uint8_t>* bits : {&head.key_bits, &head.value_bits}) {
+        for (std::size_t channel = 0; channel < bits->size(); ++channel) {
+          const int width = (*bits)[channel];
+          CHECK((width == 2 || width == 4 || width == 8 || (width == 0 && bits->size() == 1)));
+          CHECK(width == (*bits)[channel / 32 * 32]);
+        }
+      }
+    }
+  }
   calibrate::BudgetOptions tiny;
   tiny.ratio = 0.001;
   CHECK_THROWS_AS(calibrate::budgeted(model, tiny), ValueError);
