@@ -26,7 +26,7 @@ if [[ ${1:-} == --cuda ]]; then
   [[ -n $nvcc ]] || { echo "check.sh --cuda: no nvcc on the path or in /usr/local/cuda/bin" >&2; exit 1; }
   name=check-cuda
   cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON "${cuda[@]}" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
-  cmake --build "build/$name" -j "$jobs" --target test_cuda_layout test_cuda_cache bench_cuda_attend bench_cuda_prompt bench_cuda_sequences
+  cmake --build "build/$name" -j "$jobs" --target test_cuda_layout test_cuda_cache bench_cuda_attend bench_cuda_budgeted bench_cuda_certify bench_cuda_prompt bench_cuda_sequences
   LOWRANKKV_REQUIRE_GPU=1 ctest --test-dir "build/$name" -R '^cuda_' --output-on-failure --no-tests=error
   exit 0
 fi
