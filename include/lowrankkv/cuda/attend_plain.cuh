@@ -25,8 +25,8 @@ enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 
 /// @brief Partial states of plain rows. Grid: splits (recent: 1 for the tail, then those of the full rows; prompt: 1) x column
 /// groups, heads, sequences.
-/// Rows at full rank meet the queries as they are: recent ones and a prompt's own are attended to while queries are projected. Compressed ones wait for
-/// the kernels before this one.
+/// Rows at full rank meet the queries as they are: recent ones and a prompt's own wait for nothing. Compressed ones wait for
+/// the kernel before this one, which projects.
 /// @tparam type           of the tiles  @tparam which  rows  @tparam scaled  full rows in pages are in 8 bits
 /// @tparam max_units      units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once

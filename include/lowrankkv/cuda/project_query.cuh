@@ -108,7 +108,7 @@ __host__ __device__ constexpr int project_sequences(int columns, bool segmented)
 template <DType coded_type, CodedForm form, bool wide, bool packs>
 __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int channels, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  release_next_kernel();  // rows at full rank are attended to at the same time
+  release_next_kernel();  // its tiles are on their way meanwhile
   const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, head_dim = tables.head_dim;
   // Everything that depends on nothing is on its way before anything is waited for. Where nobody has an epoch of his own there is nothing to look up: an empty list is projected for in vain.
   const bool segmented = tables.max_segments > 1;
