@@ -680,6 +680,26 @@ TEST_CASE("joint values of the rows that scores keep: heads of a group keep the 
     other.cache.load(2, side.save(1));
     CHECK(side.attend(std::span(&two, 1), query) == answer);
     CHECK(other.attend(std::span(&two, 1), query) == answer);
+    // Heads of a group share latents: a state in which one of them has another token in a row's place is refused.
+    const int last_head = config.shape.num_kv_heads - 1;
+    std::vector<RowState> all(static_cast<std::size_t>(n + 70));
+    side.cache.row_states(2, last_head, 0, all);
+    std::vector<std::int32_t> kept;
+    for (std::int32_t token = 0; token < static_cast<std::int32_t>(all.size()); ++token) {
+      if (all[static_cast<std::size_t>(token)] == RowState::compressed) kept.push_back(token);
+    }
+    std::vector<std::byte> hostile = side.save(2);
+    const auto pattern = std::as_bytes(std::span(kept));
+    const auto found = std::find_end(hostile.begin(), hostile.end(), pattern.begin(), pattern.end());
+    REQUIRE(found != hostile.end());
+    std::size_t behind_gap = 1;
+    while (kept.at(behind_gap) == kept[behind_gap - 1] + 1) ++behind_gap;
+    const std::int32_t moved = kept[behind_gap] - 1;
+    std::memcpy(hostile.data() + (found - hostile.begin()) + static_cast<std::ptrdiff_t>(behind_gap * sizeof moved), &moved, sizeof moved);
+    const std::string unequal = message_of([&] { other.cache.load(3, support::with_checksum(hostile)); });
+    CHECK(unequal.find("has position " + std::to_string(moved) + " where head ") != std::string::npos);
+    CHECK(unequal.find(", whose values are joint with its own, has " + std::to_string(moved + 1)) != std::string::npos);
+    CHECK(!other.cache.contains(3));
     // Tokens that came after the prompt go; of the prompt's, where groups kept different ones, only all.
     side.cache.truncate(1, n + 10);
     side.append(std::span(&one, 1), layer.rows(random, 1, true), joint_rows(random, layer, 1, false));

@@ -121,17 +121,26 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
 namespace detail {
 
 /// Raises unless the positions of a list ascend below `tail`, head after head; any order will do where others take the places of dropped rows, but each is there once.
-inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list, std::int64_t tail, bool any_order) {
+/// @param joint  heads of a group, whose values are joint: theirs are the same; 0: of none
+inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list, std::int64_t tail, bool any_order, int joint) {
   const std::int64_t most = all.num_rows(list);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(heads * most));
   if (!positions.empty()) std::memcpy(positions.data(), data, positions.size() * sizeof(std::int32_t));
+  const auto rows_of = [&](int head) { return std::span(positions).subspan(static_cast<std::size_t>(head * most), static_cast<std::size_t>(all.num_rows(list, head))); };
   for (int head = 0; head < heads; ++head) {
-    const auto begin = positions.begin() + static_cast<std::ptrdiff_t>(head * most), end = begin + static_cast<std::ptrdiff_t>(all.num_rows(list, head));
-    if (any_order) std::sort(begin, end);
+    std::vector<std::int32_t> own(rows_of(head).begin(), rows_of(head).end());
+    if (any_order) std::sort(own.begin(), own.end());
     std::int64_t before = -1;
-    for (auto position = begin; position != end; before = *position++) {
-      if (*position <= before || *position >= tail) ::lowrankkv::detail::fail<FormatError>("saved state: position ", *position, " after ", before, ", the tail begins at ", tail);
+    for (const std::int32_t position : own) {
+      if (position <= before || position >= tail) ::lowrankkv::detail::fail<FormatError>("saved state: position ", position, " after ", before, ", the tail begins at ", tail);
+      before = position;
     }
+  }
+  for (int head = 0; joint > 0 && head < heads; ++head) {
+    const int leader = head / joint * joint;
+    const auto own = rows_of(head), others = rows_of(leader);
+    const std::size_t row = static_cast<std::size_t>(std::mismatch(own.begin(), own.end(), others.begin(), others.end()).first - own.begin());
+    if (row < own.size()) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, " has position ", own[row], " where head ", leader, ", whose values are joint with its own, has ", row < others.size() ? others[row] : -1);
   }
 }
 
@@ -249,7 +258,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.masses != nullptr);
+    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.masses != nullptr, tables.joint_heads);
   }
   for (int list = 0; list < 2; ++list) {
     if (tables.residuals[list] != nullptr) detail::check_residuals(sequence.block.data() + block.residuals[list], 2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
