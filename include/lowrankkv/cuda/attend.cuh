@@ -169,7 +169,7 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 /// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
 /// with compressed rows, five where values are joint, one more for a prompt; allocates nothing, waits for nothing.
 ///
-/// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need nothing of either, and take what room is left (where values are joint, they come before).
+/// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need nothing of either, and take what room is left (where values are joint, or keys turned when they are read, they come before).
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_rows  bounds of what the sequences' lists need, or have
 /// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may

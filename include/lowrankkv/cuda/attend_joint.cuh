@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   [[maybe_unused]] const float* const chunk_logits = !turned ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), chunk * kJointColumns) + first_iteration * rows_at_once;
   const auto logits_of = [&](int column, int i) { return chunk_logits + static_cast<std::size_t>(column) * static_cast<std::size_t>(step.logit_rows) + i * rows_at_once; };
   const auto prefetch_logits = [&](int column, int i) {
-    if (column >= 0 && i < count && 32 * g < rows_at_once) detail::prefetch_line(logits_of(column, i) + 32 * g);
+    if (column >= 0 && i < count && 32 * g < rows_at_once) prefetch_line(logits_of(column, i) + 32 * g);
   };
   #pragma unroll
   for (int k = 0; k < most_pairs; ++k) {

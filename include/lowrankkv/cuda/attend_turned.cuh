@@ -34,6 +34,12 @@ struct TurnedRows {
     num_shifts = __ldg(rotary.num_shifts + slot);
     shifts = rotary.shifts + slot * kMaxShifts;
   }
+  /// Where compressed rows of a head stand: among the full ones, unless they are listed.
+  __device__ __forceinline__ void read_compressed(const Tables& tables, int slot, int head) {
+    first_position = num_others = tables.num_rows(RowList::full, slot, head);
+    listed = tables.row_positions(RowList::compressed, slot, head);
+    others = listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
+  }
 
   /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1 compressed ones before them.
   __device__ int others_before(int row) const {
@@ -255,10 +261,12 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     range.lengths = lengths;
     range.tail = tail;
     range.rows = range.tail ? tables.ring_rows() : rows_of.end;
-    range.listed = range.tail || prompt ? nullptr : tables.row_positions(list, slot, head);
-    range.num_others = coded ? tables.num_rows(RowList::full, slot, head) : 0;
-    range.others = coded && range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
-    range.first_position = coded ? range.num_others : prompt ? lengths.tail_position : 0;
+    if constexpr (coded) {
+      range.read_compressed(tables, slot, head);
+    } else {
+      range.listed = range.tail || prompt ? nullptr : tables.row_positions(list, slot, head);
+      range.first_position = prompt ? lengths.tail_position : 0;
+    }
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F;
     const auto attend_tiles = [&](auto bytes) {
       constexpr bool in_bytes = decltype(bytes)::value;

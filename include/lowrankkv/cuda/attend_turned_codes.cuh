@@ -164,9 +164,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   detail::TurnedRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
-  range.first_position = range.num_others = tables.num_rows(RowList::full, slot, head);
-  range.listed = tables.row_positions(RowList::compressed, slot, head);
-  range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
+  range.read_compressed(tables, slot, head);
   for (int split = first_split; split < splits; split += blocks) {
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F, weight[scale_groups] = {};
     const int end = rows_of.end;

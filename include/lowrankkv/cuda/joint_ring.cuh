@@ -17,13 +17,6 @@ struct JointCopy {
   int step, place, bytes, per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
   int page, in_page;                 // of the next iteration
 };
-/// Starts to bring 128 bytes that another kernel wrote into the cache that all share.
-__device__ __forceinline__ void prefetch_line([[maybe_unused]] const float* line) {
-#ifdef __CUDA_ARCH__
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(line)) : "memory");
-#endif
-}
-
 /// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16 heads in four. Shared memory is short where it is one.
 __host__ __device__ constexpr int joint_copies(int list_steps) { return list_steps > 1 ? 68 : 33; }
 

@@ -35,7 +35,7 @@ struct MapShare {
 };
 
 /// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so that f32 is what it comes to. `map` holds
-/// the first kMapTiles operands of this warp's share. All threads call it and are synchronised at the end. A block runs through this once: loops that most blocks go through once are not
+/// the first kMapTiles operands of this warp's share; those of channels beyond 256 take their place. All threads call it and are synchronised at the end. A block runs through this once: loops that most blocks go through once are not
 /// unrolled, since fetching instructions takes longer than executing them. @tparam wide  the map is f32, else 16 bits
 template <bool wide>
 __device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels, const MapShare& share, const PartMaps& maps, MapWords<wide> (&map)[kMapTiles], float4* scratch,

@@ -60,9 +60,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
   detail::TurnedRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
-  range.first_position = range.num_others = tables.num_rows(RowList::full, slot, head);
-  range.listed = tables.row_positions(RowList::compressed, slot, head);
-  range.others = range.listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
+  range.read_compressed(tables, slot, head);
   const uint4* const map = copied ? turn.operands : lift.operands;
   // Lane t's column of the launch: of a pair that two launches share, some are in the other.
   const int in_head = block * kBlockColumns + t, column = index / step.blocks * step.columns() + in_head;

@@ -29,6 +29,7 @@ class TileRing {
 };
 
 inline void release_to_copies() {}
+inline void prefetch_line(const float*) {}
 inline void release_next_kernel() {}
 inline void wait_for_last_kernel() {}
 inline void end_after_last_kernel() {}
