@@ -571,23 +571,7 @@ TEST_CASE("joint values: a captured step replayed between calls that compress is
       each->ingest(seq, key, value);
     }
   }
-  gpu::DeviceArray<float> key(2 * 3 * 64), value(key.size()), query(2 * 6 * 64);
-  const auto out = poisoned(query.size());
-  const support::CapturedStep captured([&](cudaStream_t stream) {
-    side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
-    side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 6, 64}, {}, stream);
-  });
-  for (int step = 0; step < (effort() == 0 ? 20 : 100); ++step) {
-    const auto k = joint_rows(random, layer, 2, true), v = joint_rows(random, layer, 2, false), q = layer.queries(random, 2);
-    support::upload(k, key);
-    support::upload(v, value);
-    support::upload(q, query);
-    captured.replay(side.cache, seqs);
-    plain.support::DeviceCache<StarKV<Cuda>>::append(seqs, k, v);
-    CHECK(host(out) == plain.attend(seqs, q).out);
-    plain.cache.maintain(seqs);
-  }
-  for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
+  star::check_captured_steps(random, layer, side, plain, seqs, effort() == 0 ? 20 : 100);
 }
 
 TEST_CASE("errors of joint values name both values") {

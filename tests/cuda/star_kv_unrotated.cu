@@ -284,23 +284,7 @@ TEST_CASE("a captured step of unrotated keys and joint values is what the same c
     side.ingest(seq, key, value);
     plain.ingest(seq, key, value);
   }
-  gpu::DeviceArray<float> key(2 * 3 * 64), value(key.size()), query(2 * 6 * 64);
-  const auto out = support::poisoned(query.size());
-  const support::CapturedStep captured([&](cudaStream_t stream) {
-    side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
-    side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 6, 64}, {}, stream);
-  });
-  for (int step = 0; step < (effort() == 0 ? 12 : 100); ++step) {
-    const auto k = joint_rows(random, layer, 2, true), v = joint_rows(random, layer, 2, false), q = layer.queries(random, 2);
-    support::upload(k, key);
-    support::upload(v, value);
-    support::upload(q, query);
-    captured.replay(side.cache, seqs);
-    plain.append(seqs, k, v);
-    CHECK(support::host(out) == plain.attend(seqs, q).out);
-    lent.maintain(seqs);
-  }
-  for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
+  star::check_captured_steps(random, layer, side, plain, seqs, support::effort() == 0 ? 12 : 100);
 }
 
 TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompts in calls as at once") {

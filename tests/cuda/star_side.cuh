@@ -115,4 +115,28 @@ void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, con
   CHECK(support::furthest(answer.lse, expected_lse) < limit * largest);
 }
 
+/// Captured steps of append and attend, maintain() after each, against the same calls: every answer, and what is stored in the end.
+template <class Cache, class Plain>
+void check_captured_steps(Random& random, const support::RandomLayer& layer, Side<Cache>& side, support::DeviceCache<Plain>& plain, const std::vector<SequenceId>& seqs, int steps) {
+  const CacheShape& shape = layer.shape;
+  const int count = static_cast<int>(seqs.size());
+  lowrankkv::cuda::DeviceArray<float> key(static_cast<std::size_t>(count * shape.num_kv_heads * shape.head_dim)), value(key.size()), query(static_cast<std::size_t>(count * shape.num_qo_heads * shape.head_dim));
+  const auto out = support::poisoned(query.size());
+  const support::CapturedStep captured([&](cudaStream_t stream) {
+    side.cache.append(seqs, side.keys(key, count), side.values(value, count), stream);
+    side.cache.attend(seqs, side.queries(query, count), {out.data(), count, shape.num_qo_heads, shape.head_dim}, {}, stream);
+  });
+  for (int step = 0; step < steps; ++step) {
+    const auto k = support::joint_rows(random, layer, count, true), v = support::joint_rows(random, layer, count, false), q = layer.queries(random, count);
+    support::upload(k, key);
+    support::upload(v, value);
+    support::upload(q, query);
+    captured.replay(side.cache, seqs);
+    plain.append(seqs, k, v);
+    CHECK(support::host(out) == plain.attend(seqs, q).out);
+    plain.cache.maintain(seqs);
+  }
+  for (const SequenceId seq : seqs) CHECK(side.save(seq) == plain.save(seq));
+}
+
 }  // namespace star
