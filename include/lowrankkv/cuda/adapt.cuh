@@ -14,6 +14,7 @@
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/lift_epochs.cuh"
+#include "lowrankkv/cuda/moved_residuals.cuh"
 #include "lowrankkv/cuda/row_errors.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
@@ -49,7 +50,7 @@ struct CompressScratch {
   LooseTiles loose;                  ///< that they wait in, if they are compressed
   Rollover rollover;                 ///< of roll_over_kernel
   float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
-  float* decoded = nullptr;          ///< rows that note_residuals() compares, keys, then values
+  float* decoded = nullptr;          ///< rows that note_residuals() compares, keys, then values; where bases move, those that merge_noting_moves() does
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 
   /// @brief The second half of a prompt's scores.
@@ -94,7 +95,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
   const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
   const std::size_t buffers = reserve(rolls && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
-  const std::size_t decoded = reserve(layer.config().keep_residuals ? 2 * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
+  const std::size_t decoded = reserve(layer.config().keep_residuals ? (layer.epochs().adapts() ? 4 : 2) * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
   std::uint8_t* base = layer.pool().scratch(end);
   loose.data = base + loose_tiles;
   loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
@@ -209,8 +210,8 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
   else merge(merge_kernel<false>);
 }
 
-/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be.
-template <class = void>
+/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
+template <int scale_groups>
 void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   HostEpochs& own = now.epochs;
@@ -223,7 +224,9 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
     const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads;
     if (end > first) {
       layer.own_pages(slot, RowList::compressed, first, end, stream);
-      enqueue_merges(layer, {{slot, from.epoch, into.epoch, first, end}}, 1, (end - 1) / kStoreRows - first / kStoreRows + 1, scratch, stream);
+      const auto merge_rows = [&](std::int32_t begin, std::int32_t until) { enqueue_merges(layer, {{slot, from.epoch, into.epoch, begin, until}}, 1, (until - 1) / kStoreRows - begin / kStoreRows + 1, scratch, stream); };
+      if (layer.config().keep_residuals) merge_noting_moves<scale_groups>(layer, slot, own.segments, static_cast<std::size_t>(merge), scratch.decoded, stream, merge_rows);
+      else merge_rows(first, end);
       for (int head = 0; head < heads; ++head) statistics.bytes_reprojected += 2 * std::int64_t{end - first} * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows;
       statistics.rows_reprojected += std::int64_t{end - first} * heads;
     }

@@ -363,7 +363,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       adapt(layer_, policies_.updater, leaving, first, (std::min)(kAdaptBatch, leaving.count - first), source, scratch, phase, kept, scores, selection.share, statistics_, stream);
     }
     for (int i = 0; i < leaving.count; ++i) {
-      if (leaving.compressed[i] > 0) open_segment(layer_, leaving.slots[i], scratch, statistics_, stream);
+      if (leaving.compressed[i] > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
     }
   }
   /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that wait in loose tiles.

@@ -49,8 +49,8 @@ struct CacheRules {
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
   static constexpr bool kMayTurn = !Rows::keeps_masses;
 
-  /// Whether what rows lose is known for good when they are stored, so that certificates can be had.
-  static constexpr bool kMayCertify = !Rule::adapts || !Rows::compresses;
+  /// Whether what rows lose is known when they are stored, and when they go to another epoch, so that certificates can be had: not where the device alone decides which go.
+  static constexpr bool kMayCertify = !rolls;
 
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
@@ -71,7 +71,7 @@ struct CacheRules {
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
     if (config.rope.keys == Rope::pre) check_turns(config);
-    if (config.keep_residuals && !kMayCertify) fail<ValueError>("keep_residuals: ", config.keep_residuals, " with bases that move, which change what rows have lost; 0 expected on this backend");
+    if (config.keep_residuals && !kMayCertify) fail<ValueError>("keep_residuals: ", config.keep_residuals, " with epochs that begin when values say so, which change what rows have lost; 0 expected on this backend");
     if (Rows::compresses) {
       Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);

@@ -31,6 +31,9 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+/// A norm as an f16 that is not below it. Beyond the largest one, or not a number: anything may have been lost.
+__device__ __forceinline__ std::uint32_t residual_bits(float norm) { return norm <= 65504.0F ? __half_as_ushort(__float2half_ru(norm)) : std::uint16_t{0x7c00}; }
+
 /// At least the norm of the value of a row. A warp calls it.
 __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim) {
   float energy = 0.0F;
@@ -73,8 +76,7 @@ __global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(Tables ta
       energy = fmaf(x, x, energy);
     }
     const float norm = 1.001F * (sqrtf(detail::warp_sum(lost)) + 1e-6F * sqrtf(detail::warp_sum(energy)));
-    // Beyond the largest f16, or not a number: anything may have been lost.
-    norms |= static_cast<std::uint32_t>(norm <= 65504.0F ? __half_as_ushort(__float2half_ru(norm)) : std::uint16_t{0x7c00}) << (part == Part::key ? 0 : 16);
+    norms |= detail::residual_bits(norm) << (part == Part::key ? 0 : 16);
   }
   if (lane == 0) tables.row_residuals(list, left.slot, head)[listed] = norms;
 }
