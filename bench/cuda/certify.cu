@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What certificates cost on CompressedKVCache<Cuda, ...>: certify() of one query token after attend(), and what CacheConfig::keep_residuals adds to ingest() of a prompt and to the flush of a tail. One layer of
 // Llama-3.1-8B's shape. Medians of 15; both caches of a pair in one run.
+// "Oja, all rows move": RotateNow, an epoch every flush, so that every flush moves all stored rows to it.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/certify.cu
 //
 // Floor of certify(): the stored keys and the norms read once at 4.6 TB/s. Keys go through memory as f32 here (written and read, 8 bytes a channel), so what it can reach is the floor given beside it.
@@ -23,7 +24,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows);
   const KeyView key(key_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
   const ValueView value(value_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
-  const QueryView query(key_rows.data(), DType::f16, 1, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
+  const QueryView query(key_rows.data(), DType::f16, 1, kQueryHeads, kDim, kQueryHeads * kDim, kDim), window(key_rows.data(), DType::f16, 32, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
   cudaStream_t stream;
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   gpu::check(cudaDeviceSynchronize(), "inputs");
@@ -35,12 +36,13 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     config.max_sequences = 1;
     config.max_tokens = tokens + 4096;
     config.keep_residuals = keeps;
+    config.publish_interval = 1;
     Cache cache(config, maps, policies);
     const auto renew = [&] {
       if (cache.contains(0)) cache.erase(0, stream);
       cache.create(0, stream);
     };
-    ingest[keeps] = bench::milliseconds(stream, 15, renew, [&] { cache.ingest(0, key, value, stream); });
+    ingest[keeps] = bench::milliseconds(stream, 15, renew, [&] { cache.ingest(0, key, value, window, stream); });
     const int interval = cache.config().flush_interval;
     flush[keeps] = bench::milliseconds(stream, 15, [&] { cache.append(0, key.tokens(0, interval), value.tokens(0, interval), stream); }, [&] { cache.maintain(0, stream); });
     bytes[keeps] = cache.memory(0).total();
@@ -71,6 +73,7 @@ int main() {
   exempting.token_policy.get<ResidualOutliers>().share = 0.02F;
   for (const std::int64_t tokens : {std::int64_t{32768}, std::int64_t{131072}}) {
     measure<StaticPCAHybrid<Cuda>>("f16 rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, tokens);
+    measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>("Oja, all rows move", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, tokens);
     measure<Budgeted<Cuda>>("2.5 bits, outliers", codes({4, 2, 2, 2}), exempting, tokens);
   }
 }
