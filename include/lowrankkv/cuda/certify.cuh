@@ -172,7 +172,7 @@ void certify_sequence(const LayerState& layer, int slot, const MassQueries& quer
   std::uint8_t* const scratch = layer.pool().scratch(decoded + all_pieces * static_cast<std::size_t>(tables.num_heads * queries.columns()) * sizeof(CertificateSums));  // rows are a multiple of 64 bytes
   float* const keys = reinterpret_cast<float*>(scratch);
   CertificateSums* const sums = reinterpret_cast<CertificateSums*>(scratch + decoded);
-  const DeviceTarget target{keys, DType::f32, static_cast<std::int64_t>(width), tables.head_dim, {}};
+  const DeviceTarget target = detail::decoded_target(tables, keys);
   int pieces = 0;
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (tables.residuals[static_cast<int>(list)] == nullptr) continue;

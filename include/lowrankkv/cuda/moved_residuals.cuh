@@ -42,7 +42,7 @@ void merge_noting_moves(const LayerState& layer, int slot, std::vector<Segment>&
   const std::int64_t width = std::int64_t{tables.num_heads} * tables.head_dim;
   float* const part[4] = {decoded, decoded + kDecodedRows * width, decoded + 2 * kDecodedRows * width, decoded + 3 * kDecodedRows * width};
   const auto decode = [&](const TokenRange& range, float* keys, float* values) {
-    decode_rows<scale_groups>(layer, slot, range, {keys, DType::f32, width, tables.head_dim, {}}, {values, DType::f32, width, tables.head_dim, {}}, stream);
+    decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys), detail::decoded_target(tables, values), stream);
   };
   const std::int32_t first = segments[merged].first_row;
   for (std::int32_t end = segments[merged + 1].first_row; end > first;) {
@@ -53,8 +53,7 @@ void merge_noting_moves(const LayerState& layer, int slot, std::vector<Segment>&
     segments[merged + 1].first_row = begin;
     layer.write_lengths(slot, segments, false, stream);
     decode(range, part[2], part[3]);
-    const dim3 grid(static_cast<unsigned>((count + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads));
-    add_moves_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, slot, begin, count, part[2], part[3], part[0], part[1]);
+    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(tables, slot, begin, count, part[2], part[3], part[0], part[1]);
     check(cudaGetLastError(), "add_moves_kernel");
     end = begin;
   }

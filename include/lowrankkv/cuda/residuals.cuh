@@ -44,6 +44,11 @@ __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim
   return 1.001F * sqrtf(warp_sum(energy));
 }
 
+/// Rows decoded to f32, [rows, heads, head_dim].
+inline DeviceTarget decoded_target(const Tables& tables, float* rows) { return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}}; }
+/// A grid of rows in eights x KV heads: a warp a row.
+inline dim3 rows_in_eights(const Tables& tables, std::int64_t rows) { return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads)); }
+
 }  // namespace detail
 
 /// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x KV heads, a warp a row.
@@ -88,12 +93,10 @@ template <int scale_groups, bool joint, bool replaces>
 void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full, std::int64_t compressed, float* decoded, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const HostSequence& now = layer.sequence(left.slot);
-  const auto grid = [&](std::int64_t rows) { return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads)); };
-  largest_values_kernel<><<<grid(left.count), kStoreThreads, 0, stream>>>(tables, left);
+  largest_values_kernel<><<<detail::rows_in_eights(tables, left.count), kStoreThreads, 0, stream>>>(tables, left);
   check(cudaGetLastError(), "largest_values_kernel");
-  const std::int64_t width = std::int64_t{tables.num_heads} * tables.head_dim;
-  float* const values = decoded + kDecodedRows * width;
-  const DeviceTarget key{decoded, DType::f32, width, tables.head_dim, {}}, value{values, DType::f32, width, tables.head_dim, {}};
+  float* const values = decoded + kDecodedRows * tables.num_heads * tables.head_dim;
+  const DeviceTarget key = detail::decoded_target(tables, decoded), value = detail::decoded_target(tables, values);
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const std::int64_t added = list == RowList::full ? full : compressed, rows = now.num_rows(list);
     if (tables.residuals[static_cast<int>(list)] == nullptr || (added == 0 && !replaces)) continue;
@@ -106,7 +109,7 @@ void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t 
       if constexpr (joint) {
         if (list == RowList::compressed) reconstruct_joint<scale_groups>(layer, left.slot, range, value, stream);
       }
-      note_residuals_kernel<><<<grid(range.count), kStoreThreads, 0, stream>>>(tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded, values);
+      note_residuals_kernel<><<<detail::rows_in_eights(tables, range.count), kStoreThreads, 0, stream>>>(tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded, values);
       check(cudaGetLastError(), "note_residuals_kernel");
     }
   }
