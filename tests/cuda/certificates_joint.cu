@@ -8,6 +8,9 @@ using namespace lowrankkv;
 
 TEST_CASE("certificates of joint values: never violated, and what float64 says they are") {
   support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1211);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, TransformCode>>(DType::f16, 1217);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>>(DType::bf16, 1218);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>>(DType::f16, 1219);
 }
 
 TEST_CASE("certificates of joint values of unrotated keys: never violated, and what float64 says they are") {

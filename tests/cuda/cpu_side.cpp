@@ -92,6 +92,7 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     case HeavyForm::plain: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, NoQuantizer>>({});
     case HeavyForm::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, TransformCode>>({});
     case HeavyForm::joint: return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Tokens, NoQuantizer>>({});
+    case HeavyForm::joint_codes: return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Tokens, TransformCode>>({});
     case HeavyForm::star: return make.template operator()<StarKVH2O<>>({});
     case HeavyForm::full: break;
   }
@@ -102,6 +103,15 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
 }
 
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const CacheConfig& config, const LayerBasis& basis) {
+  if (settings.outliers && settings.joint) {
+    const auto make = [&]<class Quantizer>(const Quantizer& quantizer) -> std::unique_ptr<CpuSide> {
+      using Cache = CompressedKVCache<Cpu, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, Quantizer>;
+      return std::make_unique<Side<Cache>>(config, basis, typename Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, Compose(settings.tokens, settings.errors), quantizer});
+    };
+    if (settings.allocated) return make(TransformCode{});
+    if (settings.coded) return make(settings.quantizer);
+    return make(NoQuantizer{DType::f16});
+  }
   if (settings.outliers) {
     using Cache = CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
     Cache::PolicySet policies;
@@ -117,6 +127,10 @@ std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const Cach
   }
   if (settings.joint && settings.bytes) {
     using Cache = CompressedKVCache<Cpu, JointValues, Static, SinkRecent, Int8>;
+    return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, {}});
+  }
+  if (settings.joint && settings.allocated) {
+    using Cache = CompressedKVCache<Cpu, JointValues, Static, SinkRecent, TransformCode>;
     return std::make_unique<Side<Cache>>(config, basis, Cache::PolicySet{{settings.heads_per_group, settings.basis}, {}, settings.tokens, {}});
   }
   if (settings.joint && settings.coded) {

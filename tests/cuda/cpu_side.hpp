@@ -101,6 +101,7 @@ struct StarSettings {
   bool joint = false;     ///< one latent for the values of heads_per_group heads
   bool coded = true;      ///< else coefficients are in f16
   bool bytes = false;     ///< joint codes of 8 bits
+  bool allocated = false; ///< joint codes whose channels have their own bits
   int heads_per_group = 0;
   lowrankkv::BlockHadamard quantizer;
   lowrankkv::PerHead basis;
@@ -111,7 +112,7 @@ struct StarSettings {
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
 /// What becomes of heavy hitters: full rank; coefficients, or codes of their principal axes; the same with joint values and codes of two blocks.
-enum class HeavyForm { full, plain, codes, joint, star };
+enum class HeavyForm { full, plain, codes, joint, joint_codes, star };
 struct HeavySettings {
   lowrankkv::HeavyHitters heavy;
   lowrankkv::SinkRecent sinks{0, 0};

@@ -19,6 +19,7 @@ using Tokens = Compose<SinkRecent, HeavyHitters>;
 using Plain = CompressedKVCache<Cuda, PerHead, Static, Tokens, NoQuantizer>;
 using Codes = CompressedKVCache<Cuda, PerHead, Static, Tokens, TransformCode>;
 using Joint = CompressedKVCache<Cuda, JointValues, Static, Tokens, NoQuantizer>;
+using JointCodes = CompressedKVCache<Cuda, JointValues, Static, Tokens, TransformCode>;
 using Star = StarKVH2O<Cuda>;
 
 }  // namespace
@@ -39,6 +40,7 @@ TEST_CASE("compressed rows that prompts and steps keep are those that float64 ma
   check_kept<Plain>(random, trials);
   check_kept<Codes>(random, trials);
   check_kept<Joint>(random, trials);
+  check_kept<JointCodes>(random, trials);
   check_kept<Star>(random, trials);
 }
 
@@ -48,6 +50,7 @@ TEST_CASE("the same masses keep the same compressed rows as on the CPU, and what
   check_parity<Plain>(random, trials);
   check_parity<Codes>(random, trials);
   check_parity<Joint>(random, trials);
+  check_parity<JointCodes>(random, trials);
   check_parity<Star>(random, trials);
 }
 
@@ -56,6 +59,7 @@ TEST_CASE("forks and loaded copies of compressed heavy hitters go on as the orig
   check_copies<Plain>(random);
   check_copies<Codes>(random);
   check_copies<Joint>(random);
+  check_copies<JointCodes>(random);
   check_copies<Star>(random);
 }
 

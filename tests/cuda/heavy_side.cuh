@@ -37,7 +37,7 @@ inline constexpr bool compresses = gpu::TokenRules<decltype(Parts<Cache>::token_
 template <class Cache>
 constexpr HeavyForm form_of() {
   if (!compresses<Cache>) return HeavyForm::full;
-  if (joins<Cache>) return coded<Cache> ? HeavyForm::star : HeavyForm::joint;
+  if (joins<Cache>) return std::is_same_v<decltype(Parts<Cache>::quantizer), TransformCode> ? HeavyForm::joint_codes : coded<Cache> ? HeavyForm::star : HeavyForm::joint;
   return coded<Cache> ? HeavyForm::codes : HeavyForm::plain;
 }
 /// Heads that have one fate.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -167,12 +168,16 @@ inline RandomLayer joint_layer(Random& random, const lowrankkv::CacheShape& shap
     for (int i = 0; i < width; ++i) columns[static_cast<std::size_t>(i)] = i;
     std::shuffle(columns.begin(), columns.end(), random);
     const int own_rank = std::max(1, joint_rank - leader);  // groups differ
+    std::vector<std::uint8_t> bits;
+    for (int c = 0; c < own_rank; ++c) bits.push_back(std::array<std::uint8_t, 8>{8, 6, 5, 4, 3, 2, 1, 0}[random() % 8]);
+    std::sort(bits.rbegin(), bits.rend());
     for (int h = leader; h < leader + members; ++h) {
       lowrankkv::HeadBasis& head = layer.basis.heads[static_cast<std::size_t>(h)];
       head.value_rank = own_rank;
       head.value_down.clear();
-      head.value_bits.clear();
+      head.value_bits = bits;
       head.value_rms.clear();
+      for (int c = 0; c < own_rank; ++c) head.value_rms.push_back(2.0F * std::exp(-3.0F * static_cast<float>(c) / static_cast<float>(own_rank)));
       for (int i = (h - leader) * shape.head_dim; i < (h - leader + 1) * shape.head_dim; ++i) {
         for (int c = 0; c < own_rank; ++c) head.value_down.push_back(flat[static_cast<std::size_t>(i * width + columns[static_cast<std::size_t>(c)])]);
       }

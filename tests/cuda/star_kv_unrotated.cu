@@ -59,6 +59,7 @@ template <class Cache>
 void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = false) {
   Random random(seed);
   StarSettings settings = settings_for(random, joint<Cache>, coded, bytes);
+  settings.allocated = std::is_same_v<Cache, JointCodes>;
   settings.heads_per_group = own.heads_per_group;
   CacheConfig config;
   config.shape = own.shape;
@@ -218,6 +219,12 @@ TEST_CASE("joint values of unrotated keys, codes of 8 bits") {
   sequences<JointBytes>(131, {{4, 2, 64}, 0, 33, 50}, true, true);
   if (effort() == 0) return;
   sequences<JointBytes>(132, {{8, 4, 128}, 2, 128, 240}, true, true);
+}
+
+TEST_CASE("joint values of unrotated keys, codes whose channels have their own bits") {
+  sequences<JointCodes>(135, {{4, 2, 64}, 0, 33, 50}, true);
+  if (effort() == 0) return;
+  sequences<JointCodes>(136, {{8, 4, 128}, 2, 128, 240}, true);
 }
 
 TEST_CASE("more columns than logits have room for at a time: several launches, and the same bits") {

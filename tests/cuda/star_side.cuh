@@ -25,19 +25,25 @@ using support::StarSettings;
 using Blocks = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, BlockHadamard>;
 using Joint = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>;
 using JointBytes = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, Int8>;
+using JointCodes = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, TransformCode>;
 using Scored = CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, SnapKV>, BlockHadamard>;
+template <class Quantizer>
+using JointAndOutliers = CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, Quantizer>;
 using BlocksAndOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>;
 
 inline std::vector<float> third(const std::vector<float>& all, std::size_t i) { return support::part_of(all, i, 3); }
+
+template <class Cache>
+inline constexpr bool keeps_outliers = support::has_member<decltype(std::declval<typename Cache::PolicySet>().token_policy), ResidualOutliers>;
 
 template <class Cache>
 typename Cache::PolicySet policies_of(const StarSettings& settings) {
   typename Cache::PolicySet policies;
   if constexpr (std::is_same_v<decltype(policies.basis), JointValues>) policies.basis = {settings.heads_per_group, settings.basis};
   else policies.basis = settings.basis;
-  if constexpr (std::is_same_v<Cache, Joint>) policies.quantizer = {DType::f16};
-  else if constexpr (!std::is_same_v<Cache, JointBytes>) policies.quantizer = settings.quantizer;
-  if constexpr (std::is_same_v<Cache, BlocksAndOutliers>) {
+  if constexpr (std::is_same_v<decltype(policies.quantizer), NoQuantizer>) policies.quantizer = {DType::f16};
+  else if constexpr (std::is_same_v<decltype(policies.quantizer), BlockHadamard>) policies.quantizer = settings.quantizer;
+  if constexpr (keeps_outliers<Cache>) {
     policies.token_policy.template get<SinkRecent>() = settings.tokens;
     policies.token_policy.template get<ResidualOutliers>() = settings.errors;
   } else if constexpr (std::is_same_v<Cache, Scored>) {

@@ -11,11 +11,11 @@
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/cuda/latent_errors.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/moved_residuals.cuh"
-#include "lowrankkv/cuda/row_errors.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
@@ -327,8 +327,8 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
 /// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
-/// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam scale_groups  of tiles of codes
-template <int scale_groups>
+/// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+template <int coded_groups, bool joint>
 std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -344,22 +344,21 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
     candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
     most_rows = (std::max)(most_rows, static_cast<int>(wanted.count[i]));
   }
-  const auto launch = [&]<StoreForm form>(std::integral_constant<StoreForm, form>) {
-    const bool metric = tables.metrics != nullptr;
-    const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
-    const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
-    const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), heads, sequences);  // rows begin and end inside sixteens
-    detail::with_type(tables.full_type, [&](auto type) {
-      const auto start = [&](auto* kernel) {
-        detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
-                             scratch.scores, static_cast<int>(scratch.rows));
-      };
-      if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
-      else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
-    });
-  };
-  if (layer.tiles().form == CodedForm::codes) launch(std::integral_constant<StoreForm, StoreForm::codes>{});
-  else launch(std::integral_constant<StoreForm, StoreForm::coefficients>{});
+  constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
+  constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
+  const bool metric = tables.metrics != nullptr;
+  const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
+  const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
+  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), heads, sequences);  // rows begin and end inside sixteens
+  detail::with_type(tables.full_type, [&](auto type) {
+    const auto start = [&](auto* kernel) {
+      detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
+                           scratch.scores, static_cast<int>(scratch.rows));
+    };
+    if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
+    else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
+  });
+  if constexpr (joint) add_latent_errors<coded_groups>(layer, leaving, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
   if (kept.rows != nullptr) {  // a prompt is alone: its kept rows are numbered anew, chosen among, and named again
     const int count = leaving.candidates(0);
     float* own_errors = scratch.second_scores(tables.num_heads);

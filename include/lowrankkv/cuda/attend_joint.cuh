@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
   __shared__ detail::JointCopy copies[detail::joint_copies(codes ? 1 : steps)];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
-  __shared__ int planes[2][4];              // of scale groups: bytes where planes of 8, 4, 2 and 1 bits begin
+  __shared__ JointBlock blocks[mine * warps / 2];  // of codes, those of the part
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
   const int group = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -92,8 +92,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
-  const JointCodes first_codes = codes ? joint_codes(layout, 0) : JointCodes{}, second_codes = groups == 2 ? joint_codes(layout, 1) : JointCodes{};
-  if (codes && thread < 8) planes[thread / 4][thread % 4] = (thread < 4 ? first_codes : second_codes).plane(8 >> thread % 4);
+  const int first_blocks = codes ? joint_blocks(layout, 0) : 0, all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0)) : layout.value_units;  // sixteens of channels
+  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
+  if (codes && 2 * thread < halves) blocks[thread] = joint_block(layout, part_first / 2 + thread);
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
     ring.look();
@@ -207,7 +208,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         for (int j = 0; j < 2 * steps; ++j) put(k, 0, j / 2, j % 2, logits[j]);
       }
     } else {
-      const __half* value_gains = reinterpret_cast<const __half*>(stage + call.heads * call.key_bytes);
+      const auto gain = [&](const std::uint8_t* gains, int row) {
+        return groups == 2 || layout.gain_bytes() == 2 ? __half2float(reinterpret_cast<const __half*>(gains)[row]) : detail::gain_of_byte(gains[row], 0x7650);
+      };
+      const std::uint8_t* value_gains = stage + call.heads * call.key_bytes;
       #pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
         const int pair = warp + warps * k;
@@ -222,7 +226,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         } else {
           const int4 keys = key_info[heads_of[k]];
           const std::uint8_t* at = stage + heads_of[k] * call.key_bytes;
-          const __half* gains = reinterpret_cast<const __half*>(at);
+          const std::uint8_t* gains = at;
           const uint2* query = queries + pair * step.coded_units * 32 + lane;
           const float unit[1] = {state.unit};
           at += keys.w;
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
             detail::key_products<2, 1>(at, static_cast<int>(pattern >> 16 & 0xffU), query, unit, products);
             detail::key_products<1, 1>(at, static_cast<int>(pattern >> 24), query, unit, products);
             #pragma unroll
-            for (int j = 0; j < 8; ++j) logits[j] = fmaf(products[0][j / 2][j % 2], __half2float(gains[s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g]), s == 0 ? -base : logits[j]);
+            for (int j = 0; j < 8; ++j) logits[j] = fmaf(products[0][j / 2][j % 2], gain(gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g), s == 0 ? -base : logits[j]);
           }
           #pragma unroll
           for (int j = 0; j < 8; ++j) logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? logits[j] : -INFINITY;
@@ -253,7 +257,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         for (int s = 0; s < groups; ++s) {
           float weighted[8];
           #pragma unroll
-          for (int j = 0; j < 8; ++j) weighted[j] = logits[j] * __half2float(value_gains[s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g]);
+          for (int j = 0; j < 8; ++j) weighted[j] = logits[j] * gain(value_gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g);
           const float factor = correction * detail::raise_reference(state.reference[s], weighted, raised);
           weight_sums[k][s] *= factor;
           if (g == 0 && columns_of[k] >= 0) factors[s * kJointColumns + columns_of[k]] = factor;
@@ -272,10 +276,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
 
   float out[mine][all_tiles][4] = {};
   int using_stage = 0;
-  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, (codes ? 2 * (first_codes.blocks + second_codes.blocks) : layout.value_units) - part_first));  // sixteens of channels
   const int units = layout.value_units;
-  const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_codes.blocks; };
-  const int used_tiles = (last_column - first_column) / 8 + 1, half = (part_first + warp) % 2;  // warps, and parts, are even in number
+  const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_blocks; };
+  const int used_tiles = (last_column - first_column) / 8 + 1, half = warp % 2;
   const auto add_values = [&](int i) {
     const std::uint8_t* latents = shared_memory + using_stage * memory.stage_bytes + call.heads * call.key_bytes;
     using_stage = using_stage + 1 == call.stages ? 0 : using_stage + 1;
@@ -312,9 +315,8 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           if (own_half >= halves) continue;
           const bool second = in_second(own_half);
           if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0, m);
-          const int block = (part_first + own_half) / 2 - (second ? first_codes.blocks : 0), bits = second ? second_codes.bits : first_codes.bits;
-          const int* at = planes[second ? 1 : 0];
-          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, bits, block, half, m) : detail::joint_operand<0>(latents, at, bits, block, half, m);
+          const JointBlock& block = blocks[own_half / 2];
+          const uint4 a = block.bits == 3 ? detail::joint_operand<3>(latents, block.at, 3, half, m) : detail::joint_operand<0>(latents, block.at, block.bits, half, m);
           detail::add_products<type>(a, weights, used_tiles, out[k]);
         }
       } else {

@@ -291,7 +291,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       }
       if constexpr (Rows::by_errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any) orders = exempt_outliers<scale_groups>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
+        if (any) orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
       }
       [[maybe_unused]] std::int64_t replacing = 0;
       if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);

@@ -39,9 +39,6 @@ struct CacheRules {
   static_assert(!rolls || !Rows::by_scores, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by scores (CompressAll, SinkRecent, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
-  static_assert(!joins || !Rows::by_errors, "lowrankkv: on the Cuda backend JointValues needs a TokenPolicy that chooses no rows by errors (CompressAll, SinkRecent, SnapKV, HeavyHitters)");
-  static_assert(!joins || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::joint_tiles(quantizer, 1); },
-                "lowrankkv: on the Cuda backend JointValues needs a Quantizer whose channels have the same bits (NoQuantizer, Int8, BlockHadamard)");
   static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   /// Form of the compressed rows, if there are any.

@@ -61,7 +61,7 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   for (const int tile_bytes : sizes) {
     for (std::size_t count = 1; count <= 16; ++count) {
-      const std::size_t page_bytes = count * static_cast<std::size_t>(tile_bytes);
+      const std::size_t page_bytes = (count * static_cast<std::size_t>(tile_bytes) + kPageAlignment - 1) / kPageAlignment * kPageAlignment;  // keys alone, or latents, have half a line of gains
       if (page_bytes < largest || page_bytes > 4 * largest) continue;
       const std::size_t bytes = static_cast<std::size_t>(use_page_bytes(config, layers, most, page_bytes)) * page_bytes;
       if (best == 0 || bytes < least || (bytes == least && page_bytes > best)) {
@@ -103,7 +103,7 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
         };
         tiles.parts.push_back(own_tiles(head.key_rank, head.key_bits));
         if (!joins) tiles.parts.push_back(own_tiles(head.value_rank, head.value_bits));
-        else if constexpr (requires { Codec::joint_tiles(quantizer, 1); }) tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank));
+        else tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank, head.value_bits));
         tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
         tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));
         const PartTiles& keys = tiles.parts[tiles.parts.size() - 2];

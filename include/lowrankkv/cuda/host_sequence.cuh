@@ -20,11 +20,16 @@ namespace cuda {
 struct SequenceRows {
   HeadRows rows;                  ///< the most of a head
   std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none
+  int joint_heads = 0;            ///< of a group whose values are joint: the same rows of them all; 0: none
 
   std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
-  /// @param index  of a list: of a head, or, behind those, of joint values, whose heads do not differ
+  /// @param index  of a list: of a head, or, behind those, of the joint values of a group
   std::int64_t num_rows(RowList list, int index) const { return rows_in(rows, list) - missing_in(list, index); }
-  std::int64_t missing_in(RowList list, int index) const { return missing.empty() ? 0 : rows_in(missing[static_cast<std::size_t>(index)], list); }
+  std::int64_t missing_in(RowList list, int index) const {
+    if (missing.empty()) return 0;
+    const int heads = static_cast<int>(missing.size());
+    return rows_in(missing[static_cast<std::size_t>(index < heads ? index : (index - heads) * joint_heads)], list);
+  }
   HeadRows rows_of(int head) const { return {static_cast<std::int32_t>(num_rows(RowList::full, head)), static_cast<std::int32_t>(num_rows(RowList::compressed, head))}; }
   /// @brief Sets the rows of every head, of which there is at least one.
   void set_rows(std::vector<HeadRows> own) {

@@ -2,7 +2,7 @@
 /// @file cuda/joint_tiles.cuh  Joint values: how codes of a latent lie in a tile, and what an attention call over joint values works in.
 ///
 /// The latent of a row serves all heads of a group. It is a list of its own (Tables::compressed, behind those of the heads): plain tiles of sixteen rows, or tiles of codes
-/// whose scale groups are blocks of 32 channels, each block a unit in every plane that the group's bits have, so that planes are sums of the same channels.
+/// whose scale groups are blocks of 32 channels of equal bits, most first, each block a unit in every plane that its bits have, so that planes are sums of the same channels.
 #pragma once
 
 #include <algorithm>
@@ -15,51 +15,52 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief One scale group of a tile of codes of joint values.
-struct JointCodes {
-  int blocks = 0;  ///< of 32 channels
-  int bits = 0;    ///< of their codes: the sum of its planes' widths
-  int offset = 0;  ///< byte of the tile where its codes begin
+/// @brief One block of a tile of codes of joint values.
+struct JointBlock {
+  int bits = 0;   ///< of its codes: the sum of its planes' widths
+  int at[4] = {}; ///< bytes of the tile where its units of 8, 4, 2 and 1 bits begin, of those that it has
 
-  /// @brief Byte of the tile where a plane of it begins: wider ones come first.
-  __host__ __device__ int plane(int width) const {
-    int at = offset;
-    for (int wider = 8; wider > width; wider /= 2) at += (bits & wider) != 0 ? blocks * code_unit_bytes(wider) : 0;
-    return at;
-  }
   /// @brief Bits of a code below those that a plane has.
   __host__ __device__ int shift(int width) const { return bits & (width - 1); }
 };
 
-/// @brief Scale group `group` of the tiles of a list of joint values.
-__host__ __device__ inline JointCodes joint_codes(const HeadTiles& layout, int group) {
-  const auto of = [](std::int32_t packed) {
-    const unsigned pattern = static_cast<unsigned>(packed);
-    JointCodes codes;
-    for (int place = 0, width = 8; place < 32; place += 8, width /= 2) {
-      const int count = static_cast<int>(pattern >> place & 0xffU);
-      codes.blocks = count > codes.blocks ? count : codes.blocks;
-      codes.bits += count > 0 ? width : 0;
+/// @brief Blocks of a scale group of the tiles of a list of joint values.
+__host__ __device__ inline int joint_blocks(const HeadTiles& layout, int group) {
+  int blocks = 0;
+  for (int bits = 8; bits > 0; --bits) blocks += layout.blocks_of(group, bits);
+  return blocks;
+}
+
+/// @brief Block `index` of those tiles, counted over both scale groups. Cost: a few dozen operations.
+__host__ __device__ inline JointBlock joint_block(const HeadTiles& layout, int index) {
+  const int first = joint_blocks(layout, 0), group = index < first ? 0 : 1;
+  if (group == 1) index -= first;
+  JointBlock block;
+  int before = 0;  // blocks, of more bits
+  for (block.bits = 8; before + layout.blocks_of(group, block.bits) <= index; --block.bits) before += layout.blocks_of(group, block.bits);
+  int begin = layout.value_offset;
+  for (int bits = 8; group == 1 && bits > 0; --bits) begin += layout.blocks_of(0, bits) * code_unit_bytes(bits);
+  for (int plane = 0, width = 8; plane < 4; ++plane, width /= 2) {
+    int all = 0, earlier = 0;  // units of the plane
+    for (int bits = 8; bits > 0; --bits) {
+      if ((bits & width) == 0) continue;
+      all += layout.blocks_of(group, bits);
+      earlier += bits > block.bits ? layout.blocks_of(group, bits) : bits == block.bits ? index - before : 0;
     }
-    return codes;
-  };
-  JointCodes codes = of(layout.first_value_pattern);
-  codes.offset = layout.value_offset;
-  if (group == 0) return codes;
-  const int begin = codes.offset + codes.blocks * code_unit_bytes(1) * codes.bits;
-  codes = of(layout.value_pattern - layout.first_value_pattern);
-  codes.offset = begin;
-  return codes;
+    block.at[plane] = begin + earlier * code_unit_bytes(width);
+    begin += all * code_unit_bytes(width);
+  }
+  return block;
 }
 
 /// @brief The code of (row, channel of a block) in a tile of codes of joint values.
-__device__ inline unsigned joint_code(const std::uint8_t* tile, const JointCodes& codes, int block, int row, int channel) {
+__device__ inline unsigned joint_code(const std::uint8_t* tile, const JointBlock& block, int row, int channel) {
   unsigned code = 0;
-  for (int width = 8; width > 0; width /= 2) {
-    if ((codes.bits & width) == 0) continue;
+  for (int plane = 0, width = 8; plane < 4; ++plane, width /= 2) {
+    if ((block.bits & width) == 0) continue;
     const CodePlace place = value_place(width, row, channel);
-    const unsigned word = *reinterpret_cast<const std::uint32_t*>(tile + codes.plane(width) + block * code_unit_bytes(width) + place.word);
-    code |= (word >> place.shift & ((1U << width) - 1U)) << codes.shift(width);
+    const unsigned word = *reinterpret_cast<const std::uint32_t*>(tile + block.at[plane] + place.word);
+    code |= (word >> place.shift & ((1U << width) - 1U)) << block.shift(width);
   }
   return code;
 }

@@ -107,6 +107,7 @@ class LayerState {
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
       for (auto& pages : sequence.pages) pages.resize(static_cast<std::size_t>(tables_.num_lists));
+      sequence.joint_heads = tables_.joint_heads;
     }
     workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, workspace);
     int device = 0, major = 0;

@@ -42,9 +42,9 @@ struct LayerTiles {
     for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.keys ? tiles.bytes : 0);
     return most;
   }
-  /// @brief Channels of a latent as attention sums them, the most of a group of heads.
+  /// @brief Channels of a latent as attention sums them, the most of a group of heads; of latents without bits, whose weights are wanted all the same, a unit's.
   int joint_width() const {
-    int most = 0;
+    int most = joint_heads > 0 ? kPlainUnit : 0;
     for (std::size_t part = 1; part < parts.size(); part += 2) most = (std::max)(most, static_cast<int>(parts[part].readers.size()));
     for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.keys || tiles.codes ? 0 : tiles.channels(Part::value));
     return most;
@@ -100,8 +100,9 @@ inline HeadTiles joint_plain_tiles(int channels) {
   return tiles;
 }
 
-/// @brief Tiles of codes of joint values: the planes of each scale group have their channels in the same places (cuda/joint_tiles.cuh). Widths of units are in the patterns alone.
+/// @brief Tiles of codes of joint values: the planes of a block have their channels in the same places (cuda/joint_tiles.cuh).
 inline HeadTiles joint_code_tiles(const PartTiles& value, int scale_groups) {
+  static_assert(kMaxUnits == 2 * 8);  // blocks are counted by scale group and bits
   HeadTiles tiles;
   tiles.codes = true;
   tiles.keys = false;
@@ -115,6 +116,10 @@ inline HeadTiles joint_code_tiles(const PartTiles& value, int scale_groups) {
   tiles.value_offset = tiles.key_offset = scale_groups * kCodeRows * tiles.gain_bytes();
   tiles.bytes = tiles.value_offset;
   for (const std::uint8_t width : value.widths) tiles.bytes += code_unit_bytes(width);
+  for (std::size_t channel = 0; channel < value.readers.size(); channel += kCodeUnit) {
+    const TileChannel& first = value.readers[channel];
+    ++tiles.value_widths[(scale_groups == 2 && first.source >= value.first_coded ? 8 : 0) + first.bits - 1];
+  }
   return tiles;
 }
 

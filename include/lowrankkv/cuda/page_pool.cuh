@@ -9,6 +9,7 @@
 
 #include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -17,15 +18,15 @@ namespace cuda {
 /// work on one stream or on streams that wait for each other.
 class PagePool {
  public:
-  /// @brief Owns its memory. Allocates. @param page_bytes a multiple of 128
+  /// @brief Owns its memory. Allocates. @param page_bytes a multiple of kPageAlignment
   PagePool(std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), owned_(page_bytes * static_cast<std::size_t>(num_pages)), memory_(owned_.data()) {}
-  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, 128-byte aligned, which must outlive the pool. With a source, an engine's own block manager hands out its pages.
+  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, aligned to kPageAlignment, which must outlive the pool. With a source, an engine's own block manager hands out its pages.
   PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), memory_(memory) {
     if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
-    const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory) % 128;
-    if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset, " bytes off a multiple of 128");
+    const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory) % kPageAlignment;
+    if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset, " bytes off a multiple of ", kPageAlignment);
   }
 
   std::size_t page_bytes() const { return page_bytes_; }
@@ -49,7 +50,7 @@ class PagePool {
     constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
     const bool fits = num_pages >= 0 && num_pages <= limit && page_bytes > 0 && page_bytes <= static_cast<std::size_t>(limit);
     if (!fits) ::lowrankkv::detail::fail<CapacityError>("page pool: ", num_pages, " pages of ", page_bytes, " bytes, each at most ", limit);
-    if (page_bytes % 128 != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: page_bytes ", page_bytes, ", a multiple of 128 expected");
+    if (page_bytes % kPageAlignment != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: page_bytes ", page_bytes, ", a multiple of ", kPageAlignment, " expected");
     return num_pages;
   }
   PageAllocator allocator_;

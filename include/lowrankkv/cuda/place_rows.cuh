@@ -37,10 +37,11 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
     }
     int offset = layout.offset(part);
     if (!layout.keys) {  // joint values: planes of blocks of channels
-      for (int group = 0; group < layout.scale_groups; ++group) {
-        const JointCodes codes = joint_codes(layout, group);
-        for (int bits = 8; bits > 0; bits /= 2) {
-          for (int block = 0; (codes.bits & bits) != 0 && block < codes.blocks; ++block) move_unit(part, bits, codes.plane(bits) + block * code_unit_bytes(bits));
+      const int blocks = joint_blocks(layout, 0) + (layout.scale_groups == 2 ? joint_blocks(layout, 1) : 0);
+      for (int index = 0; index < blocks; ++index) {
+        const JointBlock block = joint_block(layout, index);
+        for (int plane = 0, bits = 8; plane < 4; ++plane, bits /= 2) {
+          if ((block.bits & bits) != 0) move_unit(part, bits, block.at[plane]);
         }
       }
       continue;

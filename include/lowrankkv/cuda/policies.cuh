@@ -9,8 +9,8 @@
 /// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, `static PartTiles moving_tiles(const Q&, rank)`, whole planes of 8 bits without steps, if they may,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
-/// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values, whose channels of a scale group have the same bits,
-/// `static PartTiles joint_tiles(const Q&, rank)`; without codes, `static DType type(const Q&)`.
+/// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values,
+/// `static PartTiles joint_tiles(const Q&, rank, bits)`; without codes, `static DType type(const Q&)`.
 #pragma once
 
 #include <algorithm>
@@ -142,13 +142,36 @@ inline PartTiles moving_code_planes(const CodeLayout& layout) {
   return result;
 }
 
-/// @brief Codes of joint values: planes as above, and channels as attention sums them, those of a scale group in order, filled up to whole units.
+/// @brief Codes of joint values: blocks of 32 channels of equal bits, the last of each filled up, as attention sums them; a block is a unit in every plane that its bits have.
+/// Bits do not rise within a scale group.
 inline PartTiles joint_code_planes(const CodeLayout& layout) {
   PartTiles result = code_planes(layout, true);
-  for (const ScaleGroup& group : layout.groups) {
-    for (int channel = 0; channel < group.count; ++channel) result.readers.push_back({static_cast<std::int16_t>(group.first + channel), 0, 0, 0});
-    while (result.readers.size() % kCodeUnit != 0) result.readers.push_back({});
+  result.channels.clear();
+  result.widths.clear();
+  result.padding_bits = 0;
+  for (std::size_t group = 0; group < layout.groups.size(); ++group) {
+    if (group == 1) result.first_units = static_cast<int>(result.widths.size());
+    const std::size_t begin = result.readers.size();
+    const int first = layout.groups[group].first, end = first + layout.groups[group].count;
+    for (int channel = first; channel < end; ++channel) {
+      const std::uint8_t bits = layout.bits[static_cast<std::size_t>(channel)];
+      result.readers.push_back({static_cast<std::int16_t>(channel), bits, 0, 0});
+      const bool last = channel + 1 == end || layout.bits[static_cast<std::size_t>(channel) + 1] != bits;
+      while (last && result.readers.size() % kCodeUnit != 0) {
+        result.readers.push_back({-1, bits, 0, 0});
+        result.padding_bits += bits;
+      }
+    }
+    for (const int width : {8, 4, 2, 1}) {
+      const std::size_t before = result.channels.size();
+      for (std::size_t at = begin; at < result.readers.size(); ++at) {
+        const TileChannel& reader = result.readers[at];
+        if ((reader.bits & width) != 0) result.channels.push_back({reader.source, reader.bits, static_cast<std::uint8_t>(reader.bits & (width - 1)), static_cast<std::uint8_t>(width)});
+      }
+      result.widths.insert(result.widths.end(), (result.channels.size() - before) / kCodeUnit, static_cast<std::uint8_t>(width));
+    }
   }
+  if (layout.groups.size() < 2) result.first_units = static_cast<int>(result.widths.size());
   return result;
 }
 
@@ -188,6 +211,7 @@ struct Impl<TransformCode, Cuda> {
     }
   }
   static cuda::PartTiles tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return cuda::code_planes(transform_layout(policy, rank, bits)); }
+  static cuda::PartTiles joint_tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return cuda::joint_code_planes(transform_layout(policy, rank, bits)); }
   static std::vector<float> steps(const TransformCode& policy, std::span<const std::uint8_t> bits, std::span<const float> rms) { return transform_steps(policy, bits, rms); }
 };
 
@@ -198,7 +222,7 @@ struct Impl<Int8, Cuda> {
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
   static cuda::PartTiles moving_tiles(const Int8&, int rank) { return cuda::moving_code_planes(int8_layout(rank)); }
-  static cuda::PartTiles joint_tiles(const Int8&, int rank) { return cuda::joint_code_planes(int8_layout(rank)); }
+  static cuda::PartTiles joint_tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::joint_code_planes(int8_layout(rank)); }
   static std::vector<float> steps(const Int8&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
 };
 
@@ -209,7 +233,7 @@ struct Impl<BlockHadamard, Cuda> {
   static constexpr int scale_groups = 2;
   static void validate(const BlockHadamard& policy) { check_block_hadamard(policy); }
   static cuda::PartTiles tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(block_hadamard_layout(policy, rank)); }
-  static cuda::PartTiles joint_tiles(const BlockHadamard& policy, int rank) { return cuda::joint_code_planes(block_hadamard_layout(policy, rank)); }
+  static cuda::PartTiles joint_tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::joint_code_planes(block_hadamard_layout(policy, rank)); }
   static std::vector<float> steps(const BlockHadamard&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
   static std::vector<float> rotation(const BlockHadamard& policy, int rank) { return block_hadamard_rotation(policy, block_hadamard_layout(policy, rank)); }
 };

@@ -34,9 +34,11 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
     const std::int64_t token = row < lists.num_compressed ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
     places[thread] = value.place_of(token, range.count);
   }
-  const JointCodes first = scale_groups > 0 ? joint_codes(layout, 0) : JointCodes{}, second = scale_groups == 2 ? joint_codes(layout, 1) : JointCodes{};
+  __syncthreads();
+  const int first_blocks = scale_groups > 0 ? joint_blocks(layout, 0) : 0;
   float sums[kRowsOfThread][kMostDims] = {};
   for (int base = 0; base < maps.width; base += kCodeUnit) {
+    const JointBlock block = scale_groups > 0 ? joint_block(layout, base / kCodeUnit) : JointBlock{};
     __syncthreads();
     for (int item = thread; item < kStoreRows * kCodeUnit; item += kStoreThreads) {
       const int row = item / kCodeUnit, channel = item % kCodeUnit, in_list = begin + row;
@@ -44,11 +46,8 @@ __global__ void __launch_bounds__(kStoreThreads) decode_joint_kernel(Tables tabl
       if (in_list < lists.num_compressed && base + channel < maps.width) {
         const std::uint8_t* tile = tables.tile(table, layout, in_list / layout.rows);
         if constexpr (scale_groups > 0) {
-          const int block = base / kCodeUnit;
-          const bool in_first = block < first.blocks;
-          const JointCodes& codes = in_first ? first : second;
-          const float level = static_cast<float>(joint_code(tile, codes, in_first ? block : block - first.blocks, row, channel)) - 0.5F * static_cast<float>((1 << codes.bits) - 1);
-          coefficient = level * detail::stored_gain(tile, layout, Part::value, row, in_first ? 0 : 1);
+          const float level = static_cast<float>(joint_code(tile, block, row, channel)) - 0.5F * static_cast<float>((1 << block.bits) - 1);
+          coefficient = level * detail::stored_gain(tile, layout, Part::value, row, base / kCodeUnit < first_blocks ? 0 : 1);
         } else {
           coefficient = from_bits(type, *reinterpret_cast<const std::uint16_t*>(tile + layout.plain_byte(Part::value, in_list % layout.rows, base + channel)));
         }

@@ -124,9 +124,49 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
   }
 }
 
+/// sums += coefficients [32 rows, sixteen of block `block`] x the decoder's: sixteen channels of rows, those of unit `unit`.
+/// @param values, rest  of the first row, at the block's first coefficient; rest null: values are exact  @param steps  sixteens of rows, 1 or 2
+template <DType type>
+__device__ __forceinline__ void add_decoded(const PartMaps& maps, int block, int unit, int units, const std::uint16_t* values, const std::uint16_t* rest, int stride, int steps, float (&sums)[2][2][4]) {
+  const int place = (block * 2 * units + 2 * unit) * 32 + static_cast<int>(threadIdx.x) % 32;
+  const auto multiply = [&](const std::uint16_t* rows, const std::uint32_t (&map)[2][2]) {
+    #pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (s >= steps) continue;
+      const uint4 a = plain_words(Part::key, rows + s * kPlainRows * stride, stride, 0);
+      #pragma unroll
+      for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], a, map[n][0], map[n][1]);
+    }
+  };
+  const auto transposed_pair = [](std::uint32_t first, std::uint32_t second, std::uint32_t (&map)[2]) {
+    map[0] = transposed(first);
+    map[1] = transposed(second);
+  };
+  std::uint32_t map[2][2];  // [eight channels of rows, eight coefficients]
+  if (maps.decoder.type == type) {
+    const uint2* own = static_cast<const uint2*>(maps.decoder.data) + place;
+    #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint2 both = __ldg(own + 32 * n);
+      transposed_pair(both.x, both.y, map[n]);
+    }
+  } else {
+    for (const bool low : {true, false}) {  // the rest first: map is the larger part when it is over
+      #pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float4 four = maps.decoder.quad(place + 32 * n);
+        transposed_pair(half_of<type>(four.x, four.y, low), half_of<type>(four.z, four.w, low), map[n]);
+      }
+      if (low) multiply(values, map);
+    }
+  }
+  multiply(values, map);
+  if (rest != nullptr) multiply(rest, map);
+}
+
 }  // namespace detail
 
-/// @brief errors [sequence of the batch, head, stride], by row of the source. Grid: groups of `steps` sixteens of rows x heads x sequences.
+/// @brief errors [sequence of the batch, head, stride], by row of the source; where values are joint, those of keys. Grid: groups of `steps` sixteens of rows x heads x sequences.
 /// @tparam type  of full rows  @tparam scale_groups  of tiles of codes  @param coded_type  of plain coefficients
 template <StoreForm form, RowPath path, DType type, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tables, RowSource source, ErrorRows wanted, bool relative, DType coded_type, int steps, bool metric, float* errors, int stride) {
@@ -141,7 +181,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
   const int first_step = from.step_of(begin) + static_cast<int>(blockIdx.x) * steps, used = min(steps, from.step_of(end - 1) - first_step + 1), first_row = first_step * kPlainRows - from.offset();
   if (used <= 0) return;
   const HeadMaps& maps_now = tables.current_maps(slot, head);
-  const int max_rank = max(maps_now.key.rank, maps_now.value.rank), values_stride = plain_stride(max_rank);
+  const bool joint = tables.joint_heads > 0;
+  const int max_rank = joint ? maps_now.key.rank : max(maps_now.key.rank, maps_now.value.rank), values_stride = plain_stride(max_rank);
   const ErrorMemory memory(steps, form, dim, max_rank, metric, metric && relative);
   std::uint16_t* values = reinterpret_cast<std::uint16_t*>(shared_memory + memory.values);
   std::uint16_t* rest = reinterpret_cast<std::uint16_t*>(shared_memory + memory.rest);
@@ -152,6 +193,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
   __shared__ float total[kMaxRows];
   if (threadIdx.x < kMaxRows) total[threadIdx.x] = 0.0F;
   for (const Part part : {Part::key, Part::value}) {
+    if (joint && part == Part::value) break;  // latent_errors_kernel adds them
     const PartMaps& maps = maps_now.of(part);
     const PartMaps* own_metric = metric && tables.metrics[head].of(part).encoder.data != nullptr ? &tables.metrics[head].of(part) : nullptr;
     const auto words = [&](Part, int step) { return [own = from.words(part, first_step + step)](int unit) { return own[32 * unit]; }; };
@@ -179,7 +221,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
     }
     // A warp decodes sixteen channels of up to 32 rows.
     const int halves = (used + 1) / 2;
-    const bool exact_values = form == StoreForm::coefficients && coded_type == type, exact_maps = maps.decoder.type == type;
+    const bool exact_values = form == StoreForm::coefficients && coded_type == type;
     for (int item = warp; item < units * halves; item += kStoreThreads / 32) {
       const int unit = item / halves, half = item % halves;
       float sums[2][2][4] = {};
@@ -187,40 +229,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
       #pragma unroll
       for (int s = 0; s < 2; ++s) own_words[s] = words(part, min(2 * half + s, used - 1))(unit);
       for (int block = 0; block < (maps.rank + 15) / 16; ++block) {
-        const int place = (block * 2 * units + 2 * unit) * 32 + lane;
-        const auto multiply = [&](const std::uint16_t* rows, const std::uint32_t (&map)[2][2]) {
-          #pragma unroll
-          for (int s = 0; s < 2; ++s) {
-            if (2 * half + s >= used) continue;
-            const uint4 a = detail::plain_words(Part::key, rows + (2 * half + s) * kPlainRows * values_stride, values_stride, block);
-            #pragma unroll
-            for (int n = 0; n < 2; ++n) mma_plain<type>(sums[s][n], a, map[n][0], map[n][1]);
-          }
-        };
-        const auto transposed_pair = [](std::uint32_t first, std::uint32_t second, std::uint32_t (&map)[2]) {
-          map[0] = transposed(first);
-          map[1] = transposed(second);
-        };
-        std::uint32_t map[2][2];  // [eight channels of rows, eight coefficients]
-        if (exact_maps) {
-          const uint2* own = static_cast<const uint2*>(maps.decoder.data) + place;
-          #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const uint2 both = __ldg(own + 32 * n);
-            transposed_pair(both.x, both.y, map[n]);
-          }
-        } else {
-          for (const bool low : {true, false}) {  // the rest first: map is the larger part when it is over
-            #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              const float4 four = maps.decoder.quad(place + 32 * n);
-              transposed_pair(detail::half_of<type>(four.x, four.y, low), detail::half_of<type>(four.z, four.w, low), map[n]);
-            }
-            if (low) multiply(values, map);
-          }
-        }
-        multiply(values, map);
-        if (!exact_values) multiply(rest, map);
+        const int at = 2 * half * kPlainRows * values_stride + block * kPlainUnit;
+        detail::add_decoded<type>(maps, block, unit, units, values + at, exact_values ? nullptr : rest + at, values_stride, used - 2 * half, sums);
       }
       #pragma unroll
       for (int s = 0; s < 2; ++s) {

@@ -201,8 +201,9 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
   // Where values choose rows, once for all.
-  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && tables.joint_heads == 0 && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
+  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
   if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
+  sequence.joint_heads = tables.joint_heads;
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
     if (!::lowrankkv::detail::is_next_piece(piece, last_piece, counts.num_tokens)) {
@@ -220,9 +221,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const std::int64_t ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
   if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
   const bool drops = tables.positions[0] != nullptr;
+  const auto leader_of = [&](int head) { return tables.joint_heads == 0 ? head : head - head % tables.joint_heads; };
   for (int head = 0; head < tables.num_heads; ++head) {
     const std::int64_t full = sequence.num_rows(RowList::full, head), compressed = sequence.num_rows(RowList::compressed, head), rows = full + compressed + counts.tail_length;
-    const bool fits = full >= 0 && compressed >= 0 && counts.tail_length >= 0 && full <= counts.rows.num_full && compressed <= counts.rows.num_compressed && (drops ? rows <= counts.num_tokens : rows == counts.num_tokens);
+    const bool fits = full >= 0 && compressed >= 0 && counts.tail_length >= 0 && full <= counts.rows.num_full && compressed <= counts.rows.num_compressed && compressed == sequence.num_rows(RowList::compressed, leader_of(head)) && (drops ? rows <= counts.num_tokens : rows == counts.num_tokens);
     if (!fits) fail<FormatError>("saved state: head ", head, ": ", full, " full rows, ", compressed, " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens, " tokens");
   }
   if (counts.tail_length > layer.config().tail_capacity || counts.tail_first < 0 || counts.tail_first >= (std::max)(ring, std::int64_t{1})) {

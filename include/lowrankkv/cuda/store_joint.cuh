@@ -145,10 +145,10 @@ __global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tab
     int unit = 0;
     std::uint8_t* at = tile + layout.value_offset;
     for (int own = 0; own < scale_groups; ++own) {
-      const JointCodes codes = joint_codes(layout, own);
       for (int bits = 8; bits > 0; bits /= 2) {
-        if ((codes.bits & bits) == 0) continue;
-        for (int block = 0; block < codes.blocks; ++block, ++unit, at += code_unit_bytes(bits)) {
+        int units = 0;  // of the plane
+        for (int all = bits; all <= 8; ++all) units += (all & bits) != 0 ? layout.blocks_of(own, all) : 0;
+        for (int end = unit + units; unit < end; ++unit, at += code_unit_bytes(bits)) {
           if (unit % (kStoreThreads / 32) != warp) continue;
           const auto pack = [&](auto width) {
             detail::pack_words<Part::value, decltype(width)::value, false>(memory, inverse_gains + own * kStoreRows, maps.rank + 1, plan + unit * kCodeUnit, reinterpret_cast<std::uint32_t*>(at), range.begin, range.end, thread % 32, 32);
@@ -163,15 +163,15 @@ __global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tab
   }
 }
 
-/// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are stored  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
-/// @tparam scale_groups  of tiles of codes; 0: plain ones
-template <int scale_groups>
-void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream) {
+namespace detail {
+
+/// Enqueues the coefficients of the joint values of leaving rows, a portion at a time, and after each what becomes of them: then(portion, a grid of its pieces x groups of heads x sequences).
+/// @param most  of a sequence's rows  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
+template <class Function>
+void for_each_portion(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream, Function&& then) {
   const Tables& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim, all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;  // one more, since lists go on inside a tile
   const int rank = layer.most_value_rank();
-  int channels = 0;
-  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.keys ? 0 : tiles.channels(Part::value));
   LatentPortion portion;
   portion.pieces = (std::min)(all_pieces, kLatentPieces);
   portion.stride = rank + 1;
@@ -183,14 +183,26 @@ void store_latents(const LayerState& layer, const Leaving& leaving, const RowSou
     const unsigned sequences = static_cast<unsigned>((std::min)(at_once, leaving.count - portion.first_sequence));
     for (portion.first_piece = 0; portion.first_piece < all_pieces; portion.first_piece += portion.pieces) {
       const dim3 products(static_cast<unsigned>((rank + kLatentChannels - 1) / kLatentChannels * portion.pieces), static_cast<unsigned>(groups), sequences);
-      detail::with_type(tables.full_type, [&](auto type) {
-        detail::launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), "project_latents_kernel", stream, tables, source, leaving, portion);
+      with_type(tables.full_type, [&](auto type) {
+        launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), "project_latents_kernel", stream, tables, source, leaving, portion);
       });
-      const dim3 pieces(static_cast<unsigned>(portion.pieces), static_cast<unsigned>(groups), sequences);
-      const std::size_t bytes = scale_groups == 0 ? 0 : static_cast<std::size_t>(channels) * sizeof(detail::CodePlan);
-      detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, "store_latents_kernel", stream, tables, leaving, portion, layer.tiles().coded_type);
+      then(portion, dim3(static_cast<unsigned>(portion.pieces), static_cast<unsigned>(groups), sequences));
     }
   }
+}
+
+}  // namespace detail
+
+/// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are stored  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
+/// @tparam scale_groups  of tiles of codes; 0: plain ones
+template <int scale_groups>
+void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream) {
+  int channels = 0;
+  for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.keys ? 0 : tiles.channels(Part::value));
+  const std::size_t bytes = scale_groups == 0 ? 0 : static_cast<std::size_t>(channels) * sizeof(detail::CodePlan);
+  detail::for_each_portion(layer, leaving, source, most, order, loose, scratch, stream, [&](const LatentPortion& portion, const dim3& pieces) {
+    detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, "store_latents_kernel", stream, layer.tables(), leaving, portion, layer.tiles().coded_type);
+  });
 }
 
 }  // namespace cuda

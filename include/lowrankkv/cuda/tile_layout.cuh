@@ -24,6 +24,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
+inline constexpr int kPageAlignment = 128;  ///< bytes: of pages, their sizes are multiples of it
 inline constexpr int kPlainRows = 16;     ///< rows of a unit of a plain tile
 inline constexpr int kPlainUnit = 16;     ///< its channels
 inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
@@ -45,17 +46,19 @@ struct HeadTiles {
   ScaleKind gains = ScaleKind::norm_log8;  ///< of rows, tiles of codes only
   bool keys = true, values = true;  ///< whether rows have them: with joint values, heads have keys, groups have values
   std::int32_t rows = 0;            ///< of a tile
-  std::int32_t bytes = 0;           ///< of a tile, a multiple of 128
+  std::int32_t bytes = 0;           ///< of a tile, a multiple of 128; of codes of keys alone, or of joint values, of 64
   std::int32_t tiles_per_page = 0;
   std::int32_t key_units = 0, value_units = 0;
   std::int32_t key_offset = 0, value_offset = 0;  ///< where they begin in a tile
   std::uint8_t key_widths[kMaxUnits] = {};        ///< bits of the codes of every unit; tiles of codes only
-  std::uint8_t value_widths[kMaxUnits] = {};
+  std::uint8_t value_widths[kMaxUnits] = {};      ///< with joint values, whose units may be more: blocks_of()
   std::int32_t key_pattern = 0, value_pattern = 0;  ///< code_pattern() of the widths
   std::int32_t scale_groups = 1;                    ///< gains of a row of keys, and of values: 1 or 2; tiles of codes only
   std::int32_t first_key_units = 0, first_value_units = 0;      ///< of two scale groups, the first one's units; of one, all
   std::int32_t first_key_pattern = 0, first_value_pattern = 0;  ///< their widths
 
+  /// @brief With joint values: blocks of a scale group whose codes have so many bits, 1 to 8 (cuda/joint_tiles.cuh).
+  __host__ __device__ int blocks_of(int group, int bits) const { return value_widths[8 * group + bits - 1]; }
   /// @brief Bytes of a gain.
   __host__ __device__ std::int32_t gain_bytes() const { return gains == ScaleKind::norm_log8 ? 1 : 2; }
   /// @brief Byte of a row's gain, of the channels of one scale group, in a tile of codes.

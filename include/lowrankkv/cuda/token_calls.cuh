@@ -39,7 +39,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     return now.num_tokens - now.tail_length;
   }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where values chose among them the stream is waited for, else nothing is.
-  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where rows stay by the attention that they have received, or where bases move or values are joint and heads would keep different numbers
+  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where rows stay by the attention that they have received, or where bases move and heads would keep different numbers
   /// of compressed rows (not behind a prompt whose rows were chosen by scores); CapacityError where a head's outliers were so early that its full rows could outgrow their tables
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
@@ -103,8 +103,8 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     using ::lowrankkv::detail::fail;
     const std::int64_t most = this->most_full_rows(stored);
     for (std::size_t head = 0; head < rows.size(); ++head) {
-      if ((Base::Rule::adapts || Base::joins) && rows[head].num_compressed != rows.front().num_compressed) {
-        fail<StateError>(call, ": head 0 would have ", rows.front().num_compressed, " compressed rows, head ", head, " ", rows[head].num_compressed, "; the same expected on this backend, where bases move or values are joint");
+      if (Base::Rule::adapts && rows[head].num_compressed != rows.front().num_compressed) {
+        fail<StateError>(call, ": head 0 would have ", rows.front().num_compressed, " compressed rows, head ", head, " ", rows[head].num_compressed, "; the same expected on this backend, where bases move");
       }
       if (Rows::by_errors && rows[head].num_full > most) {
         const std::int64_t room = layer_.max_rows(RowList::full);
