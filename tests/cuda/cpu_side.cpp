@@ -157,6 +157,9 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::oja_merging: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
     case Method::oja_rotating: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
     case Method::oja_int8: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, Int8>>({});
+    case Method::oja_codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, TransformCode, KeepEpochs<2>>>({});
+    case Method::oja_blocks: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, BlockHadamard, RotateNow>>({});
+    case Method::directions_codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, SinkRecent, TransformCode, KeepEpochs<3>>>({});
     case Method::subspace_a: return make.template operator()<SubSpaceA<>>({});
     case Method::directions: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>>({});
     case Method::directions_outliers: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>>({});

@@ -11,6 +11,7 @@
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/cuda/compress_scratch.cuh"
 #include "lowrankkv/cuda/latent_errors.cuh"
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
@@ -19,6 +20,7 @@
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
+#include "lowrankkv/cuda/turn_axes.cuh"
 #include "lowrankkv/cuda/turn_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -27,99 +29,6 @@ struct Cuda;
 
 namespace cuda {
 
-/// @brief Shares in which the moment of a prompt is summed.
-inline constexpr int kMomentSplits = 16;
-
-/// @brief Where the scratch memory of a call stands.
-struct CompressScratch {
-  std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
-  std::uint8_t* turned = nullptr;    ///< its keys, turned, where they are stored unrotated and queries score them
-  uint2* operands = nullptr;         ///< of score_operands_kernel
-  float2* sums = nullptr;            ///< of score_sums_kernel
-  float* lse = nullptr;              ///< of score_lse_kernel
-  float* scores = nullptr;           ///< [lists, rows], then pooled ones
-  std::int32_t* chosen = nullptr;    ///< [lists, rows]
-  std::int32_t* rest = nullptr;      ///< the same
-  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
-  float* moments = nullptr;          ///< of moment_kernel
-  float* metric_moments = nullptr;   ///< of metric_moments_kernel
-  float* transitions = nullptr;      ///< of transition_kernel
-  float* latents = nullptr;          ///< of project_latents_kernel
-  float* group_masses = nullptr;     ///< of group_masses_kernel
-  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others
-  LooseTiles loose;                  ///< that they wait in, if they are compressed
-  Rollover rollover;                 ///< of roll_over_kernel
-  float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
-  float* decoded = nullptr;          ///< rows that note_residuals() compares, keys, then values; where bases move, those that merge_noting_moves() does
-  std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
-
-  /// @brief The second half of a prompt's scores.
-  float* second_scores(int heads) const { return scores + static_cast<std::size_t>(heads) * static_cast<std::size_t>(rows); }
-};
-
-/// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
-/// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be  @param keeps  rows are dropped by score
-/// @param weighed  stored rows of a list that is weighed, of which others may take the places
-inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, std::int64_t weighed, bool keeps = false) {
-  const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
-  const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
-  std::size_t end = 0;
-  const auto reserve = [&](std::size_t bytes) {
-    const std::size_t begin = end;
-    end += (bytes + 127) / 128 * 128;
-    return begin;
-  };
-  const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
-  const std::size_t turned = reserve(rows == 0 || columns == 0 || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
-  const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
-  const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
-  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
-  const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
-  const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
-  const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
-  const bool rolls = layer.rolls().rolls();
-  const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));
-  const std::size_t moments = reserve(layer.epochs().adapts() && !rolls ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? (rolls ? together : 1) * heads * 2 * most * most * sizeof(float) : 0);
-  const std::size_t metric_moments = reserve(layer.epochs().metrics().any() && !rolls ? together * heads * 2 * dim * dim * sizeof(float) : 0);
-  const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
-  const std::size_t latents = reserve(joint * sizeof(float));
-  const bool masses = layer.tables().masses != nullptr, places = masses && layer.tables().weighed == RowList::compressed;
-  const std::size_t fates = joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
-  // As many as there can ever be: scratch that grows while a sequence does would make flushes wait.
-  const std::size_t group_masses = reserve(places ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
-  LooseTiles loose;
-  if (places) {
-    loose.pieces = static_cast<std::int32_t>(((std::min)(weighed, list_rows) + kStoreRows - 1) / kStoreRows);
-    for (const HeadTiles& tiles : layer.tiles().compressed) loose.piece_bytes = (std::max)(loose.piece_bytes, kStoreRows / tiles.rows * tiles.bytes);
-  }
-  const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
-  const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
-  const std::size_t buffers = reserve(rolls && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
-  const std::size_t decoded = reserve(layer.config().keep_residuals ? (layer.epochs().adapts() ? 4 : 2) * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
-  std::uint8_t* base = layer.pool().scratch(end);
-  loose.data = base + loose_tiles;
-  loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
-  return {base + packed,
-          base + turned,
-          reinterpret_cast<uint2*>(base + operands),
-          reinterpret_cast<float2*>(base + sums),
-          reinterpret_cast<float*>(base + lse),
-          reinterpret_cast<float*>(base + scores),
-          reinterpret_cast<std::int32_t*>(base + chosen),
-          reinterpret_cast<std::int32_t*>(base + rest),
-          reinterpret_cast<std::int32_t*>(base + kept),
-          reinterpret_cast<float*>(base + moments),
-          reinterpret_cast<float*>(base + metric_moments),
-          reinterpret_cast<float*>(base + transitions),
-          reinterpret_cast<float*>(base + latents),
-          reinterpret_cast<float*>(base + group_masses),
-          reinterpret_cast<std::int32_t*>(base + replaced),
-          loose,
-          {reinterpret_cast<std::int32_t*>(base + rolled), reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
-          reinterpret_cast<float*>(base + buffers),
-          reinterpret_cast<float*>(base + decoded),
-          static_cast<std::int32_t>(rows != 0 ? rows : list_rows)};
-}
 
 namespace detail {
 
@@ -193,21 +102,16 @@ const float* mask_scores(const LayerState& layer, const CompressScratch& scratch
   return target;
 }
 
-/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one
-template <class = void>
+/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
+template <int coded_groups>
 void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count, int pieces, const CompressScratch& scratch, cudaStream_t stream) {
   const int most = layer.epochs().most(), heads = layer.tables().num_heads;
   transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), static_cast<unsigned>(2 * count)), kStoreThreads, 0, stream>>>(layer.tables(), plans, most,
                                                                                                                                                                                                   scratch.transitions);
   check(cudaGetLastError(), "transition_kernel");
-  const bool codes = layer.tiles().form == CodedForm::codes;
   const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(heads), static_cast<unsigned>(count));
-  const auto merge = [&](auto* kernel) {
-    detail::launch_kernel(kernel, grid, kStoreThreads, merge_bytes(codes, most, layer.tiles().max_head_tile_bytes()), "merge_kernel", stream, layer.tables(), plans, most, static_cast<const float*>(scratch.transitions),
-                         layer.tiles().coded_type);
-  };
-  if (codes) merge(merge_kernel<true>);
-  else merge(merge_kernel<false>);
+  detail::launch_kernel(merge_kernel<coded_groups>, grid, kStoreThreads, merge_bytes(coded_groups, most, layer.tiles().max_head_tile_bytes()), "merge_kernel", stream, layer.tables(), plans, most,
+                        static_cast<const float*>(scratch.transitions), layer.tiles().coded_type);
 }
 
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
@@ -224,7 +128,7 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
     const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads;
     if (end > first) {
       layer.own_pages(slot, RowList::compressed, first, end, stream);
-      const auto merge_rows = [&](std::int32_t begin, std::int32_t until) { enqueue_merges(layer, {{slot, from.epoch, into.epoch, begin, until}}, 1, (until - 1) / kStoreRows - begin / kStoreRows + 1, scratch, stream); };
+      const auto merge_rows = [&](std::int32_t begin, std::int32_t until) { enqueue_merges<scale_groups>(layer, {{slot, from.epoch, into.epoch, begin, until}}, 1, (until - 1) / kStoreRows - begin / kStoreRows + 1, scratch, stream); };
       if (layer.config().keep_residuals) merge_noting_moves<scale_groups>(layer, slot, own.segments, static_cast<std::size_t>(merge), scratch.decoded, stream, merge_rows);
       else merge_rows(first, end);
       for (int head = 0; head < heads; ++head) statistics.bytes_reprojected += 2 * std::int64_t{end - first} * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows;
@@ -237,6 +141,28 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
   }
   layer.epochs().free_unused(slot, own);
   layer.write_lengths(slot, own.segments, false, stream);
+}
+
+/// @brief Moments of rows, in the metric, as kernels take them: summed in the first of so many splits.
+struct Moments {
+  const float* sums = nullptr;
+  int splits = 1;
+};
+/// @brief Enqueues the moments of rows of `count` sequences. @param splits  of a sequence's rows
+template <class = void>
+Moments enqueue_moments(const LayerState& layer, const RowSource& source, const ObservedRows& observed, int count, int splits, const CompressScratch& scratch, cudaStream_t stream) {
+  const int dim = layer.tables().head_dim, heads = layer.tables().num_heads;
+  const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), "moment_kernel", stream, layer.tables(), source, observed, splits, scratch.moments);
+  if (splits > 1) {
+    const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
+    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
+  }
+  if (!layer.epochs().metrics().any()) return {scratch.moments, splits};
+  const dim3 columns(static_cast<unsigned>(dim / detail::kMetricColumns), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+  detail::launch_kernel(metric_moments_kernel<>, columns, detail::kMetricThreads, metric_bytes(dim), "metric_moments_kernel", stream, layer.epochs().metrics(), dim, static_cast<const float*>(scratch.moments), splits,
+                        scratch.metric_moments);
+  return {scratch.metric_moments, 1};
 }
 
 /// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them.
@@ -294,22 +220,10 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     own.current = steps.epoch[i];
     ++statistics.publications;
   }
-  const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
-  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), "moment_kernel", stream, tables, source, observed, splits, scratch.moments);
-  if (splits > 1) {
-    const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
-    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
-  }
-  const bool in_metric = layer.epochs().metrics().any();
-  if (in_metric) {
-    const dim3 columns(static_cast<unsigned>(dim / detail::kMetricColumns), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
-    detail::launch_kernel(metric_moments_kernel<>, columns, detail::kMetricThreads, metric_bytes(dim), "metric_moments_kernel", stream, layer.epochs().metrics(), dim, static_cast<const float*>(scratch.moments), splits,
-                          scratch.metric_moments);
-  }
+  Moments moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
   const auto move = [&](auto* kernel) {
     const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
-    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), static_cast<const float*>(in_metric ? scratch.metric_moments : scratch.moments),
-                          in_metric ? 1 : splits);
+    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), moments.sums, moments.splits);
   };
   if (steps.form == OjaForm::power) {
     if (dim <= kOjaKept) move(oja_kernel<8, 4, false>);
@@ -322,7 +236,20 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   PublishedEpochs published{};
   std::copy_n(steps.slots, count, published.slots);
   std::copy_n(steps.epoch, count, published.taken);
-  finish_epochs(tables, layer.epochs(), published, count, stream);
+  if (layer.epochs().axis_store().any()) {
+    AxisRows rows{};
+    for (int i = 0; i < count; ++i) {
+      rows.count[i] = observed.count[i];
+      if (scores == nullptr) continue;  // all of them were observed
+      const int from = first_sequence + i;
+      observed.order = kept;
+      observed.first[i] = kept.rows != nullptr ? 0 : leaving.pinned[from];
+      observed.count[i] = rows.count[i] = leaving.candidates(from);
+    }
+    if (scores != nullptr) moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
+    turn_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
+  }
+  finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each

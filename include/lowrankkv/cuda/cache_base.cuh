@@ -283,7 +283,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       if constexpr (Rule::adapts && Rows::compresses) {
         if (most_candidates > 0) {
           if constexpr (rolls) {
-            for (int one = 0; one < leaving.count; one += kAdaptBatch) roll_over(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, scratch, stream);
+            for (int one = 0; one < leaving.count; one += kAdaptBatch) roll_over<coded_groups>(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, scratch, stream);
           } else {
             adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
           }

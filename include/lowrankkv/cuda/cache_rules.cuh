@@ -34,7 +34,7 @@ struct CacheRules {
   static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Maps::joint_heads(joint, 1); };
   /// Scale groups of codes; 0: coefficients are in plain tiles.
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
-  static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer whose codes are not those of certain axes (NoQuantizer, Int8)");
+  static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
   static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
   static_assert(!rolls || !Rows::by_scores, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by scores (CompressAll, SinkRecent, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
@@ -44,7 +44,7 @@ struct CacheRules {
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rows::keeps_masses;
+  static constexpr bool kMayTurn = !Rows::keeps_masses && !(Rule::adapts && requires { Codec::orders_channels; });
 
   /// Whether what rows lose is known when they are stored, and when they go to another epoch, so that certificates can be had: not where the device alone decides which go.
   static constexpr bool kMayCertify = !rolls;
@@ -82,6 +82,9 @@ struct CacheRules {
   static void check_turns(const CacheConfig& config) {
     using ::lowrankkv::detail::fail;
     RotaryTables::check(config.rope, config.shape.head_dim);
+    if constexpr (Rule::adapts && requires { Codec::orders_channels; }) {
+      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with bases that move over codes of principal axes, NoQuantizer or Int8 expected on this backend");
+    }
     if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
   }
 

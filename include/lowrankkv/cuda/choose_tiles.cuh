@@ -106,6 +106,14 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
         else tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank, head.value_bits));
         tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
         tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));
+        if constexpr (requires { Codec::orders_channels; }) {
+          tiles.orders = moves;
+          for (const bool key : {true, false}) {
+            tiles.units.push_back(Codec::unit_steps(quantizer, key ? head.key_bits : head.value_bits));
+            tiles.rotations.emplace_back();
+            if constexpr (requires { Codec::rotation(quantizer, 1); }) tiles.rotations.back() = Codec::rotation(quantizer, key ? head.key_rank : head.value_rank);
+          }
+        }
         const PartTiles& keys = tiles.parts[tiles.parts.size() - 2];
         tiles.compressed.push_back(joins ? keys_only(code_tiles(keys, {}, scale_groups_of<Codec>())) : code_tiles(keys, tiles.parts.back(), scale_groups_of<Codec>()));
       } else {

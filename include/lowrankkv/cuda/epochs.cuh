@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/cuda/axis_scales.cuh"
 #include "lowrankkv/cuda/merge_segments.cuh"
 #include "lowrankkv/cuda/metric_bases.cuh"
 #include "lowrankkv/cuda/oja.cuh"
@@ -58,7 +59,7 @@ __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_c
 class EpochStore {
  public:
   EpochStore() = default;
-  EpochStore(const CacheConfig& config, const LayerBasis& basis, const LayerMaps& calibrated, EpochLimits limits)
+  EpochStore(const CacheConfig& config, const LayerBasis& basis, const LayerMaps& calibrated, const LayerTiles& tiles, EpochLimits limits)
       : limits_(limits), slots_per_sequence_(limits.own == 0 ? 0 : limits.own + 2), heads_(config.shape.num_kv_heads), head_dim_(config.shape.head_dim), type_(config.epoch_type) {
     std::vector<HeadMaps> table = calibrated.heads();
     if (limits.own > 0) {
@@ -70,6 +71,8 @@ class EpochStore {
           const bool two = MetricStore::has_metric(basis.heads[head], which);
           most_ = (std::max)(most_, static_cast<int>(part->rank));
           bytes += own_bytes(*part, two);
+          code_bytes_ += code_bytes(*part);
+          most_reader_ = (std::max)(most_reader_, map_size(part->width, head_dim_));
           if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
           const std::size_t basis_bytes = static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
           basis_bytes_ += basis_bytes;
@@ -88,10 +91,20 @@ class EpochStore {
           for (const Part which : {Part::key, Part::value}) {
             PartMaps* part = which == Part::key ? &maps.key : &maps.value;
             const bool two = MetricStore::has_metric(basis.heads[static_cast<std::size_t>(head)], which);
+            const bool coded = has_reader(*part);
+            const std::size_t size = own_bytes(*part, two), codes = code_bytes(*part);
             part->encoder = {next, type_};
-            part->reader = part->decoder = {two ? next + map_bytes(*part) : next, type_};
+            part->decoder = {two ? next + map_bytes(*part) : next, type_};
             part->offset = reinterpret_cast<const float*>(next + (two ? 2 : 1) * map_bytes(*part));
-            next += own_bytes(*part, two);
+            if (!coded) {
+              part->reader = part->decoder;
+            } else {
+              std::uint8_t* at = next + size - codes;
+              if (part->inverse_steps != nullptr) part->inverse_steps = reinterpret_cast<const float*>(at);
+              part->reader_scale = reinterpret_cast<const float*>(at + rank_bytes(*part));
+              part->reader = {at + rank_bytes(*part) + 16, part->reader.type};
+            }
+            next += size;
           }
           if (maps.lift.operands != nullptr) maps.lift.operands = reinterpret_cast<const uint4*>(next);  // scale and means are everybody's
           next += lift_bytes(maps.lift);
@@ -101,6 +114,7 @@ class EpochStore {
       used_.resize(epochs, false);
       make_bases(config, basis);
       metrics_ = MetricStore(basis);
+      axes_ = AxisStore(basis, tiles, most_, head_dim_);
     }
     maps_ = DeviceArray<HeadMaps>(table);
   }
@@ -113,15 +127,20 @@ class EpochStore {
   /// @brief Metrics that bases move in.
   BasisMetrics metrics() const { return metrics_.get(); }
   const MetricStore& metric_store() const { return metrics_; }
+  /// @brief Principal axes that codes want of bases that move; any(): whether they do.
+  const AxisStore& axis_store() const { return axes_; }
+  const AxisScales& axes() const { return axes_.get(); }
   int most() const { return most_; }
   /// @brief Units of 16 of the maps that lift a head's keys, at most.
   int most_lift_units() const { return most_lift_units_; }
+  /// @brief Numbers of a map that reads codes, at most.
+  int most_reader() const { return most_reader_; }
   /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which has nothing else to lift keys.
   std::size_t epoch_bytes() const { return map_bytes_ + mean_bytes_; }
-  /// @brief Bytes of a sequence's own epochs, what lifts keys that are stored unrotated included, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + lift_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
+  /// @brief Bytes of a sequence's own epochs, what reads codes and lifts keys that are stored unrotated included, and of its working bases.
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + code_bytes_ + lift_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
   std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
-  std::size_t reserved_bytes() const { return own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
+  std::size_t reserved_bytes() const { return axes_.bytes() + own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
 
   bool rolls() const { return limits_.rolls; }
   int slots_per_sequence() const { return slots_per_sequence_; }
@@ -183,7 +202,12 @@ class EpochStore {
  private:
   /// Of a basis, which encodes rows and reads tiles: their channels are its columns. In a metric there are two such maps.
   std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) * size_of(type_) + 15) / 16 * 16; }
-  std::size_t own_bytes(const PartMaps& part, bool two) const { return (two ? 2 : 1) * map_bytes(part) + (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  std::size_t own_bytes(const PartMaps& part, bool two) const { return (two ? 2 : 1) * map_bytes(part) + rank_bytes(part) + code_bytes(part); }
+  static std::size_t rank_bytes(const PartMaps& part) { return (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  /// Whether codes are read by a map of their own.
+  static bool has_reader(const PartMaps& part) { return part.channels != nullptr && part.reader.data != part.decoder.data; }
+  /// Of steps, the reader and its scale.
+  std::size_t code_bytes(const PartMaps& part) const { return !has_reader(part) ? 0 : rank_bytes(part) + 16 + static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
   std::size_t lift_bytes(const LiftMap& lift) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4); }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
@@ -216,14 +240,15 @@ class EpochStore {
   }
 
   EpochLimits limits_;
-  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_lift_units_ = 0;
+  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_lift_units_ = 0, most_reader_ = 1;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, lift_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, lift_bytes_ = 0, code_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;
   WorkingBases bases_;
   MetricStore metrics_;
+  AxisStore axes_;
 };
 
 }  // namespace cuda

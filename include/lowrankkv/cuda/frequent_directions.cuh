@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
 
 /// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to eight launches.
 /// @param source  whose row 0 is the first that leaves
-template <class = void>
+template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const RollStore& rolls = layer.rolls();
@@ -289,15 +289,27 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   else sketch(sketch_kernel<kMaxHeadDim>);
   roll_over_kernel<><<<sequences, 1, 0, stream>>>(tables, leaving, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts());
   check(cudaGetLastError(), "roll_over_kernel");
-  publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, leaving, first_sequence, layer.epochs().bases(), scratch.rollover.epochs);
-  check(cudaGetLastError(), "publish_kernel");
   PublishedEpochs published{};
   std::copy_n(steps.slots, count, published.slots);
   published.decided = scratch.rollover.epochs;
-  finish_epochs(tables, layer.epochs(), published, count, stream);
+  if (layer.epochs().axis_store().any()) {
+    ObservedRows observed{};
+    AxisRows rows{};
+    for (int i = 0; i < count; ++i) {
+      observed.slots[i] = steps.slots[i];
+      observed.first[i] = steps.first[i];
+      observed.count[i] = rows.count[i] = steps.count[i];
+    }
+    const Moments moments = enqueue_moments(layer, source, observed, count, 1, scratch, stream);
+    turn_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
+  } else {
+    publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, layer.epochs().bases(), published);
+    check(cudaGetLastError(), "publish_kernel");
+  }
+  finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
   MergePlans plans;
   plans.decided = scratch.rollover.plans;
-  if (may_merge) enqueue_merges(layer, plans, count, (most_rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
+  if (may_merge) enqueue_merges<coded_groups>(layer, plans, count, (most_rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
 }
 
 }  // namespace cuda

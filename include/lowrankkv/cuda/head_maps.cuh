@@ -122,7 +122,7 @@ struct PartMaps {
   MapElements encoder;                   ///< rows to coefficients
   MapElements reader;                    ///< channels of tiles to rows; may be the encoder
   MapElements decoder;                   ///< coefficients to rows; may be one of the others
-  float reader_scale = 1.0F;             ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
+  const float* reader_scale = nullptr;   ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
   const float* inverse_steps = nullptr;  ///< [rank]: one over the quantizer's; null: ones
   const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean, in steps
   const float* mean = nullptr;           ///< [head_dim] or null
@@ -161,8 +161,7 @@ class LayerMaps {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
-      std::size_t encoder, reader, decoder, steps, offset, mean, bits, channels;
-      float reader_scale;
+      std::size_t encoder, reader, reader_scale, decoder, steps, offset, mean, bits, channels;
       int width;
       DType reader_type;
     };
@@ -215,7 +214,7 @@ class LayerMaps {
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
       float largest = moves ? longest_decoder_row(key ? head.key_metric_inverse : head.value_metric_inverse, head_dim) : 1e-30F;  // of any basis
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
-      at.reader_scale = std::exp2(8.0F - std::ceil(std::log2(largest)));
+      at.reader_scale = append({std::exp2(8.0F - std::ceil(std::log2(largest)))}, DType::f32);
       at.bits = bytes.size();
       if (coded) {
         bytes.resize(at.bits + (static_cast<std::size_t>(rank) + 15) / 16 * 16);
@@ -239,7 +238,7 @@ class LayerMaps {
       maps.decoder = {bytes_.data() + offsets[part].decoder, type};
       maps.reader = {bytes_.data() + offsets[part].reader, offsets[part].reader_type};
       maps.inverse_steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
-      maps.reader_scale = offsets[part].reader_scale;
+      maps.reader_scale = reinterpret_cast<const float*>(bytes_.data() + offsets[part].reader_scale);
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
       maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;

@@ -71,7 +71,7 @@ class LayerState {
     tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
     if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type, tables_.rotary, tiles_.coded_type, limits.own > 0);
-    epochs_ = EpochStore(config, basis, maps_, limits);
+    epochs_ = EpochStore(config, basis, maps_, tiles_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
     if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));

@@ -21,6 +21,9 @@ struct LayerTiles {
   HeadTiles full;                          ///< of tails and of prompts that are taken in
   HeadTiles listed;                        ///< of full rows in pages: the same, or scaled
   std::vector<HeadTiles> compressed;       ///< per head, then, with joint values, per group; empty: nothing is compressed
+  bool orders = false;                     ///< bases move, and channels of codes must stay those of principal axes then: the two below
+  std::vector<std::vector<float>> units;   ///< per head: keys, values: the quantizer's steps of coefficients of rms 1, 0 where there are no bits; empty: no steps
+  std::vector<std::vector<float>> rotations;  ///< the same: of axes into channels; empty: none
   int joint_heads = 0;                     ///< of a group whose values are one latent; 0: none
   std::vector<PartTiles> parts;            ///< per head: keys, values
   std::vector<std::vector<float>> steps;   ///< the same

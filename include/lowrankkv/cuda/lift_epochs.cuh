@@ -32,13 +32,52 @@ __global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables table
   const_cast<uint4*>(maps.lift.operands)[item] = {word(0, first), word(2, first), word(0, second), word(2, second)};
 }
 
-/// @brief Enqueues what is made of the bases that `count` sequences have published besides themselves: maps in their metric, maps that lift keys which are stored unrotated.
+/// @brief Writes what codes of principal axes want of epochs whose encoders and decoders were written before: steps, offsets in them, the maps that read channels. Grid: pieces of kStoreThreads
+/// numbers of the widest map x (heads x 2) x sequences. @param steps  [sequence, head, part, most], of the codes
 template <class = void>
-void finish_epochs(const Tables& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, cudaStream_t stream) {
+__global__ void __launch_bounds__(kStoreThreads) code_epochs_kernel(Tables tables, PublishedEpochs epochs, AxisScales scales, const float* steps) {
+  __shared__ float largest[kStoreThreads / 32];
+  const int which = static_cast<int>(blockIdx.y), head = which / 2, epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x);
+  if (epoch < 0) return;
+  const Part part = which % 2 == 0 ? Part::key : Part::value;
+  const PartMaps& maps = tables.maps[epoch * tables.num_heads + head].of(part);
+  const float* own = steps + static_cast<std::size_t>(static_cast<int>(blockIdx.z) * tables.num_heads * 2 + which) * static_cast<std::size_t>(scales.most);
+  const auto factor = [&](const TileChannel& place, int channel) {
+    return place.source < 0 ? 0.0F : own[place.source] * static_cast<float>(1U << place.shift) / (part == Part::key ? 1.0F : static_cast<float>(value_weight(place.width, channel)));
+  };
+  const int item = static_cast<int>(blockIdx.x) * kStoreThreads + thread, channel = item / dim, row = item % dim;
+  if (channel < (maps.width + kPlainUnit - 1) / kPlainUnit * kPlainUnit) {
+    const TileChannel place = channel < maps.width ? maps.channels[channel] : TileChannel{};
+    maps.reader.put(channel, row, dim, place.source < 0 ? 0.0F : maps.decoder.element(place.source, row, dim) * factor(place, channel));
+  }
+  if (blockIdx.x > 0) return;
+  for (int i = thread; i < maps.rank && maps.inverse_steps != nullptr; i += kStoreThreads) {
+    const float inverse = 1.0F / own[i];
+    const_cast<float*>(maps.inverse_steps)[i] = inverse;
+    const_cast<float*>(maps.offset)[i] *= inverse;
+  }
+  float most = 1e-30F;
+  for (int i = thread; i < maps.width; i += kStoreThreads) most = fmaxf(most, factor(maps.channels[i], i));
+  for (int distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0U, most, distance));
+  if (thread % 32 == 0) largest[thread / 32] = most;
+  __syncthreads();
+  if (thread > 0) return;
+  for (const float other : largest) most = fmaxf(most, other);
+  const_cast<float*>(maps.reader_scale)[0] = exp2f(8.0F - ceilf(log2f(most * scales.longest[which])));
+}
+
+/// @brief Enqueues what is made of the bases that `count` sequences have published besides themselves: maps in their metric, maps that lift keys which are stored unrotated. @param steps  of turn_axes(), where codes want principal axes; else null
+template <class = void>
+void finish_epochs(const Tables& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, const float* steps, cudaStream_t stream) {
   if (store.metrics().any()) {
     const unsigned groups = static_cast<unsigned>((store.most() + detail::kMetricWarps - 1) / detail::kMetricWarps);
     metric_epochs_kernel<><<<dim3(2 * groups, static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), detail::kMetricThreads, 0, stream>>>(tables, store.metrics(), store.bases(), epochs);
     check(cudaGetLastError(), "metric_epochs_kernel");
+  }
+  if (store.axis_store().any()) {
+    const unsigned pieces = static_cast<unsigned>((store.most_reader() + kStoreThreads - 1) / kStoreThreads);
+    code_epochs_kernel<><<<dim3(pieces, 2 * static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs, store.axes(), steps);
+    check(cudaGetLastError(), "code_epochs_kernel");
   }
   if (!tables.rotary.turns()) return;
   const int operands = store.most_lift_units() * (tables.head_dim / (2 * kTurnPairs)) * 32;

@@ -62,15 +62,15 @@ __global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables
 }
 
 /// @brief Shared memory of merge_kernel in bytes. @param tile_bytes  of tiles of codes, the most
-inline std::size_t merge_bytes(bool codes, int most, int tile_bytes) {
-  const int old_rows = 4 * kStoreRows * (most + 1), new_rows = codes ? old_rows + 4 * kStoreRows + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(detail::CodePlan)) + tile_bytes : 2 * kStoreRows * plain_stride(most);
+inline std::size_t merge_bytes(int coded_groups, int most, int tile_bytes) {
+  const int old_rows = 4 * kStoreRows * (most + 1), new_rows = coded_groups > 0 ? old_rows + 4 * kStoreRows * coded_groups + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(detail::CodePlan)) + tile_bytes : 2 * kStoreRows * plain_stride(most);
   return static_cast<std::size_t>(old_rows + new_rows);
 }
 
 namespace detail {
 
-/// Coefficients of rows [from, until) of a tile of codes: rows [64, stride], gains in them.
-template <Part part>
+/// Coefficients of rows [from, until) of a tile of codes: rows [64, stride], gains and steps in them. @tparam scale_groups  of the channels
+template <Part part, int scale_groups>
 __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, const PartMaps& maps, int from, int until, float* rows, int stride) {
   int* codes = reinterpret_cast<int*>(rows);
   for (int item = static_cast<int>(threadIdx.x); item < (until - from) * maps.rank; item += kStoreThreads) codes[(from + item / maps.rank) * stride + item % maps.rank] = 0;
@@ -92,17 +92,20 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
   for (int item = static_cast<int>(threadIdx.x); item < (until - from) * maps.rank; item += kStoreThreads) {
     const int row = from + item / maps.rank, channel = item % maps.rank, bits = maps.bits[channel];
     const float level = bits == 0 ? 0.0F : static_cast<float>(codes[row * stride + channel]) - 0.5F * static_cast<float>((1 << bits) - 1);
-    rows[row * stride + channel] = level * stored_gain(tile, layout, part, row);
+    const float step = maps.inverse_steps == nullptr ? 1.0F : 1.0F / __ldg(maps.inverse_steps + channel);
+    rows[row * stride + channel] = level * stored_gain(tile, layout, part, row, scale_groups == 2 && channel >= maps.first_coded ? 1 : 0) * step;
   }
 }
 
 }  // namespace detail
 
 /// @brief Rewrites the rows of a plan. Grid: 64-row pieces x heads x sequences.
-/// @tparam codes  tiles are of codes, of one scale group and without steps; else plain, of `type`
-template <bool codes>
+/// @tparam coded_groups  scale groups of tiles of codes; 0: tiles are plain, of `type`
+template <int coded_groups>
 __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, MergePlans plans, int most, const float* transitions, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
+  constexpr bool codes = coded_groups > 0;
+  constexpr int scale_groups = codes ? coded_groups : 1;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), stride = plain_stride(most);
   const MergePlan plan = plans.of(sequence);
   const int tile_row = (plan.first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows, from = max(plan.first - tile_row, 0), until = min(plan.end - tile_row, kStoreRows);
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, Mer
   [[maybe_unused]] std::uint16_t* new_rows = reinterpret_cast<std::uint16_t*>(old_rows + kStoreRows * (most + 1));
   __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
   const HeadTiles& layout = tables.compressed[head];
-  const HeadMaps& maps = tables.maps[plan.into * tables.num_heads + head];
+  const HeadMaps &maps = tables.maps[plan.into * tables.num_heads + head], &old_maps = tables.maps[plan.from * tables.num_heads + head];
   const std::int32_t* table = tables.page_table(RowList::compressed, plan.slot, head);
   if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < until) {
     tiles[threadIdx.x] = tables.tile(table, layout, tile_row / layout.rows + static_cast<int>(threadIdx.x));
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, Mer
   if constexpr (codes) {
     memory.coefficients = reinterpret_cast<float*>(new_rows);
     memory.inverse_gains = memory.coefficients + kStoreRows * (most + 1);
-    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + kStoreRows);
+    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
     memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
   }
   __syncthreads();
@@ -140,19 +143,19 @@ __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, Mer
     };
     if constexpr (codes) {
       const std::uint8_t* tile = reinterpret_cast<const std::uint8_t*>(memory.tile);
-      if (part == Part::key) detail::decode_tile<Part::key>(tile, layout, own, from, until, old_rows, most + 1);
-      else detail::decode_tile<Part::value>(tile, layout, own, from, until, old_rows, most + 1);
+      if (part == Part::key) detail::decode_tile<Part::key, scale_groups>(tile, layout, old_maps.key, from, until, old_rows, most + 1);
+      else detail::decode_tile<Part::value, scale_groups>(tile, layout, old_maps.value, from, until, old_rows, most + 1);
       detail::load_plan(own, memory.plan);
       __syncthreads();
       for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
         const int row = from + item / rank, channel = item % rank;
-        memory.coefficients[row * (rank + 1) + channel] = new_coefficient(row, channel);
+        memory.coefficients[row * (rank + 1) + channel] = new_coefficient(row, channel) * (own.inverse_steps == nullptr ? 1.0F : __ldg(own.inverse_steps + channel));
       }
       __syncthreads();
-      detail::store_gains<1>(layout, own, part, memory, from, until);
+      detail::store_gains<scale_groups>(layout, own, part, memory, from, until);
       __syncthreads();
-      if (part == Part::key) detail::store_codes<Part::key, 1, true>(layout, memory, rank + 1, from, until);
-      else detail::store_codes<Part::value, 1, true>(layout, memory, rank + 1, from, until);
+      if (part == Part::key) detail::store_codes<Part::key, scale_groups, true>(layout, memory, rank + 1, from, until);
+      else detail::store_codes<Part::value, scale_groups, true>(layout, memory, rank + 1, from, until);
     } else {
       for (int item = static_cast<int>(threadIdx.x); item < (until - from) * rank; item += kStoreThreads) {
         const int row = from + item / rank, channel = item % rank;

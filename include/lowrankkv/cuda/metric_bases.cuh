@@ -12,7 +12,7 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/cuda/head_maps.cuh"
-#include "lowrankkv/cuda/oja.cuh"
+#include "lowrankkv/cuda/working_bases.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -142,12 +142,8 @@ __global__ void __launch_bounds__(detail::kMetricThreads) metric_epochs_kernel(T
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, index = static_cast<int>(blockIdx.x) / 2 * detail::kMetricWarps + warp;
   const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
   if (index >= target.rank) return;
-  const std::size_t first = static_cast<std::size_t>((slot * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(bases.most * dim);
   float* column = columns[warp];
-  for (int channel = lane; channel < dim; channel += 32) {
-    const std::size_t place = first + static_cast<std::size_t>(index * dim + channel);
-    column[channel] = bases.type == DType::f32 ? static_cast<const float*>(bases.moved)[place] : from_bits(bases.type, static_cast<const std::uint16_t*>(bases.moved)[place]);
-  }
+  for (int channel = lane; channel < dim; channel += 32) column[channel] = bases.element(slot, tables.num_heads, 2 * head + static_cast<int>(part), index, channel, dim);
   __syncwarp();
   float shift = 0.0F;
   for (int channel = 4 * lane; channel < dim; channel += 128) {

@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
+#include "lowrankkv/cuda/working_bases.cuh"
 #include "lowrankkv/updater/oja.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -112,15 +113,6 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   }
 }
 
-/// @brief Bases of sequences: [slot, head, part, rank, head_dim] of `type`, the columns of U one after the other; `start`: where a sequence's stand until
-/// they move.
-struct WorkingBases {
-  void* moved = nullptr;        ///< [slots, heads, 2, most, head_dim]
-  const void* start = nullptr;  ///< [heads, 2, most, head_dim]
-  std::int32_t most = 0;        ///< largest rank
-  DType type = DType::f16;
-};
-
 /// @brief What happens to the bases of each sequence of a batch.
 struct OjaSteps {
   std::int32_t slots[kMaxBatch];
@@ -128,14 +120,6 @@ struct OjaSteps {
   std::int32_t epoch[kMaxBatch];    ///< in Tables::maps, to be written; -1: none
   bool moved[kMaxBatch];            ///< the bases have moved before
   OjaForm form = OjaForm::power;
-};
-
-/// @brief Epochs in Tables::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
-struct PublishedEpochs {
-  std::int32_t slots[kMaxBatch];
-  std::int32_t taken[kMaxBatch];
-  const std::int32_t* decided = nullptr;
-  __device__ std::int32_t of(int sequence) const { return decided == nullptr ? taken[sequence] : decided[sequence]; }
 };
 
 /// @brief The splits of moments [matrices, splits, size] summed, in their order, into the first. Grid: 1024 numbers x matrices.

@@ -7,7 +7,9 @@
 /// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
-/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): what it needs of a basis is the basis alone, so that bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, `static PartTiles moving_tiles(const Q&, rank)`, whole planes of 8 bits without steps, if they may,
+/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, optional `static PartTiles moving_tiles(const Q&, rank)`,
+/// whole planes of 8 bits without steps, which a basis that moves reads itself; `static constexpr bool orders_channels` (optional): bases that move are turned to the principal axes of rows, with
+/// `static std::vector<float> unit_steps(const Q&, bits)`, steps of coefficients of rms 1, 0 without bits, or empty,
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
 /// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values,
 /// `static PartTiles joint_tiles(const Q&, rank, bits)`; without codes, `static DType type(const Q&)`.
@@ -205,6 +207,8 @@ LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_d
 template <>
 struct Impl<TransformCode, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+  static constexpr bool moves = true;
+  static constexpr bool orders_channels = true;
   static void validate(const TransformCode& policy) {
     if (!(policy.step_scale > 0.0F) || !std::isfinite(policy.step_scale)) {
       ::lowrankkv::detail::fail<ValueError>("TransformCode: step_scale is finite and positive, given ", policy.step_scale);
@@ -213,6 +217,11 @@ struct Impl<TransformCode, Cuda> {
   static cuda::PartTiles tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return cuda::code_planes(transform_layout(policy, rank, bits)); }
   static cuda::PartTiles joint_tiles(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return cuda::joint_code_planes(transform_layout(policy, rank, bits)); }
   static std::vector<float> steps(const TransformCode& policy, std::span<const std::uint8_t> bits, std::span<const float> rms) { return transform_steps(policy, bits, rms); }
+  static std::vector<float> unit_steps(const TransformCode& policy, std::span<const std::uint8_t> bits) {
+    std::vector<float> units;
+    for (const std::uint8_t own : bits) units.push_back(own == 0 ? 0.0F : policy.step_scale * gaussian_step(own));
+    return units;
+  }
 };
 
 template <>
@@ -230,11 +239,14 @@ struct Impl<Int8, Cuda> {
 template <>
 struct Impl<BlockHadamard, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
+  static constexpr bool moves = true;
+  static constexpr bool orders_channels = true;
   static constexpr int scale_groups = 2;
   static void validate(const BlockHadamard& policy) { check_block_hadamard(policy); }
   static cuda::PartTiles tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(block_hadamard_layout(policy, rank)); }
   static cuda::PartTiles joint_tiles(const BlockHadamard& policy, int rank, std::span<const std::uint8_t>) { return cuda::joint_code_planes(block_hadamard_layout(policy, rank)); }
   static std::vector<float> steps(const BlockHadamard&, std::span<const std::uint8_t>, std::span<const float>) { return {}; }
+  static std::vector<float> unit_steps(const BlockHadamard&, std::span<const std::uint8_t>) { return {}; }
   static std::vector<float> rotation(const BlockHadamard& policy, int rank) { return block_hadamard_rotation(policy, block_hadamard_layout(policy, rank)); }
 };
 

@@ -75,13 +75,14 @@ struct MapOperands {
   /// Steps [first, first + kDecodeSteps) of the blocks `block` and `block` + 1.
   __device__ void load(const PartMaps& maps, int first, int block, int dim) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float scale = __ldg(maps.reader_scale);
     #pragma unroll
     for (int n = 0; n < 2; ++n) {
       #pragma unroll
       for (int k = 0; k < kDecodeSteps; ++k) {
         const bool there = 16 * (first + k) < maps.width && 8 * (block + n) < dim;
         float4 rest = there ? maps.reader.quad(((first + k) * (dim / 8) + block + n) * 32 + lane) : float4{};
-        rest = {rest.x * maps.reader_scale, rest.y * maps.reader_scale, rest.z * maps.reader_scale, rest.w * maps.reader_scale};
+        rest = {rest.x * scale, rest.y * scale, rest.z * scale, rest.w * scale};
         #pragma unroll
         for (int part = 0; part < parts; ++part) {
           const std::uint32_t low = packed(rest.x, rest.y), high = packed(rest.z, rest.w);
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
                   first = fmaf(first, gain, before[0]);
                   second = fmaf(second, gain, before[1]);
                 }
-                const float scale = (scale_groups == 1 ? gains[0][row] : 1.0F) / maps.reader_scale;  // by a power of two
+                const float scale = (scale_groups == 1 ? gains[0][row] : 1.0F) / *maps.reader_scale;  // by a power of two
                 rows.put(row, channel, first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]), second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]));
               };
               put(16 * m + g, sums[m][n][0], sums[m][n][1], done[two_groups ? m : 0][n]);

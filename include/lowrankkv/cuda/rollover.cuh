@@ -110,35 +110,6 @@ __global__ void roll_over_kernel(Tables tables, Leaving leaving, int first_seque
   state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
 }
 
-/// @brief The basis that a sequence works with as the maps of an epoch. Grid: 2 x heads x sequences.
-template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) publish_kernel(Tables tables, Leaving leaving, int first_sequence, WorkingBases bases, const std::int32_t* epochs) {
-  const Part part = blockIdx.x == 0 ? Part::key : Part::value;
-  const int head = static_cast<int>(blockIdx.y), slot = leaving.slots[first_sequence + static_cast<int>(blockIdx.z)], epoch = epochs[blockIdx.z], dim = tables.head_dim;
-  if (epoch < 0) return;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
-  const std::size_t first = static_cast<std::size_t>((slot * tables.num_heads + head) * 2 + static_cast<int>(part)) * static_cast<std::size_t>(bases.most * dim);
-  for (int column = warp; column < target.rank; column += kStoreThreads / 32) {
-    float shift = 0.0F;
-    for (int channel = lane; channel < dim; channel += 32) {
-      const std::size_t place = first + static_cast<std::size_t>(column * dim + channel), in_map = static_cast<std::size_t>(place_in_map(column, channel, dim));
-      float value;
-      if (bases.type == DType::f32) {
-        value = static_cast<const float*>(bases.moved)[place];
-        const_cast<float*>(static_cast<const float*>(target.encoder.data))[in_map] = value;
-      } else {
-        const std::uint16_t bits = static_cast<const std::uint16_t*>(bases.moved)[place];
-        value = from_bits(bases.type, bits);
-        const_cast<std::uint16_t*>(static_cast<const std::uint16_t*>(target.encoder.data))[in_map] = bits;
-      }
-      if (target.mean != nullptr) shift = fmaf(target.mean[channel], value, shift);
-    }
-    for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
-    if (lane == 0) const_cast<float*>(target.offset)[column] = shift;
-  }
-}
-
 /// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
 template <class = void>
 __global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, Sketches sketches) {
