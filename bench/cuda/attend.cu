@@ -82,6 +82,8 @@ int main(int count, char** arguments) {
     const LayerBasis joint = bench::joint_basis(shape.kv_heads, 32, 32 * shape.kv_heads);
     measure<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>("joint, rank 32", shape, joint, {{}, {}, {4, 32}, {}});
     measure<StarKV<Cuda>>("joint, STAR-KV", shape, joint, {{}, {}, {4, 32}, {}});
+    // The same bytes as an allocation that falls along the latent might have it: 4, 3, 2 bits of as many blocks.
+    measure<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, TransformCode>>("joint, 4 3 2 bits", shape, bench::joint_basis(shape.kv_heads, 32, 32 * shape.kv_heads, {4, 3, 2}), {{}, {}, {4, 32}, {}});
     // Keys stored before their rotary embedding: lifted to head_dim and turned, tile by tile.
     codes("unrotated, 2.5 bits", shape, {4, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 2 bits", shape, {2, 2, 2, 2}, {}, Rope::pre);

@@ -58,14 +58,16 @@ inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank, cons
   return result;
 }
 
-/// The same with values joint: value_rank of the coordinates of all heads' values, as many of each.
-inline lowrankkv::LayerBasis joint_basis(int heads, int key_rank, int value_rank) {
+/// The same with values joint: value_rank of the coordinates of all heads' values, as many of each. @param bits  of equal shares of the latent's channels, of keys the middle one; or empty
+inline lowrankkv::LayerBasis joint_basis(int heads, int key_rank, int value_rank, const std::vector<std::uint8_t>& bits = {}) {
   lowrankkv::LayerBasis result = basis(heads, key_rank, 1);
   for (int head = 0; head < heads; ++head) {
     lowrankkv::HeadBasis& maps = result.heads[static_cast<std::size_t>(head)];
     maps.value_rank = value_rank;
     maps.value_down.assign(static_cast<std::size_t>(kDim * value_rank), 0.0F);
     maps.value_rms.assign(static_cast<std::size_t>(value_rank), 1.0F);
+    for (int c = 0; c < value_rank && !bits.empty(); ++c) maps.value_bits.push_back(bits[static_cast<std::size_t>(c) * bits.size() / static_cast<std::size_t>(value_rank)]);
+    if (!bits.empty()) maps.key_bits.assign(static_cast<std::size_t>(key_rank), bits[bits.size() / 2]);
     for (int c = head; c < value_rank; c += heads) maps.value_down[static_cast<std::size_t>(c / heads * value_rank + c)] = 1.0F;
   }
   return result;

@@ -122,6 +122,10 @@ int main(int count, char** arguments) {
   measure<OjaKV<Cuda>>("OjaKV, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
+  // Bases turned to the axes of the prompt's rows (cuda/turn_axes.cuh): ranks of 80 in 4 bits, of 128 in 2.
+  const std::vector<std::uint8_t> four(80, 4);
+  measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, TransformCode>>("Oja in 4 bits, 80", bench::basis(kHeads, 80, 80, four, four), {{}, {}, {4, 32}, {}});
+  measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, TransformCode>>("Oja in 2 bits, 128", bench::basis(kHeads, kDim, kDim, two, two), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 64", bench::basis(kHeads, 64, 64), {{}, {}, {4, 32}, {}});
   using Scored = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>;
@@ -138,6 +142,11 @@ int main(int count, char** arguments) {
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
   measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);
+  const LayerBasis joint = bench::joint_basis(kHeads, 32, 32 * kHeads);
+  measure<StarKV<Cuda>>("STAR-KV", joint, {{}, {}, {4, 32}, {}});
+  CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>::PolicySet joint_outliers;
+  joint_outliers.token_policy.get<SinkRecent>() = {4, 32};
+  measure<CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>>("STAR-KV and outliers", joint, joint_outliers);
   measure<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>>("2 bits", bench::basis(kHeads, kDim, kDim, two, two), {{}, {}, {4, 32}, {}});
   Budgeted<Cuda>::PolicySet budgeted;
   budgeted.token_policy.get<SinkRecent>() = {4, 32};

@@ -37,7 +37,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), key_out(rows.size()), value_out(rows.size());
   const KeyView key(key_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
   const ValueView value(value_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
-  const QueryView query(key_rows.data(), DType::f16, 32, kQueryHeads, kDim, kQueryHeads * kDim, kDim);
+  constexpr bool weighs = gpu::TokenRules<decltype(policies.token_policy)>::keeps_masses;  // then every query counts: one, over and over
+  const QueryView query(key_rows.data(), DType::f16, weighs ? kTokens : 32, kQueryHeads, kDim, weighs ? 0 : kQueryHeads * kDim, kDim);
   cudaStream_t stream;
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   gpu::check(cudaDeviceSynchronize(), "inputs");
@@ -127,6 +128,12 @@ int main(int count, char** arguments) {
   exempting.token_policy.get<SinkRecent>() = {4, 32};
   exempting.token_policy.get<ResidualOutliers>().share = 0.02F;
   measure<Budgeted<Cuda>>("2 bits, outliers", codes({2, 2, 2, 2}), exempting);
+  H2O<Cuda>::PolicySet heavy;
+  heavy.token_policy.get<KeepFull>().recent = 0;
+  measure<H2O<Cuda>>("H2O, 25 %", {}, heavy);
+  CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>::PolicySet heavy_codes;
+  heavy_codes.token_policy.get<SinkRecent>() = {4, 32};
+  measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2.5 bits, 25 %", codes({4, 2, 2, 2}), heavy_codes);
   measure<SubSpaceG<Cuda>>("SubSpaceG, rank 64", bench::basis(kHeads, 64, 64), {});
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};

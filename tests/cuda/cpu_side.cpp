@@ -62,6 +62,7 @@ class HeavyCache : public HeavySide {
   void maintain() override { cache_.maintain(1); }
   void accumulate(std::vector<float>& mass) override { cache_.accumulate(1, {mass.data(), 1, shape().num_kv_heads, cache_.num_tokens(1)}); }
   void truncate(std::int64_t length) override { cache_.truncate(1, length); }
+  void remove(std::int64_t first, std::int64_t count) override { cache_.remove(1, first, count); }
   int tail_length() const override { return cache_.tail_length(1); }
   void reconstruct(std::vector<float>& key, std::vector<float>& value) const override {
     const std::int64_t tokens = cache_.num_tokens(1);

@@ -130,6 +130,7 @@ class HeavySide {
   virtual void maintain() = 0;
   virtual void accumulate(std::vector<float>& mass) = 0;  ///< [heads, tokens]
   virtual void truncate(std::int64_t length) = 0;
+  virtual void remove(std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length() const = 0;
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual std::size_t updater_bytes() const = 0;

@@ -91,7 +91,7 @@ inline std::size_t different_rows(const std::vector<float>& own, const std::vect
       error += d * d;
       norm += static_cast<double>(other[i]) * other[i];
     }
-    if (!(error < 1e-6 * std::max(norm, 0.1 * typical))) ++different;
+    if (!(error <= 1e-6 * std::max(norm, 0.1 * typical))) ++different;  // of rows of zeros nothing differs
   }
   return different;
 }

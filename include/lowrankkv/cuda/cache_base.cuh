@@ -143,32 +143,43 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
   }
 
-  /// What becomes of a sequence's next `count` leaving rows, so many having left before them.
-  RowCounts counts_of(int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
-    const HostSequence& now = layer_.sequence(slot);
-    return row_counts(policies_.token_policy, now.num_tokens - now.tail_length + before, count, phase);
-  }
   /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors choose, heads may differ: so many that what is to come finds room in the tables.
   std::int64_t most_full_rows(std::int64_t stored) const {
     if constexpr (Rows::by_errors) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, config_.max_tokens - stored, Phase::decode).full;
     else return Known::most_rows(policies_.token_policy, stored).full;
   }
-  /// Whether leaving rows, of which so many go to a list's end, may take places of stored ones.
-  static bool replaces_rows(std::int64_t count, const RowCounts& counts) { return Rows::keeps_masses && counts.full + counts.compressed < count; }
-  /// Adds the pages for rows that leave in turns. Returns what becomes of them all. @param turn  gives how many leave next; 0: no more do
+  /// Describes the rows that leave a slot as sequence `i` of a batch. @param before  so many leave before them
+  void describe(Leaving& leaving, int i, int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
+    const RowCounts counts = row_counts(policies_.token_policy, layer_.sequence(slot).first_tail() + before, count, phase);
+    leaving.slots[i] = slot;
+    leaving.rows[i] = static_cast<std::int32_t>(count);
+    leaving.full[i] = static_cast<std::int32_t>(counts.full);
+    leaving.compressed[i] = static_cast<std::int32_t>(counts.compressed);
+    leaving.pinned[i] = static_cast<std::int32_t>(counts.pinned);
+    leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).first_tail() + before);
+    leaving.limit[i] = static_cast<std::int32_t>(counts.limit);
+  }
+  /// Whether leaving rows may take places of stored ones: in the head whose list has the most, so that the fewest go to its end.
+  bool replaces_rows(const Leaving& leaving, int i, const SequenceRows& now) const {
+    const RowList weighed = layer_.tables().weighed;
+    const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed));
+    return Rows::keeps_masses && (stored > leaving.limit[i] || (weighed == RowList::full ? 0 : leaving.full[i]) + leaving.added(weighed, weighed, i, stored) < leaving.rows[i]);
+  }
+  /// Adds the pages for rows that leave in turns. Returns the rows of the lists then. @param turn  gives how many leave next; 0: no more do
   template <class Turn>
-  RowCounts demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
-    RowCounts all;
+  SequenceRows demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
+    SequenceRows after = layer_.sequence(slot);
+    Leaving leaving;
     bool replaces = false;
     std::int64_t before = 0;
     for (std::int64_t count = turn(); count > 0; before += count, count = turn()) {
-      const RowCounts counts = counts_of(slot, count, phase, before);
-      all.full += counts.full;
-      all.compressed += counts.compressed;
-      replaces = replaces || replaces_rows(count, counts);
+      describe(leaving, 0, slot, count, phase, before);
+      replaces = replaces || replaces_rows(leaving, 0, after);
+      after.limit_rows(leaving.limit[0], layer_.tables().weighed);
+      after.add_rows(leaving, 0, layer_.tables().weighed);
     }
-    layer_.demand_rows(slot, all.full, all.compressed, replaces, demand);
-    return all;
+    layer_.demand_rows(slot, after, replaces, demand);
+    return after;
   }
   /// Rows of a tail beyond which it is flushed.
   int kept_rows() const { return recent_rows(policies_.token_policy) + config_.flush_interval; }
@@ -258,19 +269,18 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       std::int64_t most_full = 0, most_compressed = 0, most_candidates = 0;
       for (int i = 0; i < leaving.count; ++i) {
         const int slot = slots[first + static_cast<std::size_t>(i)];
-        const RowCounts counts = counts_of(slot, count, phase);
-        leaving.slots[i] = slot;
-        leaving.rows[i] = static_cast<std::int32_t>(count);
-        leaving.full[i] = static_cast<std::int32_t>(counts.full);
-        leaving.compressed[i] = static_cast<std::int32_t>(counts.compressed);
-        leaving.pinned[i] = static_cast<std::int32_t>(counts.pinned);
-        leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).num_tokens - layer_.sequence(slot).tail_length);
-        most_full = (std::max)(most_full, counts.full);
-        most_compressed = (std::max)(most_compressed, counts.compressed);
-        most_candidates = (std::max)(most_candidates, counts.full + counts.compressed - counts.pinned);
+        describe(leaving, i, slot, count, phase);
+        most_candidates = (std::max)(most_candidates, std::int64_t{leaving.candidates(i)});
+        const HostSequence& now = layer_.sequence(slot);
         const RowList weighed = layer_.tables().weighed;
-        if (replaces_rows(count, counts)) layer_.own_pages(slot, weighed, 0, layer_.sequence(slot).num_rows(weighed), stream);
-        layer_.add_pages(slot, counts.full, counts.compressed, stream);
+        if (replaces_rows(leaving, i, now)) layer_.own_pages(slot, weighed, 0, now.num_rows(weighed), stream);
+        if constexpr (Rows::keeps_masses) limit_rows(layer_, slot, leaving.limit[i], pinned_rows(policies_.token_policy, 0, config_.max_tokens), stream);
+        SequenceRows after = now;
+        after.add_rows(leaving, i, weighed);
+        layer_.add_pages(slot, after, stream);
+        const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
+        most_full = (std::max)(most_full, most_added(RowList::full));
+        most_compressed = (std::max)(most_compressed, most_added(RowList::compressed));
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
       if constexpr (Rows::by_scores) {
@@ -307,8 +317,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
-        now.rows.num_full += leaving.full[i];
-        now.rows.num_compressed += leaving.compressed[i];
+        now.add_rows(leaving, i, layer_.tables().weighed);
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
         if constexpr (Known::kMayCertify) {
           if (config_.keep_residuals) {

@@ -363,8 +363,8 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const auto check_kept = [&](const char* which, std::int64_t saved_rows, std::int64_t most_rows) {
       if (saved_rows > most_rows) detail::fail<FormatError>("saved state: ", saved_rows, " ", which, " rows of ", stored, ", this cache's token policy keeps at most ", most_rows);
     };
-    check_kept("full", sequence.rows.num_full, this->most_full_rows(stored));
-    check_kept("compressed", sequence.rows.num_compressed, Base::most_rows(policies_.token_policy, stored).compressed);
+    check_kept("full", sequence.rows.num_full, layer_.is_weighed(RowList::full) ? layer_.max_rows(RowList::full) : this->most_full_rows(stored));  // of weighed ones more may be left than will be
+    check_kept("compressed", sequence.rows.num_compressed, layer_.is_weighed(RowList::compressed) ? layer_.max_rows(RowList::compressed) : Base::most_rows(policies_.token_policy, stored).compressed);
     layer_.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
     cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
   }

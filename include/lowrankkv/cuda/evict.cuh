@@ -11,12 +11,12 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/keep_rows.cuh"
 #include "lowrankkv/cuda/scaled_tiles.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kEvictThreads = 1024;  ///< of a block of evict_rows_kernel
 inline constexpr int kReplaceRows = 8;      ///< of a block of replace_rows_kernel
 
 /// @brief What is known of leaving rows besides Leaving, and where the decision goes.
@@ -37,7 +37,7 @@ struct Weighed {
   int first;                      ///< the first leaving row that is weighed: those before it go to another list
   int position;                   ///< of that one
   __device__ Weighed(const Tables& tables, const Leaving& leaving, int sequence, int head)
-      : slot(leaving.slots[sequence]), stored(tables.num_rows(tables.weighed, slot, head)), added(tables.weighed == RowList::full ? leaving.full[sequence] : leaving.compressed[sequence]),
+      : slot(leaving.slots[sequence]), stored(tables.num_rows(tables.weighed, slot, head)), added(leaving.added(tables.weighed, tables.weighed, sequence, stored)),
         first(tables.weighed == RowList::full ? 0 : leaving.full[sequence]), position(leaving.position[sequence] + first) {
     rows = leaving.rows[sequence] - first;
   }
@@ -65,15 +65,12 @@ __global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(Tables tabl
 
 /// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many more as the list grows by, those with the largest masses, of equal ones those that came
 /// first. Writes chosen, freed and replaced, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
-/// Grid: heads, or groups of them, x sequences. All keys differ: a radix selection, eight bits a pass until the smallest that stays is known, then one pass that writes.
+/// Grid: heads, or groups of them, x sequences. The smallest key that stays (cuda/select_masses.cuh), then one pass that writes.
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables, Leaving leaving, Eviction eviction) {
   using Scan = cub::BlockScan<int, kEvictThreads>;
-  constexpr int kCopies = 16;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ int histogram[kCopies][256];  // masses are alike in their first bits: lanes would wait for each other
-  __shared__ std::uint64_t prefix;
-  __shared__ int still_wanted, in_digit;
+  __shared__ MassSelection selection;
   const int heads = eviction.group_masses == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
   const Weighed weighed(tables, leaving, sequence, leader);
   const int slot = weighed.slot, stored = weighed.stored, rows = weighed.rows, all = stored + rows, added = weighed.added, wanted = stored + added;
@@ -83,47 +80,12 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
   const auto list_of = [&](std::int32_t* lists, int head) { return lists + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(eviction.stride); };
   std::int32_t *chosen = list_of(eviction.chosen, leader), *freed = list_of(eviction.freed, leader);
   const auto mass_of = [&](int head, int row) { return leaving_mass(tables, eviction.masses, eviction.stride, slot, head, weighed.first + row); };
-  // Bits of numbers that are not negative are in their order; below them, positions: the earlier row wins.
-  const auto key_of = [&](float mass, std::int32_t position) {
-    const std::uint32_t high = position < eviction.pinned ? ~0U : mass >= 0.0F ? __float_as_uint(mass + 0.0F) + 1U : 0U;
-    return static_cast<std::uint64_t>(high) << 32 | ~static_cast<std::uint32_t>(position);
-  };
   const auto key = [&](int row) {
     const bool leaves = row >= stored;
     const float mass = sums != nullptr ? sums[row] : leaves ? mass_of(leader, row - stored) : masses[row];
-    return key_of(mass, leaves ? weighed.position + row - stored : positions[row]);
+    return mass_key(mass, leaves ? weighed.position + row - stored : positions[row], eviction.pinned);
   };
-  std::uint64_t smallest = wanted == 0 ? ~std::uint64_t{0} : 0;  // that stays; no row has the largest of all keys
-  if (wanted > 0 && wanted < all) {
-    if (thread == 0) {
-      prefix = 0;
-      still_wanted = wanted;
-    }
-    for (int shift = 56; shift >= 0; shift -= 8) {
-      for (int item = thread; item < kCopies * 256; item += kEvictThreads) histogram[item / 256][item % 256] = 0;
-      __syncthreads();
-      const std::uint64_t known = prefix;
-      const int left = still_wanted;
-      for (int row = thread; row < all; row += kEvictThreads) {
-        const std::uint64_t own = key(row);
-        if (shift == 56 || own >> (shift + 8) == known) atomicAdd(&histogram[thread % kCopies][own >> shift & 0xffU], 1);
-      }
-      __syncthreads();
-      int count = 0, above = 0;  // rows of this thread's digit, of larger ones: 255 is the first
-      if (thread < 256) {
-        for (int copy = 0; copy < kCopies; ++copy) count += histogram[copy][255 - thread];
-      }
-      Scan(storage).ExclusiveSum(count, above);
-      if (thread < 256 && above < left && left <= above + count) {
-        prefix = known << 8 | static_cast<std::uint64_t>(255 - thread);
-        still_wanted = left - above;
-        in_digit = count;
-      }
-      __syncthreads();
-      smallest = prefix << shift;
-      if (in_digit == still_wanted) break;  // all rows that begin so stay
-    }
-  }
+  const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);  // that stays
   int places = 0, stay = 0;
   for (int base = 0; base < stored; base += kEvictThreads) {
     const bool goes = base + thread < stored && key(base + thread) < smallest;
@@ -162,7 +124,7 @@ template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tables, RowSource source, Leaving leaving, Eviction eviction) {
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = leaving.slots[sequence], dim = tables.head_dim;
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
-  const std::int32_t *chosen = eviction.chosen + list + leaving.full[sequence], *freed = eviction.freed + list;
+  const std::int32_t *chosen = eviction.chosen + list + leaving.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
   const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.replaced[sequence * tables.num_heads + head]);
   const HeadTiles& layout = tables.listed;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
@@ -211,7 +173,7 @@ RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_
   for (int i = 0; i < leaving.count; ++i) {
     const std::int64_t stored = layer.sequence(leaving.slots[i]).num_rows(tables.weighed);
     most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
-    replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.rows[i]} - leaving.full[i] - leaving.compressed[i], stored));
+    replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.rows[i]} - (full ? 0 : leaving.full[i]) - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored)), stored));
   }
   if (joint) {
     eviction.group_masses = scratch.group_masses;

@@ -31,6 +31,44 @@ struct SequenceRows {
     return rows_in(missing[static_cast<std::size_t>(index < heads ? index : (index - heads) * joint_heads)], list);
   }
   HeadRows rows_of(int head) const { return {static_cast<std::int32_t>(num_rows(RowList::full, head)), static_cast<std::int32_t>(num_rows(RowList::compressed, head))}; }
+  /// @brief Whether a list of any head has more rows in `after`.
+  bool grows(const SequenceRows& after, RowList list) const {
+    const std::size_t heads = (std::max)({missing.size(), after.missing.size(), std::size_t{1}});
+    for (std::size_t head = 0; head < heads; ++head) {
+      if (after.num_rows(list, static_cast<int>(head)) > num_rows(list, static_cast<int>(head))) return true;
+    }
+    return false;
+  }
+  /// @brief The fewest of a head.
+  std::int64_t least_rows(RowList list) const {
+    std::int32_t most_missing = 0;
+    for (const HeadRows& head : missing) most_missing = (std::max)(most_missing, rows_in(head, list));
+    return rows_in(rows, list) - most_missing;
+  }
+  /// @brief Leaves so many rows of a list to every head, at most. @param limit  negative: all
+  void limit_rows(std::int64_t limit, RowList list) {
+    if (limit < 0 || num_rows(list) <= limit) return;
+    std::vector<HeadRows> own;
+    for (std::size_t head = 0; head < (std::max)(missing.size(), std::size_t{1}); ++head) {
+      own.push_back(rows_of(static_cast<int>(head)));
+      std::int32_t& count = list == RowList::full ? own.back().num_full : own.back().num_compressed;
+      count = (std::min)(count, static_cast<std::int32_t>(limit));
+    }
+    set_rows(std::move(own));
+  }
+  /// @brief Adds the rows that leave sequence `i` of a batch. @param weighed  the list whose rows masses choose
+  void add_rows(const Leaving& leaving, int i, RowList weighed) {
+    const auto grown = [&](const HeadRows& own) {
+      return HeadRows{own.num_full + leaving.added(RowList::full, weighed, i, own.num_full), own.num_compressed + leaving.added(RowList::compressed, weighed, i, own.num_compressed)};
+    };
+    if (missing.empty() || leaving.limit[i] < 0) {  // the same in all heads
+      rows = grown(rows);
+      return;
+    }
+    std::vector<HeadRows> own;
+    for (std::size_t head = 0; head < missing.size(); ++head) own.push_back(grown(rows_of(static_cast<int>(head))));
+    set_rows(std::move(own));
+  }
   /// @brief Sets the rows of every head, of which there is at least one.
   void set_rows(std::vector<HeadRows> own) {
     rows = own.front();

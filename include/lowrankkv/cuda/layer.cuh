@@ -155,6 +155,8 @@ class LayerState {
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
+  /// @brief Whether masses choose the rows of a list, which may stand in any order.
+  bool is_weighed(RowList list) const { return tables_.masses != nullptr && tables_.weighed == list; }
   /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them; rows are counted as in the head that has the most, in others from their ends. Pages were checked.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
@@ -188,37 +190,37 @@ class LayerState {
     const auto& pages = sequence(slot).pages[static_cast<int>(list)];
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]); });
   }
-  /// @brief Adds the pages that `full` and `compressed` more rows of a sequence take, copies of shared ones that are written to included.
+  /// @brief Adds the pages that a sequence's lists take when they have the rows of `after`, copies of shared ones that are written to included.
   /// @param replaces  any row of the list whose rows are weighed may be replaced
-  void demand_rows(int slot, std::int64_t full, std::int64_t compressed, bool replaces, PageDemand& demand) const {
+  void demand_rows(int slot, const SequenceRows& after, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
-    const bool rewrites_full = replaces && tables_.weighed == RowList::full;
-    const bool rewrites_compressed = (replaces && tables_.weighed == RowList::compressed) || (compressed > 0 && epochs_.adapts());  // by a merge
-    if (full > 0 || rewrites_full) demand_writes(slot, RowList::full, rewrites_full ? 0 : now.rows.num_full, now.rows.num_full + 1, demand);
-    if (compressed > 0 || rewrites_compressed) demand_writes(slot, RowList::compressed, rewrites_compressed ? 0 : now.rows.num_compressed, now.rows.num_compressed + 1, demand);
-    std::int64_t pages = pages_of(now, full, compressed);
-    for (const auto& list : now.pages) {
-      for (const auto& own : list) pages -= static_cast<std::int64_t>(own.size());
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      const bool grows = now.grows(after, list), rewrites = (replaces && tables_.weighed == list) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
+      if (grows || rewrites) demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1, demand);
+      for (int index = 0; index < num_lists(list); ++index) {
+        const std::int64_t pages = pages_for(list, index, after.num_rows(list, index)), own = static_cast<std::int64_t>(now.pages[static_cast<int>(list)][static_cast<std::size_t>(index)].size());
+        demand.add_new((std::max)(std::int64_t{0}, pages - own));
+      }
     }
-    demand.add_new(pages);
   }
 
-  /// @brief Pages of a sequence of so many rows, and more of them in every head.
-  std::int64_t pages_of(const SequenceRows& own, std::int64_t full = 0, std::int64_t compressed = 0) const {
+  /// @brief Pages of a sequence of so many rows.
+  std::int64_t pages_of(const SequenceRows& own) const {
     std::int64_t pages = 0;
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, own.num_rows(list, index) + (list == RowList::full ? full : compressed));
+      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, own.num_rows(list, index));
     }
     return pages;
   }
-  /// @brief Gives a sequence the pages for its rows and so many more, and enqueues the new entries of the page tables.
-  void add_pages(int slot, std::int64_t full, std::int64_t compressed, cudaStream_t stream) {
+  /// @brief Gives a sequence the pages for the rows of `after`, and enqueues the new entries of the page tables.
+  void add_pages(int slot, const SequenceRows& after, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
-    if (full > 0) own_pages(slot, RowList::full, now.rows.num_full, now.rows.num_full + 1, stream);
-    if (compressed > 0) own_pages(slot, RowList::compressed, now.rows.num_compressed, now.rows.num_compressed + 1, stream);
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      if (now.grows(after, list)) own_pages(slot, list, now.num_rows(list), now.num_rows(list) + 1, stream);
+    }
     for (int list = 0; list < 2; ++list) {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
-        const std::int64_t rows = now.num_rows(static_cast<RowList>(list), head) + (list == 0 ? full : compressed);
+        const std::int64_t rows = after.num_rows(static_cast<RowList>(list), head);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
         while (static_cast<std::int64_t>(pages.size()) < pages_for(static_cast<RowList>(list), head, rows)) {
           const std::int32_t page = pool_->allocator().take();
@@ -314,6 +316,8 @@ class LayerState {
   int shared_bytes() const { return shared_bytes_; }
   /// @brief Whether maps from tiles to rows are f32, in all heads and epochs; else 16 bits.
   bool wide_maps(Part part) const { return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32; }
+  /// @brief Memory for the moves of a weighed list (cuda/keep_rows.cuh), empty until rows go from one.
+  DeviceArray<std::int32_t>& moves() { return moves_; }
   /// @brief Memory that attention works in.
   Workspace& workspace() { return workspace_; }
   const Workspace& workspace() const { return workspace_; }
@@ -334,7 +338,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -369,6 +373,7 @@ class LayerState {
   Tables tables_;
   DeviceArray<DeviceLengths> lengths_;
   DeviceArray<HeadRows> rows_;
+  DeviceArray<std::int32_t> moves_;
   DeviceArray<std::int32_t> pages_[2];
   DeviceArray<std::uint32_t> faults_;
   DeviceArray<HeadTiles> compressed_;

@@ -75,8 +75,8 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
   int* codes = reinterpret_cast<int*>(rows);
   for (int item = static_cast<int>(threadIdx.x); item < (until - from) * maps.rank; item += kStoreThreads) codes[(from + item / maps.rank) * stride + item % maps.rank] = 0;
   const std::uint8_t* at = tile + layout.offset(part);
-  for (int unit = 0; unit < layout.units(part); ++unit) {  // a coefficient has one channel of a unit at most
-    __syncthreads();
+  __syncthreads();
+  for (int unit = 0; unit < layout.units(part); ++unit) {
     const int bits = layout.width(part, unit);
     for (int item = static_cast<int>(threadIdx.x); item < (until - from) * kCodeUnit; item += kStoreThreads) {
       const int row = from + item / kCodeUnit, channel = item % kCodeUnit;
@@ -84,7 +84,7 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
       if (place.source < 0) continue;
       const CodePlace own = part == Part::key ? key_place(bits, row, channel) : value_place(bits, row, channel);
       const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(at + own.word);
-      codes[row * stride + place.source] += static_cast<int>((word >> own.shift & ((1U << bits) - 1U)) << place.shift);
+      atomicAdd(codes + row * stride + place.source, static_cast<int>((word >> own.shift & ((1U << bits) - 1U)) << place.shift));  // both halves of a code may be in one unit
     }
     at += code_unit_bytes(bits);
   }

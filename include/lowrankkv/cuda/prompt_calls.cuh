@@ -102,7 +102,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   HeadRows check_pages(int slot, std::int64_t rows) const {
     PageDemand demand;
     std::int64_t tail = layer_.sequence(slot).tail_length, left = rows, leaving = 0;  // of a chunk
-    const RowCounts counts = this->demand_rows(slot, Phase::prefill, demand, [&] {
+    const SequenceRows after = this->demand_rows(slot, Phase::prefill, demand, [&] {
       while (left > 0 && leaving == 0) {
         const std::int64_t count = (std::min)(left, chunk_limit());
         leaving = (std::max)(std::int64_t{0}, tail + count - recent_rows(policies_.token_policy));
@@ -115,7 +115,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     });
     layer_.pool().allocator().require(demand.total());
     const HeadRows& now = layer_.sequence(slot).rows;
-    return {now.num_full + static_cast<std::int32_t>(counts.full), now.num_compressed + static_cast<std::int32_t>(counts.compressed)};
+    return {(std::max)(now.num_full, after.rows.num_full), (std::max)(now.num_compressed, after.rows.num_compressed)};
   }
 
  private:

@@ -39,8 +39,13 @@ struct RemovedRows {
     return rows;
   }
   /// @brief The first row that another one takes the place of in a list of any head, counted as in the head that has the most; -1: none does.
-  std::int64_t first_moved(const HostSequence& now, RowList list) const {
+  /// @param anywhere  rows that go may stand anywhere in the list
+  std::int64_t first_moved(const HostSequence& now, RowList list, bool anywhere) const {
     std::int64_t first = -1;
+    for (std::size_t head = 0; anywhere && head < begin.size(); ++head) {
+      if (rows_in(begin[head], list) < rows_in(end[head], list)) return 0;
+    }
+    if (anywhere) return first;
     for (std::size_t head = 0; head < begin.size(); ++head) {
       const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list), place = from + now.missing_in(list, static_cast<int>(head));
       if (from < to && to < now.num_rows(list, static_cast<int>(head)) && (first < 0 || place < first)) first = place;
@@ -142,7 +147,7 @@ __global__ void close_rolls_kernel(Tables tables, int slot, int begin, int end, 
 inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (const std::int64_t first = rows.first_moved(now, list); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
+    if (const std::int64_t first = rows.first_moved(now, list, layer.is_weighed(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
   }
 }
 
@@ -184,7 +189,13 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
     check(cudaGetLastError(), "close_tail_kernel");
   }
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (const std::int64_t moved = rows.first_moved(now, list); moved >= 0) {
+    if (layer.is_weighed(list)) {
+      if (first >= now.first_tail()) continue;
+      if (rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
+      keep_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
+      continue;
+    }
+    if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
       for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) {
         close_up_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts);

@@ -201,7 +201,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
   // Where values choose rows, once for all.
-  const std::size_t may_differ = tables.positions[0] != nullptr && tables.masses == nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
+  const std::size_t may_differ = tables.positions[0] != nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
   if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
   sequence.joint_heads = tables.joint_heads;
   std::int64_t last_piece = -1;
@@ -283,8 +283,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   std::uint8_t* memory = layer.pool().scratch(block.size);
   check(cudaMemcpyAsync(memory, saved.block.data(), block.size, cudaMemcpyHostToDevice, stream), "load");
   HostSequence& now = layer.sequence(slot);
-  now.missing = saved.missing;  // of none so far, which is less than none
-  layer.add_pages(slot, saved.rows.num_full, saved.rows.num_compressed, stream);
+  layer.add_pages(slot, saved, stream);
   std::vector<std::int32_t> own{0};
   for (int i = 0; i < counts.own_epochs; ++i) {
     own.push_back(layer.rolls().rolls() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
@@ -294,6 +293,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.num_tokens = counts.num_tokens;
   now.tail_length = counts.tail_length;
   now.rows = saved.rows;
+  now.missing = saved.missing;
   now.shifts = saved.shifts;
   layer.rotary().write_shifts(slot, now.shifts, stream);
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};

@@ -4,17 +4,20 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
 #include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/cuda/keep_rows.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Forgets the tokens from `length` on, which the sequence has. @param kept  rows of every head that stand before that
-inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, std::vector<HeadRows> kept, cudaStream_t stream) {
+/// @brief Forgets the tokens from `length` on, which the sequence has. @param kept  rows of every head that stand before that. Pages were checked (demand_truncation).
+template <class = void>
+TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length, std::vector<HeadRows> kept, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   const std::int64_t first_tail = now.first_tail();
   const bool exact = length >= first_tail;
@@ -22,11 +25,22 @@ inline TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_
     now.shifts.truncate(length);
     layer.rotary().write_shifts(slot, now.shifts, stream);
   }
+  if (!exact && length > 0 && layer.tables().masses != nullptr) {
+    layer.own_pages(slot, layer.tables().weighed, 0, now.num_rows(layer.tables().weighed), stream);
+    keep_rows(layer, slot, {static_cast<std::int32_t>(length), std::numeric_limits<std::int32_t>::max()}, stream);
+  }
   now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
   now.num_tokens = length;
   now.set_rows(std::move(kept));
   layer.settle(slot, stream);
   return exact ? TruncateResult::exact : TruncateResult::inexact;
+}
+
+/// @brief Adds the pages that truncate_sequence() has to copy, since forks share them.
+inline void demand_truncation(const LayerState& layer, int slot, std::int64_t length, PageDemand& demand) {
+  const HostSequence& now = layer.sequence(slot);
+  const RowList weighed = layer.tables().weighed;
+  if (layer.tables().masses != nullptr && length > 0 && length < now.first_tail()) layer.demand_writes(slot, weighed, 0, now.num_rows(weighed), demand);
 }
 
 /// @brief What the shifts of a sequence are after the tokens from `first` on have moved by `delta`.

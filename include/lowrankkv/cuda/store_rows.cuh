@@ -192,7 +192,7 @@ class ListPiece {
   __device__ ListPiece(const Tables& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
       : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = loose.data != nullptr;
-    const int first = apart ? 0 : tables.num_rows(list, leaving.slots[sequence], head), added = full ? leaving.full[sequence] : leaving.compressed[sequence];
+    const int stored = tables.num_rows(list, leaving.slots[sequence], head), first = apart ? 0 : stored, added = leaving.added(list, tables.weighed, sequence, stored);
     const int count = apart ? loose.counts[sequence * tables.num_heads + head] : added;
     const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : 0;  // of the source, or of the order: they are stored elsewhere
     tile_row = (first / kStoreRows + piece) * kStoreRows;

@@ -201,9 +201,24 @@ struct Leaving {
   std::int32_t compressed[kMaxBatch];
   std::int32_t pinned[kMaxBatch];    ///< of the full ones, those that are full whatever their values: the oldest
   std::int32_t position[kMaxBatch];  ///< of the oldest
+  std::int32_t limit[kMaxBatch];     ///< RowCounts::limit
 
+  /// @brief By how many rows a list grows. @param weighed  the list whose rows masses choose  @param stored  rows that it has
+  __host__ __device__ std::int32_t added(RowList list, RowList weighed, int sequence, std::int32_t stored) const {
+    if (limit[sequence] < 0 || list != weighed) return list == RowList::full ? full[sequence] : compressed[sequence];
+    const std::int32_t candidates = rows[sequence] - (weighed == RowList::compressed ? full[sequence] : 0), room = limit[sequence] > stored ? limit[sequence] - stored : 0;
+    return room < candidates ? room : candidates;
+  }
   /// @brief Rows of a sequence that could be compressed: neither pinned nor dropped.
   __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
+};
+
+/// @brief Which rows of the lists move where: [heads, stride] each.
+struct RowMoves {
+  std::int32_t* from = nullptr;
+  std::int32_t* to = nullptr;
+  std::int32_t* counts = nullptr;  ///< [heads]
+  std::int32_t stride = 0;
 };
 
 /// @brief Entries of a page table.
@@ -281,8 +296,8 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
-    rows.num_full += leaving.full[i];
-    rows.num_compressed += leaving.compressed[i];
+    rows.num_full += leaving.added(RowList::full, tables.weighed, i, rows.num_full);
+    rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
   }
 }
 

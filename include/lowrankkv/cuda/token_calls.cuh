@@ -39,11 +39,12 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     return now.num_tokens - now.tail_length;
   }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where values chose among them the stream is waited for, else nothing is.
-  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where rows stay by the attention that they have received, or where bases move and heads would keep different numbers
-  /// of compressed rows (not behind a prompt whose rows were chosen by scores); CapacityError where a head's outliers were so early that its full rows could outgrow their tables
+  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where bases move and heads would keep different numbers of compressed rows (not behind a prompt whose rows were chosen by scores);
+  /// CapacityError where a head's outliers were so early that its full rows could outgrow their tables, or, where rows stay by the attention that they have received, forks share pages and the pool lacks others
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
-    return truncate_sequence(layer_, sequences_.find(seq), length, kept_below(seq, length, stream), stream);
+    std::vector<HeadRows> kept = kept_below(seq, length, stream);
+    return truncate_sequence(layer_, sequences_.find(seq), length, std::move(kept), stream);
   }
   /// @brief Raises what truncate() would raise for these arguments. Waits for the device where values chose among the rows that would go.
   void check_truncate(SequenceId seq, std::int64_t length) const { static_cast<void>(kept_below(seq, length, nullptr)); }
@@ -112,19 +113,15 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
       }
     }
   }
-  /// Raises where rows stay by the attention that they have received.
-  static void check_weighed(const char* call, std::int64_t token, std::int64_t first_tail) {
-    if (Rows::keeps_masses && token < first_tail) {
-      ::lowrankkv::detail::fail<StateError>(call, ": from token ", token, " on, rows up to ", first_tail, " are stored as the attention that they received decided; at least that expected on this backend");
-    }
-  }
   /// Rows of every head that are left of the first `length` tokens. Raises what truncate() raises.
   std::vector<HeadRows> kept_below(SequenceId seq, std::int64_t length, cudaStream_t stream) const {
     const int slot = this->idle_slot(seq);
     const HostSequence& now = layer_.sequence(slot);
     if (length < 0 || length > now.num_tokens) ::lowrankkv::detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", now.num_tokens, " tokens");
     if (length == 0) return std::vector<HeadRows>(static_cast<std::size_t>(layer_.tables().num_heads));
-    check_weighed("truncate", length, now.first_tail());
+    PageDemand demand;
+    demand_truncation(layer_, slot, length, demand);
+    layer_.pool().allocator().require(demand.total());
     std::vector<HeadRows> rows = RowCuts(layer_, slot, length, Rows::chooses, stream).below(length);
     if (length < now.first_tail()) check_left("truncate", rows, length);
     return rows;
@@ -134,7 +131,6 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     const int slot = this->idle_slot(seq);
     const HostSequence& now = layer_.sequence(slot);
     check_removal(layer_, now, first, count);
-    if (count > 0) check_weighed("remove", first, now.first_tail());
     RemovedRows removed = RemovedRows::of(layer_, slot, first, count, Rows::chooses, stream);
     for (std::size_t head = 0; Base::Rule::adapts && head < removed.begin.size(); ++head) {
       const int own = removed.begin[head].num_compressed, first_own = removed.begin.front().num_compressed, count_own = removed.end[head].num_compressed - own;

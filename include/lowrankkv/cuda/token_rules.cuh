@@ -45,6 +45,7 @@ struct RowCounts {
   std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
   std::int64_t full = 0;    ///< by which the list of full rows grows
   std::int64_t compressed = 0;
+  std::int64_t limit = -1;      ///< where rows are chosen by masses: rows that their list may have then, of which a head may have fewer; else -1
 };
 
 }  // namespace cuda
@@ -177,7 +178,8 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   if (Rules::keeps_masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
     const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(RowChoice::masses, 0, left)); };
     const std::int64_t more = kept_of(first_position + count) - kept_of(first_position);
-    return {pinned, Rules::compresses ? pinned : more, Rules::compresses ? more - pinned : 0};
+    const std::int64_t limit = kept_of(first_position + count) - (Rules::compresses ? pinned_rows(policy, 0, first_position + count) : 0);
+    return {pinned, Rules::compresses ? pinned : more, Rules::compresses ? more - pinned : 0, limit};
   }
   const std::int64_t kept = Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count)) : Rules::fate == RowFate::dropped ? 0 : rest;
   const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
