@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every entry; turned queries before
   std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit_of_logits = turn.largest[t] * (coded ? lift.factor : type == DType::f16 ? 1.0F : 1.0F / kTurnedBFloat);
+  const float unit_of_logits = turn.largest[t] * (coded ? __ldg(lift.scales).y : type == DType::f16 ? 1.0F : 1.0F / kTurnedBFloat);
   // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail.
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;

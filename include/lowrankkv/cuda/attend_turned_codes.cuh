@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every split; turned queries before
   std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit_of_logits = turn.largest[threadIdx.x % 4] * lift.factor;
+  float unit_of_logits = turn.largest[threadIdx.x % 4] * __ldg(lift.scales).y;
   detail::TurnedRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
@@ -173,8 +173,11 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       range.rows = end;
       if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
         epoch = rows_of.epoch;
-        operands = tables.maps[epoch * tables.num_heads + head].lift.operands;
+        const LiftMap& own = tables.maps[epoch * tables.num_heads + head].lift;
+        operands = own.operands;
         turn.copy_map(operands, head_dim, copied_units);
+        turn.copy_means(own.means, head_dim);
+        unit_of_logits = turn.largest[threadIdx.x % 4] * __ldg(own.scales).y;
         __syncthreads();
       }
     }

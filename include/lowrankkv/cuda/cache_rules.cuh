@@ -44,7 +44,7 @@ struct CacheRules {
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
   /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rows::keeps_masses && !(Rule::adapts && requires { Codec::orders_channels; });
+  static constexpr bool kMayTurn = !Rows::keeps_masses;
 
   /// Whether what rows lose is known when they are stored, and when they go to another epoch, so that certificates can be had: not where the device alone decides which go.
   static constexpr bool kMayCertify = !rolls;
@@ -82,9 +82,6 @@ struct CacheRules {
   static void check_turns(const CacheConfig& config) {
     using ::lowrankkv::detail::fail;
     RotaryTables::check(config.rope, config.shape.head_dim);
-    if constexpr (Rule::adapts && requires { Codec::orders_channels; }) {
-      fail<ValueError>("rope: keys stored unrotated (Rope::pre) with bases that move over codes of principal axes, NoQuantizer or Int8 expected on this backend");
-    }
     if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
   }
 

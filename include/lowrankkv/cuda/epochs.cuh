@@ -78,7 +78,7 @@ class EpochStore {
           basis_bytes_ += basis_bytes;
           map_bytes_ += (two ? 2 : 1) * basis_bytes;
         }
-        lift_bytes_ += lift_bytes(maps.lift);
+        if (maps.lift.operands != nullptr) lift_bytes_ += lift_bytes(maps.lift, tiles.orders);
         most_lift_units_ = (std::max)(most_lift_units_, static_cast<int>(maps.lift.units));
       }
       own_size_ = bytes + lift_bytes_;
@@ -106,8 +106,15 @@ class EpochStore {
             }
             next += size;
           }
-          if (maps.lift.operands != nullptr) maps.lift.operands = reinterpret_cast<const uint4*>(next);  // scale and means are everybody's
-          next += lift_bytes(maps.lift);
+          if (maps.lift.operands != nullptr) {
+            const std::size_t size = lift_bytes(maps.lift, tiles.orders);
+            maps.lift.operands = reinterpret_cast<const uint4*>(next);
+            next += size;
+            if (tiles.orders) {  // else scale and means are everybody's
+              maps.lift.means = reinterpret_cast<const uint2*>(next - mean_words());
+              maps.lift.scales = reinterpret_cast<const float2*>(next - mean_words() - 16);
+            }
+          }
           table.push_back(maps);
         }
       }
@@ -208,7 +215,8 @@ class EpochStore {
   static bool has_reader(const PartMaps& part) { return part.channels != nullptr && part.reader.data != part.decoder.data; }
   /// Of steps, the reader and its scale.
   std::size_t code_bytes(const PartMaps& part) const { return !has_reader(part) ? 0 : rank_bytes(part) + 16 + static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
-  std::size_t lift_bytes(const LiftMap& lift) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4); }
+  std::size_t mean_words() const { return (static_cast<std::size_t>(head_dim_ / 4) * sizeof(uint2) + 15) / 16 * 16; }
+  std::size_t lift_bytes(const LiftMap& lift, bool orders) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4) + (orders ? 16 + mean_words() : 0); }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);

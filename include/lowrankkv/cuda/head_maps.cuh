@@ -258,7 +258,7 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_means_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_means_.bytes() + lift_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
@@ -272,6 +272,7 @@ class LayerMaps {
   void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<uint4> operands;
     std::vector<uint2> means;
+    std::vector<float2> factors;
     std::vector<std::size_t> first;
     for (std::size_t head = 0; head < heads_.size(); ++head) {
       const HeadBasis& own = basis.heads[head];
@@ -279,7 +280,8 @@ class LayerMaps {
       std::vector<float> mean;
       for (int place = 0; place < head_dim && !own.key_mean.empty(); ++place) mean.push_back(round_to(type, own.key_mean[static_cast<std::size_t>(rotary.channel(place, head_dim))]));
       const auto element = [&](int coefficient, int place) { return round_to(type, decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim)); };
-      const float longest = moves ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
+      const bool shared = moves && (!layouts[head].codes || keys.by_basis);  // else epochs have scales of their own
+      const float longest = shared ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
       HostLift lift;
       if (layouts[head].codes) {
         lift = lift_codes(keys.widths, head_dim, mean, 127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest, [&](int code, int place) {
@@ -294,15 +296,16 @@ class LayerMaps {
       first.push_back(operands.size());
       operands.insert(operands.end(), lift.operands.begin(), lift.operands.end());
       means.insert(means.end(), lift.means.begin(), lift.means.end());
-      heads_[head].lift.scale = lift.scale;
-      heads_[head].lift.factor = lift.factor;
+      factors.push_back({lift.scale, lift.factor});
       heads_[head].lift.units = lift_units(layouts[head].codes, layouts[head].key_units);
     }
     lifts_ = DeviceArray<uint4>(operands);
     lift_means_ = DeviceArray<uint2>(means);
+    lift_scales_ = DeviceArray<float2>(factors);
     for (std::size_t head = 0; head < heads_.size(); ++head) {
       LiftMap& lift = heads_[head].lift;
       lift.operands = lifts_.data() + first[head];
+      lift.scales = lift_scales_.data() + head;
       lift.means = lift_means_.data() + head * static_cast<std::size_t>(head_dim / 4);
     }
   }
@@ -311,6 +314,7 @@ class LayerMaps {
   DeviceArray<TileChannel> channels_;
   DeviceArray<uint4> lifts_;
   DeviceArray<uint2> lift_means_;
+  DeviceArray<float2> lift_scales_;
   std::vector<HeadMaps> heads_;
   std::uint64_t checksum_ = 0;
 };

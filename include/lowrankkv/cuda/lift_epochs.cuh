@@ -10,21 +10,48 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Writes the lifting maps of epochs whose decoders were written before. Grid: kStoreThreads operands x heads x sequences.
+/// @brief Writes the lifting maps of epochs whose decoders, and steps, were written before. Grid: kStoreThreads operands x heads x sequences.
+/// @param axes  of codes of principal axes, whose scale, and means, are an epoch's own: no sum over a row's channels, gain left out, is beyond 16 (lift_codes()); else without numbers
 /// Cost: the decoder once, head_dim x rank numbers of 16 bits.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables tables, PublishedEpochs epochs) {
-  const int head = static_cast<int>(blockIdx.y), epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, blocks = dim / (2 * kTurnPairs);
+__global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables tables, PublishedEpochs epochs, AxisScales axes) {
+  __shared__ float scale;
+  const int head = static_cast<int>(blockIdx.y), epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, blocks = dim / (2 * kTurnPairs), thread = static_cast<int>(threadIdx.x);
   if (epoch < 0) return;
   const HeadMaps& maps = tables.maps[epoch * tables.num_heads + head];
-  const int item = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), lane = item % 32, block = item / 32 % blocks, unit = item / 32 / blocks;
+  const PartMaps& keys = maps.key;
+  const bool codes = tables.compressed[head].codes, orders = axes.longest != nullptr;
+  const auto step = [&](int coefficient) { return keys.inverse_steps == nullptr ? 1.0F : 1.0F / __ldg(keys.inverse_steps + coefficient); };
+  if (thread < 32) {
+    float squares = 0.0F, mean = 0.0F;
+    for (int i = thread; orders && i < keys.coded; i += 32) {
+      const float largest = 0.5F * static_cast<float>((1 << keys.bits[i]) - 1) * step(i);
+      squares = fmaf(largest, largest, squares);
+    }
+    for (int i = thread; orders && keys.mean != nullptr && i < dim; i += 32) mean = fmaxf(mean, fabsf(keys.mean[i]));
+    for (int distance = 16; distance > 0; distance /= 2) {
+      squares += __shfl_xor_sync(~0U, squares, distance);
+      mean = fmaxf(mean, __shfl_xor_sync(~0U, mean, distance));
+    }
+    if (thread == 0) scale = !orders ? maps.lift.scales->x : exp2f(4.0F - ceilf(log2f(fmaxf(fmaxf(1e-30F, sqrtf(squares) * axes.longest[AxisScales::which(Part::key, head)]), mean / 1024.0F))));
+  }
+  __syncthreads();
+  const int item = static_cast<int>(blockIdx.x * blockDim.x) + thread, lane = item % 32, block = item / 32 % blocks, unit = item / 32 / blocks;
+  if (orders && blockIdx.x == 0) {
+    if (thread == 0) const_cast<float2*>(maps.lift.scales)[0] = {scale, 1.0F / scale};
+    const auto mean_word = [&](int place) {
+      return keys.mean == nullptr ? 0U : half_word(scale * keys.mean[tables.rotary.channel(place, dim)], scale * keys.mean[tables.rotary.channel(place + 1, dim)]);
+    };
+    for (int i = thread; i < dim / 4; i += kStoreThreads) const_cast<uint2*>(maps.lift.means)[i] = {mean_word(2 * i), mean_word(2 * i + dim / 2)};
+  }
   if (unit >= maps.lift.units) return;
-  const bool codes = tables.compressed[head].codes;
   const auto word = [&](int i, int place) {
     const int channel = tables.rotary.channel(place, dim);
     const auto element = [&](int which) {
-      const int coefficient = lift_place(codes, unit, lane % 4, which);
-      return coefficient < maps.key.rank ? maps.lift.scale * maps.key.decoder.element(coefficient, channel, dim) : 0.0F;
+      const int own = lift_place(codes, unit, lane % 4, which);
+      if (!orders) return own < keys.rank ? scale * keys.decoder.element(own, channel, dim) : 0.0F;
+      const TileChannel code = own < keys.width ? keys.channels[own] : TileChannel{};
+      return code.source < 0 ? 0.0F : scale * keys.decoder.element(code.source, channel, dim) * step(code.source) * static_cast<float>(1U << code.shift) * (code.width == 8 ? 1.0F : 0.5F);
     };
     return half_word(element(i), element(i + 1));
   };
@@ -81,7 +108,7 @@ void finish_epochs(const Tables& tables, const EpochStore& store, const Publishe
   }
   if (!tables.rotary.turns()) return;
   const int operands = store.most_lift_units() * (tables.head_dim / (2 * kTurnPairs)) * 32;
-  lift_epochs_kernel<><<<dim3(static_cast<unsigned>((operands + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs);
+  lift_epochs_kernel<><<<dim3(static_cast<unsigned>((operands + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs, store.axes());
   check(cudaGetLastError(), "lift_epochs_kernel");
 }
 

@@ -25,8 +25,7 @@ inline constexpr float kTurnedBFloat = 0.0625F;
 struct LiftMap {
   const uint4* operands = nullptr;
   const uint2* means = nullptr;  ///< as lifted keys come out, [head_dim / 16, lane % 4]: of first channels 2t and 2t + 1, of second ones
-  float scale = 1.0F;            ///< that power of two; where bases move, the same whatever the basis
-  float factor = 1.0F;           ///< takes it, and that of bf16, back
+  const float2* scales = nullptr;  ///< that power of two, and what takes it, and that of bf16, back; where bases move, the same whatever the basis, but for codes of principal axes
   std::int32_t units = 0;        ///< of operands
 };
 

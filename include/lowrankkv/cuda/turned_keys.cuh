@@ -68,7 +68,12 @@ struct TurnShared {
     means = reinterpret_cast<const uint2*>(own_means);
     operands = own_means + head_dim / 8;
     if (lift == nullptr) return;
-    for (int i = thread; i < head_dim / 8; i += threads) own_means[i] = __ldg(reinterpret_cast<const uint4*>(lift->means) + i);
+    copy_means(lift->means, head_dim);
+  }
+  /// @brief Copies means; the caller synchronises.
+  __device__ void copy_means(const uint2* from, int head_dim) {
+    uint4* own = reinterpret_cast<uint4*>(const_cast<uint2*>(means));
+    for (int i = static_cast<int>(threadIdx.x); i < head_dim / 8; i += static_cast<int>(blockDim.x)) own[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
   }
   /// @brief Copies the first `units` units of a lifting map. All threads call it; the caller synchronises, before if the last one is still read, and after.
   __device__ void copy_map(const uint4* map, int head_dim, int units) const {

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
   if constexpr (copied) turn.copy_map(lift.operands, head_dim, cuda::lift_units(codes, layout.key_units));
   std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units) + warp * turn_warp_bytes(head_dim));
   turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit = turn.largest[t] * lift.factor;
+  const float unit = turn.largest[t] * __ldg(lift.scales).y;
   detail::TurnedRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
