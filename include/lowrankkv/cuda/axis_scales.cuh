@@ -2,6 +2,7 @@
 /// @file cuda/axis_scales.cuh  What codes of principal axes know of them beforehand, for bases that move: how large calibrated coefficients are, steps, rotations.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 

@@ -34,7 +34,8 @@ struct CacheRules {
   static constexpr bool joins = Rows::compresses && requires(const Basis& joint) { Maps::joint_heads(joint, 1); };
   /// Scale groups of codes; 0: coefficients are in plain tiles.
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
-  static_assert(!Rule::adapts || requires { Codec::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
+  static_assert(!Rule::adapts || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::moving_tiles(quantizer, 1); } || requires { Codec::orders_channels; },
+                "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
   static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
   static_assert(!rolls || !Rows::by_scores, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by scores (CompressAll, SinkRecent, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");

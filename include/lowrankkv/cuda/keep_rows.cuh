@@ -7,8 +7,8 @@
 
 #include <cub/block/block_scan.cuh>
 
+#include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/place_rows.cuh"

@@ -7,9 +7,9 @@
 /// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
-/// A quantizer: `static constexpr CodedForm form`, `static constexpr bool moves` (optional): bases may move, and with codes `static PartTiles tiles(const Q&, rank, bits)`, optional `static PartTiles moving_tiles(const Q&, rank)`,
-/// whole planes of 8 bits without steps, which a basis that moves reads itself; `static constexpr bool orders_channels` (optional): bases that move are turned to the principal axes of rows, with
-/// `static std::vector<float> unit_steps(const Q&, bits)`, steps of coefficients of rms 1, 0 without bits, or empty,
+/// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`, for bases that move one of two: `static PartTiles moving_tiles(const Q&, rank)`,
+/// whole planes of 8 bits without steps, which a basis that moves reads itself, or `static constexpr bool orders_channels`: they are turned to the principal axes of rows, with
+/// `static std::vector<float> unit_steps(const Q&, bits)`, steps of coefficients of rms 1, 0 without bits, or empty;
 /// `static std::vector<float> steps(const Q&, bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default 1), optional
 /// `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take over, and, for joint values,
 /// `static PartTiles joint_tiles(const Q&, rank, bits)`; without codes, `static DType type(const Q&)`.
@@ -83,7 +83,6 @@ struct Impl<FrequentDirections, Cuda> {
 template <>
 struct Impl<NoQuantizer, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::plain;
-  static constexpr bool moves = true;
   static DType type(const NoQuantizer& policy) { return policy.type; }
   static void validate(const NoQuantizer& policy) {
     if (policy.type == DType::f32) ::lowrankkv::detail::fail<ValueError>("NoQuantizer: type ", name_of(policy.type), ", f16 or bf16 expected on this backend");
@@ -207,7 +206,6 @@ LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_d
 template <>
 struct Impl<TransformCode, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
-  static constexpr bool moves = true;
   static constexpr bool orders_channels = true;
   static void validate(const TransformCode& policy) {
     if (!(policy.step_scale > 0.0F) || !std::isfinite(policy.step_scale)) {
@@ -227,7 +225,6 @@ struct Impl<TransformCode, Cuda> {
 template <>
 struct Impl<Int8, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
-  static constexpr bool moves = true;
   static void validate(const Int8&) {}
   static cuda::PartTiles tiles(const Int8&, int rank, std::span<const std::uint8_t>) { return cuda::code_planes(int8_layout(rank)); }
   static cuda::PartTiles moving_tiles(const Int8&, int rank) { return cuda::moving_code_planes(int8_layout(rank)); }
@@ -239,7 +236,6 @@ struct Impl<Int8, Cuda> {
 template <>
 struct Impl<BlockHadamard, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;
-  static constexpr bool moves = true;
   static constexpr bool orders_channels = true;
   static constexpr int scale_groups = 2;
   static void validate(const BlockHadamard& policy) { check_block_hadamard(policy); }

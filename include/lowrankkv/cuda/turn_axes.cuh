@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/orthogonal_rows.cuh"

@@ -79,6 +79,7 @@ struct Layer {
   gpu::HeadTiles compressed;
   gpu::HeadMaps maps;
   gpu::HostLift lift;
+  float2 lift_scales;
   gpu::Tables tables;
 
   Layer(const Problem& problem, const gpu::HeadTiles& full) : rotary(problem.rope, problem.head_dim, 2) {
@@ -113,7 +114,8 @@ struct Layer {
     tables.pool = pool.data();
     tables.tails = tails.data();
     tables.compressed = &compressed;
-    maps.lift = {lift.operands.data(), lift.means.data(), lift.scale, lift.factor};
+    lift_scales = {lift.scale, lift.factor};
+    maps.lift = {lift.operands.data(), lift.means.data(), &lift_scales};
     tables.maps = &maps;
     for (int list = 0; list < 2; ++list) {
       tables.pages[list] = pages[list].data();
