@@ -30,6 +30,8 @@ inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "
 inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_evicting; }
 /// Whether epochs begin when values say so.
 inline bool rolls(Method method) { return method == Method::subspace_a || method == Method::directions || method == Method::directions_codes || method == Method::directions_outliers; }
+/// Whether codes are of principal axes that bases are turned to: those of both sides are the same as far as energies differ (moving_codes.cu).
+inline bool turns_axes(Method method) { return method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes; }
 /// Whether rows of large errors stay full.
 inline bool by_errors(Method method) { return method >= Method::directions_outliers && method <= Method::budgeted_evicting; }
 /// Whether rows are dropped, and whether it is their scores that decide.

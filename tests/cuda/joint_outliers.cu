@@ -17,7 +17,7 @@ using support::Random;
 using support::StarSettings;
 
 TEST_CASE("random sequences of joint values with outliers: rows as on the CPU, answers as in float64, the same in any batch") {
-  const int trials = effort() == 0 ? 2 : 4 * effort();
+  const int trials = effort() == 0 ? 2 : 3 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     CAPTURE(std::string(name_of(type)));
     const std::uint64_t seed = type == DType::f16 ? 231 : 232;

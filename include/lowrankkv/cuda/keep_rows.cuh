@@ -108,6 +108,7 @@ inline RowMoves row_moves(LayerState& layer) {
 template <class = void>
 void keep_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
   const Tables& tables = layer.tables();
+  if (layer.sequence(slot).num_rows(tables.weighed) == 0) return;
   const RowMoves moves = row_moves(layer);
   const bool joint = tables.weighed == RowList::compressed && tables.joint_heads > 0;
   const unsigned fates = static_cast<unsigned>(joint ? tables.num_heads / tables.joint_heads : tables.num_heads), lists = static_cast<unsigned>(layer.num_lists(tables.weighed));
