@@ -102,6 +102,30 @@ TEST_CASE("forks of compressed heavy hitters that are maintained together demand
   }
 }
 
+TEST_CASE("tokens that go from among heavy hitters that a fork reads: without pages for a copy nothing changes") {
+  Random random(131);
+  const CacheConfig config = config_of({2, 2, 64}, 1000, 2, 16);
+  const HeavySettings settings{{0.25F, 200, 20}};
+  const RandomLayer layer = layer_of<Star>(random, config.shape, settings);
+  const auto policies = policies_of<Star>(settings);
+  const std::int64_t pages = Star::num_pages(config, layer.basis, policies) / 2;
+  const auto pool = std::make_shared<gpu::PagePool>(Star::page_bytes(config, layer.basis, policies), pages);
+  Side<Star> side(config, layer, settings, pool);
+  side.cache.create(1);
+  side.ingest(1, random_rows(random, 900, 2, 64, DType::f16), random_rows(random, 900, 2, 64, DType::f16), random_rows(random, 900, 2, 64, DType::f32));
+  REQUIRE(pool->allocator().num_free() == 0);
+  side.cache.fork(1, 2);
+  const std::vector<std::byte> before = side.save(2);
+  CHECK(message_of([&] { side.cache.truncate(2, 500); }).find(" pages needed, 0 free") != std::string::npos);
+  CHECK(message_of([&] { side.cache.check_truncate(2, 500); }).find(" pages needed, 0 free") != std::string::npos);
+  CHECK(message_of([&] { side.cache.remove(2, 100, 300); }).find(" pages needed, 0 free") != std::string::npos);
+  CHECK(side.save(2) == before);
+  CHECK(side.save(1) == before);
+  side.cache.erase(1);
+  CHECK(side.cache.truncate(2, 500) == TruncateResult::inexact);
+  CHECK(side.cache.num_tokens(2) == 500);
+}
+
 TEST_CASE("saved compressed heavy hitters: hostile masses, positions and counts under a right checksum are refused, or do no harm") {
   Random random(141);
   const CacheConfig config = config_of({4, 2, 64}, 600, 2, 16);
