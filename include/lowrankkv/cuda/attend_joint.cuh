@@ -275,6 +275,11 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   };
 
   float out[mine][all_tiles][4] = {};
+  [[maybe_unused]] std::uint32_t bits_of_halves = 0;  // four bits each, of this warp's: known before their places come
+  #pragma unroll
+  for (int k = 0; codes && k < mine; ++k) {
+    if (warp + warps * k < halves) bits_of_halves |= static_cast<std::uint32_t>(blocks[(warp + warps * k) / 2].bits) << (4 * k);
+  }
   int using_stage = 0;
   const int units = layout.value_units;
   const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_blocks; };
@@ -315,8 +320,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           if (own_half >= halves) continue;
           const bool second = in_second(own_half);
           if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0, m);
-          const JointBlock& block = blocks[own_half / 2];
-          const uint4 a = block.bits == 3 ? detail::joint_operand<3>(latents, block.at, 3, half, m) : detail::joint_operand<0>(latents, block.at, block.bits, half, m);
+          const int bits = static_cast<int>(bits_of_halves >> (4 * k) & 15U);
+          const int* at = blocks[own_half / 2].at;
+          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, 3, half, m) : detail::joint_operand<0>(latents, at, bits, half, m);
           detail::add_products<type>(a, weights, used_tiles, out[k]);
         }
       } else {

@@ -161,11 +161,12 @@ class LayerMaps {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
-      std::size_t encoder, reader, reader_scale, decoder, steps, offset, mean, bits, channels;
+      std::size_t encoder, reader, decoder, steps, offset, mean, bits, channels;
       int width;
       DType reader_type;
     };
     std::vector<Offsets> offsets;
+    std::vector<float> reader_scales;  // by part, apart from what is checksummed: where bases move they follow the metric
     constexpr std::size_t none = ~std::size_t{0};
     const auto append = [&](const std::vector<float>& values, DType as) {
       const std::size_t at = bytes.size();
@@ -214,7 +215,7 @@ class LayerMaps {
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
       float largest = moves ? longest_decoder_row(key ? head.key_metric_inverse : head.value_metric_inverse, head_dim) : 1e-30F;  // of any basis
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
-      at.reader_scale = append({std::exp2(8.0F - std::ceil(std::log2(largest)))}, DType::f32);
+      reader_scales.push_back(std::exp2(8.0F - std::ceil(std::log2(largest))));
       at.bits = bytes.size();
       if (coded) {
         bytes.resize(at.bits + (static_cast<std::size_t>(rank) + 15) / 16 * 16);
@@ -231,6 +232,7 @@ class LayerMaps {
     checksum_ = ::lowrankkv::checksum(std::as_bytes(std::span(bytes)));
     bytes_ = DeviceArray<std::uint8_t>(bytes);
     channels_ = DeviceArray<TileChannel>(channels);
+    reader_scales_ = DeviceArray<float>(reader_scales);
     heads_.resize(tiles.size() / 2);
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       PartMaps& maps = part % 2 == 0 ? heads_[part / 2].key : heads_[part / 2].value;
@@ -238,7 +240,7 @@ class LayerMaps {
       maps.decoder = {bytes_.data() + offsets[part].decoder, type};
       maps.reader = {bytes_.data() + offsets[part].reader, offsets[part].reader_type};
       maps.inverse_steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
-      maps.reader_scale = reinterpret_cast<const float*>(bytes_.data() + offsets[part].reader_scale);
+      maps.reader_scale = reader_scales_.data() + part;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
       maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
       maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
@@ -258,7 +260,7 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + lifts_.bytes() + lift_means_.bytes() + lift_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + lifts_.bytes() + lift_means_.bytes() + lift_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
@@ -312,6 +314,7 @@ class LayerMaps {
 
   DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
+  DeviceArray<float> reader_scales_;
   DeviceArray<uint4> lifts_;
   DeviceArray<uint2> lift_means_;
   DeviceArray<float2> lift_scales_;

@@ -74,13 +74,15 @@ __global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(Tables tab
         *reinterpret_cast<std::uint32_t*>(rest + row * values_stride + channel) = detail::half_of<type>(first, second, true);
       }
       __syncthreads();
+      const MapElements decoder = maps.decoder;
+      const bool exact_map = decoder.type == type;
       #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const int item = warp + kWarps * i, unit = item / 2, half = item % 2;
         if (unit >= units) break;
         for (int channel = 0; channel < count; channel += kPlainUnit) {
           const int at = half * 2 * kPlainRows * values_stride + channel;
-          detail::add_decoded<type>(maps, (base + channel) / kPlainUnit, unit, units, values + at, exact ? nullptr : rest + at, values_stride, 2, sums[i]);
+          detail::add_decoded<type>(decoder, exact_map, (base + channel) / kPlainUnit, unit, units, values + at, exact ? nullptr : rest + at, values_stride, 2, sums[i]);
         }
       }
     }

@@ -125,9 +125,9 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
 }
 
 /// sums += coefficients [32 rows, sixteen of block `block`] x the decoder's: sixteen channels of rows, those of unit `unit`.
-/// @param values, rest  of the first row, at the block's first coefficient; rest null: values are exact  @param steps  sixteens of rows, 1 or 2
+/// @param exact  the decoder is of the type  @param values, rest  of the first row, at the block's first coefficient; rest null: values are exact  @param steps  sixteens of rows, 1 or 2
 template <DType type>
-__device__ __forceinline__ void add_decoded(const PartMaps& maps, int block, int unit, int units, const std::uint16_t* values, const std::uint16_t* rest, int stride, int steps, float (&sums)[2][2][4]) {
+__device__ __forceinline__ void add_decoded(const MapElements& decoder, bool exact, int block, int unit, int units, const std::uint16_t* values, const std::uint16_t* rest, int stride, int steps, float (&sums)[2][2][4]) {
   const int place = (block * 2 * units + 2 * unit) * 32 + static_cast<int>(threadIdx.x) % 32;
   const auto multiply = [&](const std::uint16_t* rows, const std::uint32_t (&map)[2][2]) {
     #pragma unroll
@@ -143,8 +143,8 @@ __device__ __forceinline__ void add_decoded(const PartMaps& maps, int block, int
     map[1] = transposed(second);
   };
   std::uint32_t map[2][2];  // [eight channels of rows, eight coefficients]
-  if (maps.decoder.type == type) {
-    const uint2* own = static_cast<const uint2*>(maps.decoder.data) + place;
+  if (exact) {
+    const uint2* own = static_cast<const uint2*>(decoder.data) + place;
     #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint2 both = __ldg(own + 32 * n);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void add_decoded(const PartMaps& maps, int block, int
     for (const bool low : {true, false}) {  // the rest first: map is the larger part when it is over
       #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float4 four = maps.decoder.quad(place + 32 * n);
+        const float4 four = decoder.quad(place + 32 * n);
         transposed_pair(half_of<type>(four.x, four.y, low), half_of<type>(four.z, four.w, low), map[n]);
       }
       if (low) multiply(values, map);
@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
     }
     // A warp decodes sixteen channels of up to 32 rows.
     const int halves = (used + 1) / 2;
-    const bool exact_values = form == StoreForm::coefficients && coded_type == type;
+    const bool exact_values = form == StoreForm::coefficients && coded_type == type, exact_map = maps.decoder.type == type;
+    const MapElements decoder = maps.decoder;
     for (int item = warp; item < units * halves; item += kStoreThreads / 32) {
       const int unit = item / halves, half = item % halves;
       float sums[2][2][4] = {};
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tab
       for (int s = 0; s < 2; ++s) own_words[s] = words(part, min(2 * half + s, used - 1))(unit);
       for (int block = 0; block < (maps.rank + 15) / 16; ++block) {
         const int at = 2 * half * kPlainRows * values_stride + block * kPlainUnit;
-        detail::add_decoded<type>(maps, block, unit, units, values + at, exact_values ? nullptr : rest + at, values_stride, used - 2 * half, sums);
+        detail::add_decoded<type>(decoder, exact_map, block, unit, units, values + at, exact_values ? nullptr : rest + at, values_stride, used - 2 * half, sums);
       }
       #pragma unroll
       for (int s = 0; s < 2; ++s) {
