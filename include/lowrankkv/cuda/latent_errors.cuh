@@ -14,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kErrorChannels = 128;  ///< of latents that latent_errors_kernel has as operands at a time
+inline constexpr int kErrorChannels = 256;  ///< of latents that latent_errors_kernel has as operands at a time: where there are no more, they are quantised once for all heads
 
 /// @brief Shared memory of latent_errors_kernel in bytes: rows, and latents as two numbers of 16 bits.
 inline std::size_t latent_error_bytes(int head_dim) { return static_cast<std::size_t>(2 * kStoreRows * (plain_stride(head_dim) + 2 * plain_stride(kErrorChannels))); }
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(Tables tab
     for (int base = 0; base < channels; base += kErrorChannels) {
       const int count = min(kErrorChannels, channels - base);
       __syncthreads();
-      for (int item = thread; item < kStoreRows * count / 2; item += kStoreThreads) {
+      for (int item = thread; item < kStoreRows * count / 2 && (head == leader || channels > kErrorChannels); item += kStoreThreads) {
         const int row = item / (count / 2), channel = item % (count / 2) * 2;
         const float first = read(row, base + channel), second = read(row, base + channel + 1);
         *reinterpret_cast<std::uint32_t*>(values + row * values_stride + channel) = detail::half_of<type>(first, second, false);
