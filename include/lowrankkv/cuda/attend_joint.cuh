@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
   __shared__ detail::JointCopy copies[detail::joint_copies(codes ? 1 : steps)];
   __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
-  __shared__ JointBlock blocks[mine * warps / 2];  // of codes, those of the part; of two scale groups, which have one number of bits each, the first of either: fewer registers
+  __shared__ JointBlock blocks[mine * warps / 2];  // of codes, those of the part
   const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
   const int group = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -92,12 +92,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
-  const int first_blocks = codes ? joint_blocks(layout, 0) : 0, all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0)) : layout.value_units;  // sixteens of channels
-  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
-  if constexpr (groups == 2) {
-    if (thread < 2 && joint_blocks(layout, thread) > 0) blocks[thread] = joint_block(layout, thread * first_blocks);
-  } else if (codes && 2 * thread < halves) {
-    blocks[thread] = joint_block(layout, part_first / 2 + thread);
+  const auto all_blocks = [&] { return joint_blocks(layout, 0) + (groups == 2 ? joint_blocks(layout, 1) : 0); };
+  if constexpr (codes) {
+    const int own = part * (mine * warps / 2) + thread;  // warps are even in number
+    if (thread < mine * warps / 2 && own < all_blocks()) blocks[thread] = joint_block(layout, own);
   }
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
@@ -279,12 +277,13 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   };
 
   float out[mine][all_tiles][4] = {};
+  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, (codes ? 2 * all_blocks() : layout.value_units) - part_first));  // sixteens of channels
+  const int first_blocks = codes ? joint_blocks(layout, 0) : 0;
   [[maybe_unused]] std::uint32_t bits_of_halves = 0;  // four bits each, of this warp's: known before their places come
   #pragma unroll
-  for (int k = 0; codes && groups == 1 && k < mine; ++k) {
+  for (int k = 0; codes && k < mine; ++k) {
     if (warp + warps * k < halves) bits_of_halves |= static_cast<std::uint32_t>(blocks[(warp + warps * k) / 2].bits) << (4 * k);
   }
-  [[maybe_unused]] const int first_bits = groups == 2 ? blocks[0].bits : 0, second_bits = groups == 2 ? blocks[1].bits : 0;  // of groups that are not there, nobody looks
   int using_stage = 0;
   const int units = layout.value_units;
   const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_blocks; };
@@ -325,10 +324,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           if (own_half >= halves) continue;
           const bool second = in_second(own_half);
           if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0, m);
-          const int bits = groups == 2 ? (second ? second_bits : first_bits) : static_cast<int>(bits_of_halves >> (4 * k) & 15U);
-          const int* at = blocks[groups == 2 ? (second ? 1 : 0) : own_half / 2].at;
-          const int block = groups == 2 ? (part_first + own_half) / 2 - (second ? first_blocks : 0) : 0;
-          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, 3, block, half, m) : detail::joint_operand<0>(latents, at, bits, block, half, m);
+          const int bits = static_cast<int>(bits_of_halves >> (4 * k) & 15U);
+          const int* at = blocks[own_half / 2].at;
+          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, 3, half, m) : detail::joint_operand<0>(latents, at, bits, half, m);
           detail::add_products<type>(a, weights, used_tiles, out[k]);
         }
       } else {

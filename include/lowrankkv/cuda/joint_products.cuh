@@ -72,19 +72,19 @@ struct JointMemory {
 namespace detail {
 
 /// The operand of rows [16 m, 16 m + 16) and sixteen channels, half `half` of a block's, of codes: channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
-/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of units of 8, 4, 2 and 1 bits in the tile, `block` blocks of the same bits before this one's
+/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of the block's units of 8, 4, 2 and 1 bits in the tile
 template <int planes>
-__device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits, int block, int half, int m) {
+__device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits, int half, int m) {
   const auto has = [&](int width) { return planes != 0 ? (planes & width) != 0 : (bits & width) != 0; };
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (has(8)) {
-    const std::uint32_t* words = reinterpret_cast<const std::uint32_t*>(tile + at[0] + block * code_unit_bytes(8) + 1024 * half + 512 * (m / 2) + 16 * lane) + 2 * (m % 2);
+    const std::uint32_t* words = reinterpret_cast<const std::uint32_t*>(tile + at[0] + 1024 * half + 512 * (m / 2) + 16 * lane) + 2 * (m % 2);
     const std::uint32_t low = words[0], high = words[1];
     return {low & 0x00ff00ffU, high & 0x00ff00ffU, low >> 8 & 0x00ff00ffU, high >> 8 & 0x00ff00ffU};
   }
-  const std::uint32_t four = has(4) ? reinterpret_cast<const std::uint32_t*>(tile + at[1] + block * code_unit_bytes(4) + 512 * half + 16 * lane)[m] : 0U;
-  const std::uint32_t two = has(2) ? reinterpret_cast<const std::uint32_t*>(tile + at[2] + block * code_unit_bytes(2) + 16 * lane)[m] >> (4 * half) : 0U;
-  const std::uint32_t one = has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + block * code_unit_bytes(1) + 8 * lane)[m % 2] >> (4 * (m / 2) + 2 * half) : 0U;
+  const std::uint32_t four = has(4) ? reinterpret_cast<const std::uint32_t*>(tile + at[1] + 512 * half + 16 * lane)[m] : 0U;
+  const std::uint32_t two = has(2) ? reinterpret_cast<const std::uint32_t*>(tile + at[2] + 16 * lane)[m] >> (4 * half) : 0U;
+  const std::uint32_t one = has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + 8 * lane)[m % 2] >> (4 * (m / 2) + 2 * half) : 0U;
   std::uint32_t all[4] = {};  // channels g and g + 8 of rows 2t, 2t + 1; then of rows eight on
   #pragma unroll
   for (int i = 0; i < 4; ++i) {
