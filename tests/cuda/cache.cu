@@ -51,6 +51,9 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
     case Method::oja_evicting:
     case Method::directions_outliers:
     case Method::budgeted_evicting: break;  // chosen_rows.cu
+    case Method::oja_codes:
+    case Method::oja_blocks:
+    case Method::directions_codes: break;  // moving_codes.cu
     case Method::snapkv_only: return make.operator()<SnapKVOnly<Cuda>>({});
     case Method::streaming: return make.operator()<StreamingLLM<Cuda>>({});
     case Method::int8: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, Int8>>({});
