@@ -92,11 +92,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
-  const auto all_blocks = [&] { return joint_blocks(layout, 0) + (groups == 2 ? joint_blocks(layout, 1) : 0); };
-  if constexpr (codes) {
-    const int own = part * (mine * warps / 2) + thread;  // warps are even in number
-    if (thread < mine * warps / 2 && own < all_blocks()) blocks[thread] = joint_block(layout, own);
-  }
+  const int first_blocks = codes ? joint_blocks(layout, 0) : 0, all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0)) : layout.value_units;  // sixteens of channels
+  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
+  if (codes && 2 * thread < halves) blocks[thread] = joint_block(layout, part_first / 2 + thread);
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
     ring.look();
@@ -277,8 +275,6 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   };
 
   float out[mine][all_tiles][4] = {};
-  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, (codes ? 2 * all_blocks() : layout.value_units) - part_first));  // sixteens of channels
-  const int first_blocks = codes ? joint_blocks(layout, 0) : 0;
   [[maybe_unused]] std::uint32_t bits_of_halves = 0;  // four bits each, of this warp's: known before their places come
   #pragma unroll
   for (int k = 0; codes && k < mine; ++k) {
