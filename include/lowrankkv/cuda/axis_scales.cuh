@@ -40,7 +40,7 @@ class AxisStore {
       const std::vector<float>& own = part % 2 == 0 ? head.key_rms : head.value_rms;
       std::copy(own.begin(), own.end(), rms.begin() + static_cast<std::ptrdiff_t>(part * side));
       std::copy(tiles.units[part].begin(), tiles.units[part].end(), units.begin() + static_cast<std::ptrdiff_t>(part * side));
-      any_rms = any_rms || (!own.empty() && !tiles.units[part].empty());
+      any_rms = any_rms || !own.empty();
       any_units = any_units || !tiles.units[part].empty();
       longest.push_back(longest_decoder_row(part % 2 == 0 ? head.key_metric_inverse : head.value_metric_inverse, head_dim));
       const std::vector<float>& rotation = tiles.rotations[part];
