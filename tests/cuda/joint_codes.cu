@@ -68,24 +68,7 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
 }
 
 TEST_CASE("joint values in codes of their own bits: a captured step replayed between calls that compress is what the same calls make") {
-  Random random(204);
   StarSettings settings;
   settings.joint = settings.allocated = true;
-  settings.tokens = {2, 20};
-  CacheConfig config;
-  config.shape = {6, 3, 64};
-  config.max_sequences = 2;
-  config.max_tokens = 1500;
-  config.flush_interval = 16;
-  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 30, 100);
-  Side<JointCodes> side(config, layer.basis, settings), plain(config, layer.basis, settings);
-  const std::vector<SequenceId> seqs{1, 2};
-  for (const SequenceId seq : seqs) {
-    const auto key = joint_rows(random, layer, 90 * seq, true), value = joint_rows(random, layer, 90 * seq, false);
-    for (auto* each : {&side, &plain}) {
-      each->cache.create(seq);
-      each->ingest(seq, key, value);
-    }
-  }
-  check_captured_steps(random, layer, side, plain, seqs, effort() == 0 ? 20 : 100);
+  check_captured_joint_steps<JointCodes>(204, settings, 100);
 }

@@ -82,27 +82,37 @@ double random_joint(bool coded, DType type, std::uint64_t seed, int trials) {
           CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == own);  // whatever the batch
         }
       }
-      if (step == 0) {
-        const std::size_t victim = random() % 3;
-        std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side.cache.num_tokens(seqs[victim])));
-        if (settings.outliers && trial % 2 == 0) length = std::max(length, side.cache.rollback_limit(seqs[victim]));
-        side.cache.truncate(seqs[victim], length);
-        cpu[victim]->truncate(length);
-      }
-      if (step == 1) {  // tokens of the middle go
-        for (std::size_t i = 0; i < 3; ++i) {
-          const std::int64_t tokens = side.cache.num_tokens(seqs[i]), first = settings.outliers && trial % 2 == 0 ? side.cache.rollback_limit(seqs[i]) : std::max(settings.tokens.sinks + std::int64_t{1}, tokens / 3), count = std::min(tokens - first, tokens / (i == 0 ? 2 : 20));
-          if (count <= 0) continue;
-          side.cache.remove(seqs[i], first, count);
-          cpu[i]->remove(first, count);
-        }
-      }
+      if (step == 0) truncate_one(random, side, seqs, cpu, settings.outliers && trial % 2 == 0);
+      if (step == 1) remove_middles(side, seqs, cpu, settings.tokens.sinks, settings.outliers && trial % 2 == 0);
     }
     CHECK(side.cache.faults() == 0);
     for (const SequenceId seq : seqs) side.cache.erase(seq);
     CHECK(side.cache.memory().total() == 0);
   }
   return worst;
+}
+
+/// A captured step of joint values, replayed between calls that compress, is what the same calls make.
+template <class Cache>
+void check_captured_joint_steps(std::uint64_t seed, StarSettings settings, int joint_rank) {
+  Random random(seed);
+  settings.tokens = {2, 20};
+  CacheConfig config;
+  config.shape = {6, 3, 64};
+  config.max_sequences = 2;
+  config.max_tokens = 1500;
+  config.flush_interval = 16;
+  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 30, joint_rank);
+  Side<Cache> side(config, layer.basis, settings), plain(config, layer.basis, settings);
+  const std::vector<SequenceId> seqs{1, 2};
+  for (const SequenceId seq : seqs) {
+    const auto key = joint_rows(random, layer, 90 * seq, true), value = joint_rows(random, layer, 90 * seq, false);
+    for (auto* each : {&side, &plain}) {
+      each->cache.create(seq);
+      each->ingest(seq, key, value);
+    }
+  }
+  check_captured_steps(random, layer, side, plain, seqs, effort() == 0 ? 20 : 100);
 }
 
 }  // namespace star

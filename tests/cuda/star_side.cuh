@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -119,6 +120,26 @@ void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, con
   double largest = 1.0;
   for (const double x : expected_lse) largest = std::max(largest, std::abs(x));
   CHECK(support::furthest(answer.lse, expected_lse) < limit * largest);
+}
+
+/// Truncates one of three sequences. @param tail_only  no further than its tail
+template <class Cache>
+void truncate_one(Random& random, Side<Cache>& side, const std::vector<SequenceId>& seqs, const std::vector<std::unique_ptr<support::CpuSide>>& cpu, bool tail_only) {
+  const std::size_t victim = random() % 3;
+  std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(side.cache.num_tokens(seqs[victim])));
+  if (tail_only) length = std::max(length, side.cache.rollback_limit(seqs[victim]));
+  side.cache.truncate(seqs[victim], length);
+  cpu[victim]->truncate(length);
+}
+/// Tokens of the middle of three sequences go. @param sinks  stay  @param tail_only  of the tail alone
+template <class Cache>
+void remove_middles(Side<Cache>& side, const std::vector<SequenceId>& seqs, const std::vector<std::unique_ptr<support::CpuSide>>& cpu, int sinks, bool tail_only) {
+  for (std::size_t i = 0; i < 3; ++i) {
+    const std::int64_t tokens = side.cache.num_tokens(seqs[i]), first = tail_only ? side.cache.rollback_limit(seqs[i]) : std::max(sinks + std::int64_t{1}, tokens / 3), count = std::min(tokens - first, tokens / (i == 0 ? 2 : 20));
+    if (count <= 0) continue;
+    side.cache.remove(seqs[i], first, count);
+    cpu[i]->remove(first, count);
+  }
 }
 
 /// Captured steps of append and attend, maintain() after each, against the same calls: every answer, and what is stored in the end.

@@ -71,11 +71,13 @@ __global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(Tables tabl
   const int first_blocks = scale_groups > 0 ? joint_blocks(layout, 0) : 0, blocks = first_blocks + (scale_groups == 2 ? joint_blocks(layout, 1) : 0);
   const float first_weight = scale_groups > 0 ? folded(references[0], 2) : 0.0F, second_weight = scale_groups == 2 ? folded(references[groups - 1], 3) : 0.0F;
   const int channels = scale_groups > 0 ? kCodeUnit * blocks : layout.channels(Part::value), begin = static_cast<int>(blockIdx.x) * kFoldChannels;
+  static_assert(kCodeUnit % kFoldChannels == 0);  // they are of one block
+  const int bits = scale_groups > 0 && begin < channels ? joint_block(layout, begin / kCodeUnit).bits : 0;
   for (int channel = begin + warp; channel < min(begin + kFoldChannels, channels); channel += kFoldWarps) {
     const bool in_second = scale_groups == 2 && channel >= kCodeUnit * first_blocks;
     float total = folded(references[in_second ? groups - 1 : 0], kJointLines + channel);
     if constexpr (scale_groups > 0) {  // mid-rise: codes of b bits are centred at (2^b - 1) / 2
-      total = fmaf(-0.5F * static_cast<float>((1 << joint_block(layout, channel / kCodeUnit).bits) - 1), in_second ? second_weight : first_weight, total * exp2f(kCodeUnitExponent));
+      total = fmaf(-0.5F * static_cast<float>((1 << bits) - 1), in_second ? second_weight : first_weight, total * exp2f(kCodeUnitExponent));
     }
     target[(3 + channel) * kBlockColumns] = total;
   }

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   if (thread == 0) rolled[sequence] = 1;  // whoever says so says the same
 }
 
-/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to eight launches.
+/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to eight launches, five more where codes want principal axes.
 /// @param source  whose row 0 is the first that leaves
 template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {

@@ -42,12 +42,9 @@ struct RemovedRows {
   /// @param anywhere  rows that go may stand anywhere in the list
   std::int64_t first_moved(const HostSequence& now, RowList list, bool anywhere) const {
     std::int64_t first = -1;
-    for (std::size_t head = 0; anywhere && head < begin.size(); ++head) {
-      if (rows_in(begin[head], list) < rows_in(end[head], list)) return 0;
-    }
-    if (anywhere) return first;
     for (std::size_t head = 0; head < begin.size(); ++head) {
       const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list), place = from + now.missing_in(list, static_cast<int>(head));
+      if (from < to && anywhere) return 0;
       if (from < to && to < now.num_rows(list, static_cast<int>(head)) && (first < 0 || place < first)) first = place;
     }
     return first;
