@@ -75,5 +75,6 @@ int main() {
     measure<StaticPCAHybrid<Cuda>>("f16 rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, tokens);
     measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>("Oja, all rows move", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, tokens);
     measure<Budgeted<Cuda>>("2.5 bits, outliers", codes({4, 2, 2, 2}), exempting, tokens);
+    if (tokens == 32768) measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}}, tokens);  // sketches decide what moves
   }
 }

@@ -136,9 +136,15 @@ int main(int count, char** arguments) {
   H2O<Cuda>::PolicySet heavy;
   heavy.token_policy.get<KeepFull>().recent = 0;
   measure<H2O<Cuda>>("H2O, 25 %", {}, heavy);
+  measure<H2O<Cuda>>("H2O unrotated, 25 %", {}, heavy, Rope::pre);
   CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>::PolicySet heavy_codes;
   heavy_codes.token_policy.get<SinkRecent>() = {4, 32};
   measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2 bits, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_codes);
+  measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2 bits unrotated, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_codes, Rope::pre);
+  using ScoredChunks = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV>, Int8>;
+  ScoredChunks::PolicySet scored_chunks;
+  scored_chunks.token_policy.get<SinkRecent>() = {4, 32};
+  measure<ScoredChunks>("SubSpaceA and SnapKV, rank 32", bench::basis(kHeads, 32, 32), scored_chunks);
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
   measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);

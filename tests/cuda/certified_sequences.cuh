@@ -222,6 +222,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     layer.scale = trial % 2 == 0 ? 0.3F : 2.0F;
     auto policies = configured(PolicySet{}, settings);
     if constexpr (joint) policies.basis = {0, settings.basis};
+    if constexpr (std::is_same_v<decltype(policies.updater), FrequentDirections>) policies.updater.chunk_length = 8 + static_cast<int>(random() % 24);
     if constexpr (heavy) policies.token_policy.template get<HeavyHitters>() = {0.25F, 60 + static_cast<int>(random() % 200), settings.recent};
     const auto rows = [&](std::int64_t n, bool key) { return joint ? joint_rows(random, layer, n, key) : layer.rows(random, n, key); };
     DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
@@ -294,7 +295,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     }
     // Tokens of the middle go, then those at the end; others come.
     const std::int64_t tokens = device.cache.num_tokens(1), first = tokens / 3 + 20, count = std::min<std::int64_t>(tokens / 4, 40);
-    const bool apart = heavy || (moves && (has_member<Tokens, SnapKV> || has_member<Tokens, ResidualOutliers>));  // heads keep other tokens
+    const bool apart = heavy;  // heads keep other tokens
     if (!apart && first + count < tokens) {
       device.cache.remove(1, first, count);
       const auto erase = [&](auto& all) { all.erase(all.begin() + static_cast<std::ptrdiff_t>(first), all.begin() + static_cast<std::ptrdiff_t>(first + count)); };

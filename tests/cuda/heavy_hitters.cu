@@ -36,6 +36,14 @@ TEST_CASE("what prompts and steps keep is what float64 masses choose, also on to
   check_kept<Sinks>(random, effort() == 0 ? 2 : 10 * effort());
 }
 
+TEST_CASE("rows whose keys are stored unrotated: masses of float64, and what they keep, stored in any order") {
+  Random random(12);
+  const int trials = effort() == 0 ? 2 : 8 * effort();
+  const double f16 = check_masses<H2O<Cuda>>(random, DType::f16, trials, true), bf16 = check_masses<H2O<Cuda>>(random, DType::bf16, trials, true);
+  MESSAGE("masses of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);
+  check_kept<Sinks>(random, trials, true);
+}
+
 TEST_CASE("the same masses keep the same rows as on the CPU, ties included; tails are cut, prompts come in between") {
   Random random(17);
   check_parity<Sinks>(random, effort() == 0 ? 2 : 14 * effort());

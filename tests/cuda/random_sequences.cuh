@@ -214,7 +214,7 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
   // Codes: queries and weights are 16-bit integers, gains powers of 2^(1/16) by an approximate instruction. Plain rows: f32 sums;
   // queries and weights are two numbers of the rows' type, 22 bits together in f16, 16 in bf16.
   // Keys that are turned when they are read are numbers of f16: the map that lifts them, what it gives, products with sines, sums. Of rows at full rank the last two, half as much.
-  const double limit = settings.unrotated ? 4e-3 : coded(settings.method) ? 1e-3 : config.full_type == DType::f16 ? 2e-5 : 2e-4;
+  const double limit = settings.unrotated ? 5e-3 : coded(settings.method) ? 1e-3 : config.full_type == DType::f16 ? 2e-5 : 2e-4;
   const double error = distance(out, expected), shift = furthest(lse, expected_lse);
   worst.out = std::max(worst.out, error);
   worst.lse = std::max(worst.lse, shift);
@@ -318,12 +318,11 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       if (step < 2) {  // tokens of the middle go
         const std::size_t victim = removals() % 3;
         const std::int64_t tokens = device->num_tokens(seqs[victim]), kept = tokens - device->tail_length(seqs[victim]);
-        // Where bases move, heads must keep the same numbers of compressed rows.
-        const bool chosen = by_errors(settings.method) || by_scores(settings.method), fixed = chosen && adapts(settings.method);
+        const bool chosen = by_errors(settings.method) || by_scores(settings.method);
         const auto below = [&](std::int64_t end) { return end > 0 ? static_cast<std::int64_t>(removals() % static_cast<std::uint64_t>(end)) : 0; };
         // As many stored tokens are left as the policy keeps at full rank, or they are all at full rank.
         const bool sinks_too = !chosen && kept > settings.sinks + 2 && removals() % 3 == 0;
-        const std::int64_t begin = sinks_too || (chosen && !fixed) ? 0 : fixed ? kept : std::min(std::int64_t{settings.sinks} + 1, kept);
+        const std::int64_t begin = sinks_too || chosen ? 0 : std::min(std::int64_t{settings.sinks} + 1, kept);
         const std::int64_t first = begin + below(sinks_too ? settings.sinks + 1 : tokens - begin), most = sinks_too ? kept - settings.sinks - 1 : tokens - first;
         const std::int64_t count = removals() % 2 == 0 ? below(most) : std::min(below(40), std::max(std::int64_t{0}, most - 1));
         device->remove(seqs[victim], first, count);
@@ -333,8 +332,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       }
       if (step == 2) {
         const std::size_t victim = random() % 3;
-        std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device->num_tokens(seqs[victim])));
-        if (adapts(settings.method) && (by_errors(settings.method) || by_scores(settings.method))) length = std::max(length, device->num_tokens(seqs[victim]) - device->tail_length(seqs[victim]));
+        const std::int64_t length = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device->num_tokens(seqs[victim])));
         device->truncate(seqs[victim], length);
         cpu[victim]->truncate(length);
       }

@@ -375,5 +375,4 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   Side<Scored> apart(turned, layer.basis, settings);
   CHECK(message_of([&] { apart.cache.load(1, side.save(1)); }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
   CHECK_FALSE(apart.cache.contains(1));
-  CHECK(message_of([&] { StarKVH2O<Cuda>(config, layer.basis, {}); }) == "rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
 }

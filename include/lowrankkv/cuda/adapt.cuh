@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "lowrankkv/concepts/impl.hpp"
@@ -114,29 +115,49 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
                         static_cast<const float*>(scratch.transitions), layer.tiles().coded_type);
 }
 
+/// @brief Rewrites the rows of a segment of a sequence as the next one's, which may begin here. The device has both. @tparam scale_groups  of tiles of codes; 0: plain ones
+template <int scale_groups>
+void merge_segment(LayerState& layer, int slot, int merged, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
+  const HostSequence& now = layer.sequence(slot);
+  const HostSegment &from = now.epochs.segments[static_cast<std::size_t>(merged)], &into = now.epochs.segments[static_cast<std::size_t>(merged) + 1];
+  constexpr std::int32_t none = std::numeric_limits<std::int32_t>::max();
+  std::int32_t first = none, end = 0, first_page_row = none, last_page_row = 0, pieces = 0;
+  for (int head = 0; head < layer.tables().num_heads; ++head) {
+    const std::int32_t begin = from.first_rows[static_cast<std::size_t>(head)], until = into.first_rows[static_cast<std::size_t>(head)], missing = static_cast<std::int32_t>(now.missing_in(RowList::compressed, head));
+    if (begin >= until) continue;
+    first = (std::min)(first, begin);
+    end = (std::max)(end, until);
+    first_page_row = (std::min)(first_page_row, begin + missing);
+    last_page_row = (std::max)(last_page_row, until + missing);
+    pieces = (std::max)(pieces, (until - 1) / kStoreRows - begin / kStoreRows + 1);
+    const HeadTiles& tiles = layer.layout(RowList::compressed, head);
+    statistics.rows_reprojected += until - begin;
+    statistics.bytes_reprojected += 2 * std::int64_t{until - begin} * tiles.bytes / tiles.rows;
+  }
+  if (first >= end) return;
+  layer.own_pages(slot, RowList::compressed, first_page_row, last_page_row, stream);
+  const MergePlans plans{{slot, from.epoch, into.epoch, merged}};
+  const auto merge = [&](const MergePlans& some) { enqueue_merges<scale_groups>(layer, some, 1, pieces, scratch, stream); };
+  if (layer.config().keep_residuals) merge_noting_moves<scale_groups>(layer, slot, plans, first, end, scratch.decoded, stream, merge);
+  else merge(plans);
+}
+
 /// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
 void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   HostEpochs& own = now.epochs;
   if (!own.segments.empty() && own.segments.back().epoch == own.current) return;
-  const int merge = layer.epochs().merge_for_new_segment(own);
-  own.segments.push_back({own.current, now.rows.num_compressed, 0, 0});
-  if (merge >= 0) {
-    Segment& from = own.segments[static_cast<std::size_t>(merge)];
-    Segment& into = own.segments[static_cast<std::size_t>(merge) + 1];
-    const int first = from.first_row, end = into.first_row, heads = layer.tables().num_heads;
-    if (end > first) {
-      layer.own_pages(slot, RowList::compressed, first, end, stream);
-      const auto merge_rows = [&](std::int32_t begin, std::int32_t until) { enqueue_merges<scale_groups>(layer, {{slot, from.epoch, into.epoch, begin, until}}, 1, (until - 1) / kStoreRows - begin / kStoreRows + 1, scratch, stream); };
-      if (layer.config().keep_residuals) merge_noting_moves<scale_groups>(layer, slot, own.segments, static_cast<std::size_t>(merge), scratch.decoded, stream, merge_rows);
-      else merge_rows(first, end);
-      for (int head = 0; head < heads; ++head) statistics.bytes_reprojected += 2 * std::int64_t{end - first} * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows;
-      statistics.rows_reprojected += std::int64_t{end - first} * heads;
-    }
-    into.first_row = from.first_row;
+  const int merged = layer.epochs().merge_for_new_segment(own);
+  HostSegment& opened = own.segments.emplace_back(HostSegment{own.current, 0, {}});
+  for (int head = 0; head < layer.tables().num_heads; ++head) opened.first_rows.push_back(static_cast<std::int32_t>(now.num_rows(RowList::compressed, head)));
+  if (merged >= 0) {
+    layer.write_lengths(slot, own.segments, false, stream);
+    merge_segment<scale_groups>(layer, slot, merged, scratch, statistics, stream);
+    HostSegment &from = own.segments[static_cast<std::size_t>(merged)], &into = own.segments[static_cast<std::size_t>(merged) + 1];
     into.level = (std::max)(into.level, from.level) + 1;
-    own.segments.erase(own.segments.begin() + merge);
+    into.first_rows = std::move(from.first_rows);
+    own.segments.erase(own.segments.begin() + merged);
     ++statistics.merges;
   }
   layer.epochs().free_unused(slot, own);

@@ -172,16 +172,16 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 /// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need nothing of either, and take what room is left (where values are joint, or keys turned when they are read, they come before).
 /// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
 /// @param compressed_splits, full_rows  bounds of what the sequences' lists need, or have
-/// @tparam form  of the compressed rows  @tparam may_turn  keys may be stored before their rotary embedding  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may
+/// @tparam form  of the compressed rows  @tparam scattered  rows of lists may stand in any order  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may
 /// have epochs of their own
-template <CodedForm form, bool may_turn, int scale_groups, bool joint, bool segmented>
+template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                  int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
   if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
-  else if constexpr (may_turn) detail::attend_turned<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
+  else detail::attend_turned<form, scale_groups, joint, segmented, scattered>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
   const auto combine = [&](auto* kernel) {

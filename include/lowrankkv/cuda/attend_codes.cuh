@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const int list_rows = tables.num_rows(RowList::compressed, slot, head);
   SegmentRows range{0, 0, list_rows, 0, splits_of(list_rows)};
   [[maybe_unused]] int segment = 0;
-  if constexpr (segmented) range = tables.segment_of_split(slot, list_rows, block_index, segment);
+  if constexpr (segmented) range = tables.segment_of_split(slot, head, list_rows, block_index, segment);
   const int rows = range.end, splits = range.splits;
   if (block_index - range.first_split >= splits) {
     wait_for_last_kernel();  // kernels after this one rely on it

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tab
   const int place = which == PlainRows::recent && !tail ? entry - 1 : entry;  // among the splits of the list
   SegmentRows range{0, 0, list_rows, 0, tail || prompt ? 1 : full_splits_of(list_rows, false)};
   int segment = 0;
-  if constexpr (coded) range = tables.segment_of_split(slot, list_rows, place, segment);
+  if constexpr (coded) range = tables.segment_of_split(slot, head, list_rows, place, segment);
   const int rows = range.end, splits = range.splits, split = place - range.first_split;
   if (split >= splits) {
     end_after_last_kernel();

@@ -119,13 +119,13 @@ struct TurnedRows {
 };
 
 /// Logits of a plain tile of coefficients, as turned_logits() gives them. @param operands  of the lifting map
-template <DType type, int max_units>
+template <DType type, int max_units, bool scattered>
 __device__ __forceinline__ void plain_logits(const Rotary& rotary, const TurnShared& turn, const std::uint8_t* tile, int key_units, const uint4* operands, int head_dim, std::uint32_t* turned,
                                              const TilePlaces<turned_steps(max_units)>& places, float (&s)[turned_steps(max_units)][4]) {
   constexpr int steps = turned_steps(max_units), at_once = max_units <= 2 ? steps / 2 : steps;
   const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint4* words = reinterpret_cast<const uint4*>(tile) + lane;
-  turned_logits<steps, at_once>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+  turned_logits<steps, at_once, scattered>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
     const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
     const auto lift_block = [&](auto all, auto&& keys) {
       use([&](int at, std::uint32_t (&x)[at_once][2], std::uint32_t (&y)[at_once][2]) {
@@ -175,10 +175,10 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 /// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences. Entries are splits (recent: the tail, then the splits of the full rows; prompt:
 /// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
 /// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have  @tparam scaled  full rows in pages are in 8 bits
-/// @tparam segmented  compressed rows may be of several epochs: a split is of one
+/// @tparam segmented  compressed rows may be of several epochs: a split is of one  @tparam scattered  rows of lists may stand in any order
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
 /// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
-template <DType type, PlainRows which, int max_units, bool scaled, bool segmented>
+template <DType type, PlainRows which, int max_units, bool scaled, bool segmented, bool scattered>
 __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int last_token = min((block + 1) * kBlockColumns - 1, step.columns() - 1) / step.group;
-  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : segmented ? tables.list_splits(slot, list_rows) : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
+  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : segmented ? tables.list_splits(slot, head, list_rows) : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
   if (first_entry >= entries) {
     if (!recent) wait_for_last_kernel();
     return;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
       tile_bytes = tail ? tables.full.bytes : layout.bytes;
     }
     [[maybe_unused]] int segment = 0;
-    if constexpr (segmented) rows_of = tables.segment_of_split(slot, list_rows, entry, segment);
+    if constexpr (segmented) rows_of = tables.segment_of_split(slot, head, list_rows, entry, segment);
     const int splits = tail ? 1 : rows_of.splits, first_tile = segmented ? rows_of.begin / tile_rows : 0;
     const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + tile_rows - 1) / tile_rows, per_split = (tiles - first_tile + splits - 1) / splits;
     first = tail ? 0 : first_tile + (recent ? entry - 1 : entry - rows_of.first_split) * per_split;
@@ -278,11 +278,11 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
         range.find(tile * tile_rows, places);
         float s[steps][4];
         if constexpr (coded) {
-          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units>(tables.rotary, turn, here, key_units, operands, head_dim, turned, places, s); };
+          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units, scattered>(tables.rotary, turn, here, key_units, operands, head_dim, turned, places, s); };
           if (lift_units > 0) with_map(turn.operands);
           else with_map(map);
         } else {
-          turned_logits<steps, steps>(tables.rotary, turn, head_dim, turned, places, [&](int, auto&& use) {
+          turned_logits<steps, steps, scattered>(tables.rotary, turn, head_dim, turned, places, [&](int, auto&& use) {
             use([&](int at, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); });
           }, s);
         }

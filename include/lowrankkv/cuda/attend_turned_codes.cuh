@@ -73,10 +73,10 @@ __device__ __forceinline__ float row_gain(const HeadTiles& layout, const std::ui
 
 /// Logits of a tile of codes, as turned_logits() gives them. A part of a key is of one scale group, whose units the map's follow without a gap: it is multiplied by as many as it has; where there is one group, by
 /// kLevelUnits, without branches. @param operands  of the lifting map
-template <int scale_groups>
+template <int scale_groups, bool scattered>
 __device__ __forceinline__ void code_logits(const Rotary& rotary, const TurnShared& turn, const HeadTiles& layout, const std::uint8_t* tile, const uint4* operands, int head_dim, std::uint32_t* turned, const TilePlaces<4>& places,
                                             float (&s)[4][4]) {
-  turned_logits<4, kLevelSteps>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+  turned_logits<4, kLevelSteps, scattered>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
     __half2 gains[2 * kLevelSteps];
     const std::uint8_t* at = tile + layout.key_offset;
     const uint4* map = operands;
@@ -113,10 +113,10 @@ inline constexpr int kTurnedCodeWarps = 8;
 /// @brief Partial states of the compressed lists. Grid: (blocks x blocks of columns) x heads x sequences; a block has every blocks-th split.
 /// @tparam max_units   units of values that a head may have
 /// @tparam copied      lifting maps are copied to shared memory
-/// @tparam segmented   rows may be of several epochs: a split is of one
+/// @tparam segmented   rows may be of several epochs: a split is of one  @tparam scattered  they may stand in any order
 /// @tparam scale_groups  of the channels: gains of a row and part
 /// @param  stage_bytes, lift_units  as of attend_turned_kernel
-template <int max_units, bool copied, bool segmented, int scale_groups>
+template <int max_units, bool copied, bool segmented, bool scattered, int scale_groups>
 __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   __shared__ HeadTiles layout;
   const int first_split = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int rows = tables.num_rows(RowList::compressed, slot, head), splits = segmented ? tables.list_splits(slot, rows) : splits_of(rows);
+  const int rows = tables.num_rows(RowList::compressed, slot, head), splits = segmented ? tables.list_splits(slot, head, rows) : splits_of(rows);
   if (first_split >= splits) {
     wait_for_last_kernel();  // kernels after this one rely on it
     return;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   const std::uint8_t* next = nullptr;
   const auto begin = [&](int split) {  // its first tiles are on their way then
     [[maybe_unused]] int segment = 0;
-    if constexpr (segmented) rows_of = tables.segment_of_split(slot, rows, split, segment);
+    if constexpr (segmented) rows_of = tables.segment_of_split(slot, head, rows, split, segment);
     const int first_tile = segmented ? rows_of.begin / kCodeRows : 0, tiles = (rows_of.end + kCodeRows - 1) / kCodeRows, per_split = (tiles - first_tile + rows_of.splits - 1) / rows_of.splits;
     first = first_tile + (split - rows_of.first_split) * per_split;
     last = min(tiles, first + per_split);
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       float value_gains[scale_groups][4][2], s[4][4];
       TilePlaces<4> places;
       range.find(tile * kCodeRows, places);
-      detail::code_logits<scale_groups>(tables.rotary, turn, layout, here, copied ? turn.operands : operands, head_dim, turned, places, s);
+      detail::code_logits<scale_groups, scattered>(tables.rotary, turn, layout, here, copied ? turn.operands : operands, head_dim, turned, places, s);
       #pragma unroll
       for (int i = 0; i < 8 * scale_groups; ++i) value_gains[i / 8][i % 8 / 2][i % 2] = detail::row_gain(layout, here, Part::value, i % 8 / 2, i % 2, i / 8);
       __syncwarp();

@@ -44,6 +44,7 @@ struct MassQueries {
 struct MassPrompt {
   const std::uint8_t* packed = nullptr;  ///< plain tiles [heads, tiles]; null: the queries are of the tails
   std::int32_t tiles = 0;                ///< of a head
+  std::int32_t tile_bytes = 0;           ///< of a tile, whose values nobody asks for
   std::int32_t tail = 0;                 ///< rows of the tail
   std::int32_t rows = 0;                 ///< all of them
   float* masses = nullptr;               ///< [heads, rows]
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attenti
   if (row < count) {
     const int tile = row / layout.rows;
     const std::uint8_t* base = listed ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
-                               : packed ? prompt.packed + (static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(layout.bytes)
+                               : packed ? prompt.packed + (static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(prompt.tile_bytes)
                                         : tables.tail_tile(slot, head, row);
     const int in_tile = row - tile * layout.rows, place = in_tile / kPlainRows * units * 32 + lane;
     const std::uint8_t* words = base + layout.key_offset;

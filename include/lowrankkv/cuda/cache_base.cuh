@@ -21,6 +21,7 @@
 #include "lowrankkv/cuda/frequent_directions.cuh"
 #include "lowrankkv/cuda/open_prompt.cuh"
 #include "lowrankkv/cuda/place_rows.cuh"
+#include "lowrankkv/cuda/prompt_parts.cuh"
 #include "lowrankkv/cuda/residuals.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
@@ -50,7 +51,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
 
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
-    const bool any = Rows::by_errors || Rows::keeps_masses || (phase == Phase::prefill && scoring_window() > 0);
+    const bool any = Rows::by_errors || Rows::keeps_masses || (phase == Phase::prefill && Known::scoring_window(policies_) > 0);
     return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
   }
 
@@ -143,11 +144,6 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
   }
 
-  /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors choose, heads may differ: so many that what is to come finds room in the tables.
-  std::int64_t most_full_rows(std::int64_t stored) const {
-    if constexpr (Rows::by_errors) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, config_.max_tokens - stored, Phase::decode).full;
-    else return Known::most_rows(policies_.token_policy, stored).full;
-  }
   /// Describes the rows that leave a slot as sequence `i` of a batch. @param before  so many leave before them
   void describe(Leaving& leaving, int i, int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
     const RowCounts counts = row_counts(policies_.token_policy, layer_.sequence(slot).first_tail() + before, count, phase);
@@ -290,10 +286,21 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
           (Rows::compresses ? orders.second : orders.first) = kept;
         }
       }
+      const bool in_parts = rolls && orders.second.rows != nullptr;  // and stored so
       if constexpr (Rule::adapts && Rows::compresses) {
         if (most_candidates > 0) {
           if constexpr (rolls) {
-            for (int one = 0; one < leaving.count; one += kAdaptBatch) roll_over<coded_groups>(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, scratch, stream);
+            const auto roll = [&](const Leaving& some, int one, const RowOrder& order, std::int32_t before) {
+              roll_over<coded_groups>(layer_, policies_.updater, some, one, (std::min)(kAdaptBatch, some.count - one), source, order, before, scratch, stream);
+            };
+            if (in_parts) {
+              for_each_part(layer_, leaving, orders.second, config_.flush_interval, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) {
+                roll(part, 0, order, before);
+                store_compressed(part, source, scratch, order, {}, part.compressed[0], stream);
+              });
+            } else {
+              for (int one = 0; one < leaving.count; one += kAdaptBatch) roll(leaving, one, {}, 0);
+            }
           } else {
             adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
           }
@@ -306,24 +313,24 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       [[maybe_unused]] std::int64_t replacing = 0;
       if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
       if (most_full > 0) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
-      if (most_compressed > 0) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
+      if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
       if constexpr (Rows::keeps_masses && Rows::compresses) {
         if (replacing > 0) {
           store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
           place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
         }
       }
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr);
+      Leaving noted = leaving;
+      if (in_parts) noted.compressed[0] = 0;  // they have been
+      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), noted, source.packed == nullptr);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
         now.add_rows(leaving, i, layer_.tables().weighed);
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
-        if constexpr (Known::kMayCertify) {
-          if (config_.keep_residuals) {
-            const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
-            note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
-          }
+        if (config_.keep_residuals) {
+          const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
+          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
         }
       }
       statistics_.flushes += leaving.count;
@@ -344,15 +351,6 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
   }
 
-  /// Queries at the end of a prompt by which somebody chooses among its rows.
-  int scoring_window() const {
-    int window = attention_scores(policies_.token_policy).window;
-    if constexpr (Rule::adapts && Rows::compresses && !rolls) {
-      const PromptSelection selection = Rule::prompt_selection(policies_.updater);
-      if (selection.share < 1.0F) window = (std::max)(window, selection.scores.window);
-    }
-    return window;
-  }
   PolicySet policies_;
   CacheConfig config_;
   LayerState layer_;

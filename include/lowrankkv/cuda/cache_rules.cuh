@@ -37,19 +37,13 @@ struct CacheRules {
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::moving_tiles(quantizer, 1); } || requires { Codec::orders_channels; },
                 "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
   static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
-  static_assert(!rolls || !Rows::by_scores, "lowrankkv: on the Cuda backend FrequentDirections needs a TokenPolicy that chooses no rows by scores (CompressAll, SinkRecent, ResidualOutliers)");
+  static_assert(!rolls || !Rows::by_scores || !Rows::by_errors, "lowrankkv: on the Cuda backend FrequentDirections goes with rows chosen by scores or by errors, not by both (SnapKV, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
   static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   /// Form of the compressed rows, if there are any.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
-  /// Whether keys may be stored before their rotary embedding: kernels of caches that never do are not compiled.
-  static constexpr bool kMayTurn = !Rows::keeps_masses;
-
-  /// Whether what rows lose is known when they are stored, and when they go to another epoch, so that certificates can be had: not where the device alone decides which go.
-  static constexpr bool kMayCertify = !rolls;
-
   /// Rows stand in their lists by position; which positions, counts do not tell where rows are chosen or dropped.
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
   static EpochLimits limits([[maybe_unused]] const PolicySet& policies) {
@@ -68,8 +62,7 @@ struct CacheRules {
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim, " expected on this backend");
     if (config.full_type == DType::f32) fail<ValueError>("full_type: ", name_of(config.full_type), ", f16 or bf16 expected on this backend");
-    if (config.rope.keys == Rope::pre) check_turns(config);
-    if (config.keep_residuals && !kMayCertify) fail<ValueError>("keep_residuals: ", config.keep_residuals, " with epochs that begin when values say so, which change what rows have lost; 0 expected on this backend");
+    if (config.rope.keys == Rope::pre) RotaryTables::check(config.rope, dim);
     if (Rows::compresses) {
       Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
@@ -79,13 +72,15 @@ struct CacheRules {
     return config;
   }
 
-  /// What keys that are stored before their rotary embedding go with on this backend.
-  static void check_turns(const CacheConfig& config) {
-    using ::lowrankkv::detail::fail;
-    RotaryTables::check(config.rope, config.shape.head_dim);
-    if (Rows::keeps_masses) fail<ValueError>("rope: keys stored unrotated (Rope::pre) with rows chosen by the attention that they receive, a token policy without HeavyHitters expected on this backend");
+  /// Queries at the end of a prompt by which somebody chooses among its rows.
+  static int scoring_window(const PolicySet& policies) {
+    int window = attention_scores(policies.token_policy).window;
+    if constexpr (Rule::adapts && Rows::compresses && !rolls) {
+      const PromptSelection selection = Rule::prompt_selection(policies.updater);
+      if (selection.share < 1.0F) window = (std::max)(window, selection.scores.window);
+    }
+    return window;
   }
-
   /// Rows that the lists of a sequence may have.
   static MostRows most_rows(const CacheConfig& config, const PolicySet& policies) { return most_rows(policies.token_policy, config.max_tokens); }
   /// The same of a sequence of which so many tokens have left the tail.
@@ -93,7 +88,7 @@ struct CacheRules {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill), steps = row_counts(policy, 0, tokens, Phase::decode);
     const std::int64_t full = (std::max)(prompt.full, steps.full);
     // What a prompt's scores keep, and what errors leave, depends on how tokens come; masses choose among all of them. Where errors choose, a head that keeps its earliest rows when later ones go has room for twice as many.
-    return {full, !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens, Rows::by_errors && !Rule::adapts ? (std::min)(full + 64, tokens - full) : 0};
+    return {full, !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens, Rows::by_errors ? (std::min)(full + 64, tokens - full) : 0};
   }
 
   /// Heads of a group whose values are one latent; 0: none.

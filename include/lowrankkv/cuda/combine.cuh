@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_ke
   const bool joint = step.joint_states != nullptr;  // then a head has one state of compressed rows
   SegmentRows range;
   int coded = 0;
-  for (int i = 0; i < segments; ++i) coded += joint ? 1 : tables.segment(slot, coded_rows, i, coded).splits;
+  for (int i = 0; i < segments; ++i) coded += joint ? 1 : tables.segment(slot, head, coded_rows, i, coded).splits;
   const int full = full_splits_of(tables.num_rows(RowList::full, slot, head), tables.rotary.turns()), entries = coded + full + (step.prompt == nullptr ? 1 : 2);
   // Entries in the order compressed, full, tail, prompt; between two of a list there are the other blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_ke
   };
   PartMaps maps;
   if (segments > 0) {
-    range = tables.segment(slot, coded_rows, 0, 0);
+    range = tables.segment(slot, head, coded_rows, 0, 0);
     if (joint) range.splits = 1;
     maps = tables.maps[range.epoch * tables.num_heads + head].value;
   }
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_ke
   #pragma unroll 1
   for (int index = 0; index < segments; ++index) {
     if (index > 0) {
-      range = tables.segment(slot, coded_rows, index, range.first_split + range.splits);
+      range = tables.segment(slot, head, coded_rows, index, range.first_split + range.splits);
       maps = tables.maps[range.epoch * tables.num_heads + head].value;
     }
     const int last_entry = range.first_split + range.splits;

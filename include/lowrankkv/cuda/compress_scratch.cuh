@@ -22,7 +22,7 @@ inline constexpr int kMomentSplits = 16;
 /// @brief Where the scratch memory of a call stands.
 struct CompressScratch {
   std::uint8_t* packed = nullptr;    ///< plain tiles of a prompt
-  std::uint8_t* turned = nullptr;    ///< its keys, turned, where they are stored unrotated and queries score them
+  std::uint8_t* turned = nullptr;    ///< its keys, turned, where they are stored unrotated and queries score or weigh them
   uint2* operands = nullptr;         ///< of score_operands_kernel
   float2* sums = nullptr;            ///< of score_sums_kernel
   float* lse = nullptr;              ///< of score_lse_kernel
@@ -30,6 +30,7 @@ struct CompressScratch {
   std::int32_t* chosen = nullptr;    ///< [lists, rows]
   std::int32_t* rest = nullptr;      ///< the same
   std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
+  std::int32_t* part_ends = nullptr; ///< of part_ends_kernel
   float* moments = nullptr;          ///< of moment_kernel
   float* metric_moments = nullptr;   ///< of metric_moments_kernel
   float* transitions = nullptr;      ///< of transition_kernel
@@ -60,12 +61,13 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
     return begin;
   };
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
-  const std::size_t turned = reserve(rows == 0 || columns == 0 || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
+  const std::size_t turned = reserve(rows == 0 || (columns == 0 && layer.tables().masses == nullptr) || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
   const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
   const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
+  const std::size_t part_ends = reserve(keeps && layer.rolls().rolls() ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const bool rolls = layer.rolls().rolls(), orders = layer.epochs().axis_store().any();
   const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));
@@ -101,6 +103,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<std::int32_t*>(base + chosen),
           reinterpret_cast<std::int32_t*>(base + rest),
           reinterpret_cast<std::int32_t*>(base + kept),
+          reinterpret_cast<std::int32_t*>(base + part_ends),
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + metric_moments),
           reinterpret_cast<float*>(base + transitions),

@@ -170,7 +170,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
-  /// needs pages, some for each where residuals are kept (for every 2048 rows that go to another epoch too); waits for nothing.
+  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     Base::refuse_capture("maintain", stream);
     this->flush(seqs, stream);
@@ -216,12 +216,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }  ///< of one sequence
 
   /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: what HeavyHitters is given with accumulate(). Dropped positions get 0. Costs the
-  /// keys once more; capturable; changes nothing.
+  /// keys once more, and where they are stored before their rotary embedding what attention costs; capturable; changes nothing.
   /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
-  /// @throws as attend(), ShapeError, ValueError where keys are stored before their rotary embedding
+  /// @throws as attend(), ShapeError
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) {
     this->check_queries(query, out, lse, query.num_tokens);
-    if (layer_.tables().rotary.turns()) detail::fail<ValueError>("mass: keys are stored unrotated (Rope::pre), rotated ones expected on this backend");
     const bool own = mass.data != nullptr && lse.data == nullptr;
     const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.workspace().step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
     attend_to<true>(seqs, query, target, cuda::QueryTokens::own, stream, mass);
@@ -278,13 +277,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::AttentionStep step = layer_.workspace().step(m);
     step.sees_all = !own;
     this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), full, stream);
+      cuda::attend_step<Base::kForm, Base::Rows::keeps_masses, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), full, stream);
       if constexpr (weighs) {
         if (mass.data == nullptr) return;
         const cuda::MassQueries measured = cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m);
         const cuda::DeviceMasses masses{mass.data, mass.num_positions};
-        cuda::enqueue_masses(layer_, batch, measured, {}, masses, static_cast<int>(first), full, stream);
-        if constexpr (Base::Rows::compresses) cuda::enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, measured, masses, static_cast<int>(first), compressed, stream);
+        cuda::measure_masses(layer_, batch, measured, {}, masses, static_cast<int>(first), full, stream);
+        if constexpr (Base::Rows::compresses) cuda::measure_compressed_masses<Base::coded_groups>(layer_, step, batch, measured, masses, static_cast<int>(first), compressed, stream);
       }
     });
   }

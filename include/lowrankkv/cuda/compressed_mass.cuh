@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(Tables t
   }
   float own[4][2] = {};  // of rows 16 m + 8 r + g, from column t of every block
   for (int index = 0; index < tables.num_segments(slot, count); ++index) {
-    const SegmentRows range = tables.segment(slot, count, index, 0);
+    const SegmentRows range = tables.segment(slot, head, count, index, 0);
     if (range.end <= first || range.begin >= first + kCodeRows) continue;
     for (int block = 0; block < step.blocks; ++block) {
       const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, index) + static_cast<std::size_t>(block);

@@ -32,17 +32,42 @@ struct EpochLimits {
   constexpr int segments() const { return own == 0 ? 1 : own + 2; }
 };
 
+/// @brief Rows of a sequence's compressed lists that one epoch wrote, as the host knows them.
+struct HostSegment {
+  std::int32_t epoch = 0;                ///< in Tables::maps
+  std::int32_t level = 0;                ///< how many rounds of merging it went through
+  std::vector<std::int32_t> first_rows;  ///< [heads]: from these to the next segment's, or the end
+};
+
 /// @brief What a sequence has published, as the host knows it.
 struct HostEpochs {
-  std::vector<Segment> segments;  ///< epochs are numbers in Tables::maps
+  std::vector<HostSegment> segments;
   std::int32_t current = 0;       ///< the epoch that rows are written under
   std::int64_t rows_since_publication = 0;
   std::int64_t decode_steps = 0;  ///< of an updater; where epochs begin when values say so, batches of rows so far: there are no more of its own
   bool moved = false;             ///< the working bases are no longer the calibrated ones
 };
 
+/// @brief Tells the device where the segments of heads begin that differ from the first one's.
+inline void write_first_rows(const Tables& tables, int slot, const std::vector<HostSegment>& segments, cudaStream_t stream) {
+  const bool differ = std::any_of(segments.begin(), segments.end(), [](const HostSegment& segment) {
+    return std::any_of(segment.first_rows.begin(), segment.first_rows.end(), [&](std::int32_t row) { return row != segment.first_rows.front(); });
+  });
+  for (int head = 0; differ && head < tables.num_heads; head += FirstRowsList::kMost) {
+    FirstRowsList own;
+    own.first = head;
+    own.count = (std::min)(FirstRowsList::kMost, tables.num_heads - head);
+    for (const HostSegment& segment : segments) {
+      for (int i = 0; i < own.count; ++i) own.rows[i][own.segments] = segment.first_rows[static_cast<std::size_t>(head + i)];
+      ++own.segments;
+    }
+    write_first_rows_kernel<><<<1, FirstRowsList::kMost, 0, stream>>>(tables, slot, own);
+    check(cudaGetLastError(), "write_first_rows_kernel");
+  }
+}
+
 /// @brief Which of `count` segments a new one would push over the edge of `own` epochs: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of equal level first (the newest
-/// such pair), else the two newest. Rows under the calibrated epoch stay there, unless they are rotated. @param segment_at  gives a Segment by its number
+/// such pair), else the two newest. Rows under the calibrated epoch stay there, unless they are rotated. @param segment_at  gives what has an epoch and a level by its number
 #pragma nv_exec_check_disable
 template <class SegmentAt>
 __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_calibrated_rows, SegmentAt&& segment_at) {
@@ -174,7 +199,7 @@ class EpochStore {
   void free_unused(int slot, const HostEpochs& epochs) {
     for (int i = 0; i < slots_per_sequence_; ++i) {
       const std::int32_t epoch = slot * slots_per_sequence_ + i + 1;
-      const bool needed = epoch == epochs.current || std::any_of(epochs.segments.begin(), epochs.segments.end(), [&](const Segment& segment) { return segment.epoch == epoch; });
+      const bool needed = epoch == epochs.current || std::any_of(epochs.segments.begin(), epochs.segments.end(), [&](const HostSegment& segment) { return segment.epoch == epoch; });
       if (!needed) used_[static_cast<std::size_t>(epoch - 1)] = false;
     }
   }
@@ -191,7 +216,7 @@ class EpochStore {
       copies.emplace_back(epoch, copy);
       return copy;
     };
-    for (Segment& segment : epochs.segments) segment.epoch = copy_of(segment.epoch);
+    for (HostSegment& segment : epochs.segments) segment.epoch = copy_of(segment.epoch);
     epochs.current = copy_of(epochs.current);
     if (epochs.moved) check(cudaMemcpyAsync(bases_of(target), bases_of(source), bases_size(), cudaMemcpyDeviceToDevice, stream), "fork");
   }
@@ -203,7 +228,7 @@ class EpochStore {
   std::size_t bases_size() const { return start_.bytes(); }
   /// @brief Which segment a new one would push over the edge: cuda::merge_for_new_segment(); -1: none.
   int merge_for_new_segment(const HostEpochs& epochs) const {
-    return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own, limits_.rotates_calibrated_rows, [&](int index) { return epochs.segments[static_cast<std::size_t>(index)]; });
+    return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own, limits_.rotates_calibrated_rows, [&](int index) -> const HostSegment& { return epochs.segments[static_cast<std::size_t>(index)]; });
   }
 
  private:
@@ -219,7 +244,7 @@ class EpochStore {
   std::size_t lift_bytes(const LiftMap& lift, bool orders) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4) + (orders ? 16 + mean_words() : 0); }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
-    for (const Segment& segment : epochs.segments) own.push_back(segment.epoch);
+    for (const HostSegment& segment : epochs.segments) own.push_back(segment.epoch);
     own.push_back(epochs.current);
     std::sort(own.begin(), own.end());
     own.erase(std::unique(own.begin(), own.end()), own.end());

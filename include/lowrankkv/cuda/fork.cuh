@@ -46,7 +46,7 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
     clone(epochs.bases_of(target), epochs.bases_of(source), epochs.bases_size());
     clone(rolls.rows_of(target), rolls.rows_of(source), rolls.sketch_bytes());
     clone(rolls.states_of(target), rolls.states_of(source), rolls.state_bytes());
-    fork_rolls_kernel<><<<1, 1, 0, stream>>>(tables, source, target, rolls.limits(), rolls.states());
+    fork_rolls_kernel<><<<1, 128, 0, stream>>>(tables, source, target, rolls.limits(), rolls.states());
     check(cudaGetLastError(), "fork_rolls_kernel");
   }
   layer.write_lengths(target, to.epochs.segments, layer.rolls().rolls(), stream);

@@ -91,6 +91,20 @@ struct HostSequence : SequenceRows {
   std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint values have one a group, behind the heads'
 
   std::int64_t first_tail() const { return num_tokens - tail_length; }  ///< tokens that have left the tail
+  /// @brief Segments end where their heads' lists do, and go where no head has a row of them.
+  void trim_segments() {
+    std::vector<HostSegment>& all = epochs.segments;
+    for (std::size_t i = all.size(); i-- > 0;) {
+      bool empty = true;
+      for (std::size_t head = 0; head < all[i].first_rows.size(); ++head) {
+        std::int32_t& first = all[i].first_rows[head];
+        const std::int32_t rows = static_cast<std::int32_t>(num_rows(RowList::compressed, static_cast<int>(head))), end = i + 1 < all.size() ? all[i + 1].first_rows[head] : rows;
+        first = (std::min)(first, rows);
+        empty = empty && first >= end;
+      }
+      if (empty) all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
 };
 
 }  // namespace cuda

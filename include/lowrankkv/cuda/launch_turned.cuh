@@ -43,8 +43,8 @@ inline int turned_blocks(const LayerState& layer, const AttentionStep& step, con
   return (std::clamp)(layer.multiprocessors() / (layer.tables().num_heads * batch.count * step.blocks), 1, entries);
 }
 
-/// Attention over plain rows of one kind. @tparam scaled  full rows in pages are in 8 bits  @tparam segmented  sequences may have epochs of their own
-template <PlainRows which, bool scaled = false, bool segmented = false>
+/// Attention over plain rows of one kind. @tparam scattered  rows of lists may stand in any order  @tparam scaled  full rows in pages are in 8 bits  @tparam segmented  sequences may have epochs of their own
+template <PlainRows which, bool scattered, bool scaled = false, bool segmented = false>
 void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   const Tables& tables = layer.tables();
@@ -58,7 +58,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
   }
   with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
     with_units<coded>(units, [&](auto max_units) {
-      const auto kernel = attend_turned_kernel<type(), which, max_units(), scaled, segmented>;
+      const auto kernel = attend_turned_kernel<type(), which, max_units(), scaled, segmented, scattered>;
       const TurnedLaunch launch(kernel, layer, turned_warps(max_units()), stage_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), lift_units);
       const int blocks = turned_blocks(layer, step, batch, splits);
       const dim3 grid(static_cast<unsigned>(blocks * step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
@@ -68,8 +68,8 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
   });
 }
 
-/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
-template <int scale_groups, bool segmented>
+/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own  @tparam scattered  rows may stand in any order
+template <int scale_groups, bool segmented, bool scattered>
 void attend_turned_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   int lines = 0, stage_bytes = 0;
@@ -85,16 +85,16 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
       launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes), layer.overlaps(), "attend_turned_codes_kernel", stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
                    launch.ring_bytes, launch.units);
     };
-    const auto kernel = attend_turned_codes_kernel<max_units(), true, segmented, scale_groups>;
+    const auto kernel = attend_turned_codes_kernel<max_units(), true, segmented, scattered, scale_groups>;
     const TurnedLaunch launch(kernel, layer, kTurnedCodeWarps, stage_bytes, state_bytes, lift_units(true, layer.tiles().max_units(Part::key)));
     if (launch.units > 0) return start(kernel, launch);
-    const auto reading = attend_turned_codes_kernel<max_units(), false, segmented, scale_groups>;
+    const auto reading = attend_turned_codes_kernel<max_units(), false, segmented, scattered, scale_groups>;
     start(reading, TurnedLaunch(reading, layer, kTurnedCodeWarps, stage_bytes, state_bytes, 0));
   });
 }
 
-/// Logits of joint values' heads, for the columns of a launch of attend_joint_kernel. @tparam scale_groups  of tiles of codes; 0: plain ones
-template <int scale_groups>
+/// Logits of joint values' heads, for the columns of a launch of attend_joint_kernel. @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam scattered  rows may stand in any order
+template <int scale_groups, bool scattered>
 void make_logits(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, const JointCall& call, int first_sequence, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, units = layer.tiles().max_units(Part::key), last_column = (std::min)((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
@@ -110,29 +110,29 @@ void make_logits(const LayerState& layer, const AttentionStep& step, const Batch
                        layer.overlaps() && call.first_chunk == 0, "turned_logits_kernel", stream, tables, step, batch, queries, call, first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.units);
   };
   const auto choose = [&](auto type, auto max_units) {
-    const auto copying = turned_logits_kernel<scale_groups, type(), max_units(), true>;
+    const auto copying = turned_logits_kernel<scale_groups, type(), max_units(), true, scattered>;
     const TurnedLaunch launch(copying, layer, logit_warps(scale_groups, max_units()), stage_bytes, 0, lift_units(codes, units));
     if (launch.units > 0) return start(copying, launch);
-    const auto reading = turned_logits_kernel<scale_groups, type(), max_units(), false>;
+    const auto reading = turned_logits_kernel<scale_groups, type(), max_units(), false, scattered>;
     start(reading, TurnedLaunch(reading, layer, logit_warps(scale_groups, max_units()), stage_bytes, 0, 0));
   };
   if constexpr (codes) choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
   else with_type(layer.tiles().coded_type, [&](auto type) { with_units<true>(units, [&](auto max_units) { choose(type, max_units); }); });
 }
 
-/// Attention to all rows: nothing waits for anything, but that of joint values for the logits of their heads.
-template <CodedForm form, int scale_groups, bool joint, bool segmented>
+/// Attention to all rows: nothing waits for anything, but that of joint values for the logits of their heads. @tparam scattered  rows of lists may stand in any order
+template <CodedForm form, int scale_groups, bool joint, bool segmented, bool scattered>
 void attend_turned(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, int full_splits, cudaStream_t stream) {
-  with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
-  if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, stream);
+  with_bool(layer.tiles().listed.scaled, [&](auto scaled) { attend_turned_plain<PlainRows::recent, scattered, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, stream); });
+  if (step.prompt != nullptr) attend_turned_plain<PlainRows::prompt, false>(layer, step, batch, queries, first_sequence, 1, stream);
   if (compressed_splits == 0) return;
   if constexpr (joint) {
     constexpr int groups = form == CodedForm::codes ? scale_groups : 0;
-    attend_joint<groups, true>(layer, step, batch, first_sequence, compressed_splits, stream, [&](const JointCall& call) { make_logits<groups>(layer, step, batch, queries, call, first_sequence, stream); });
+    attend_joint<groups, true>(layer, step, batch, first_sequence, compressed_splits, stream, [&](const JointCall& call) { make_logits<groups, scattered>(layer, step, batch, queries, call, first_sequence, stream); });
   } else if constexpr (form == CodedForm::codes) {
-    attend_turned_codes<scale_groups, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+    attend_turned_codes<scale_groups, segmented, scattered>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
   } else if constexpr (form == CodedForm::plain) {
-    attend_turned_plain<PlainRows::compressed, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
+    attend_turned_plain<PlainRows::compressed, scattered, false, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, stream);
   }
 }
 

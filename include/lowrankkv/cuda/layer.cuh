@@ -74,7 +74,7 @@ class LayerState {
     epochs_ = EpochStore(config, basis, maps_, tiles_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
-    if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(slots * static_cast<std::size_t>(tables_.max_segments));
+    if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(rows * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
     if (limits.rolls && epochs_.adapts()) {
       int most_sketched = 0;
@@ -243,26 +243,23 @@ class LayerState {
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
-    if (rolls_.rolls()) {
-      trim_rolls_kernel<><<<1, 1, 0, stream>>>(tables_, slot, now.rows.num_compressed, rolls_.limits(), rolls_.states());
-      check(cudaGetLastError(), "trim_rolls_kernel");
-    } else {
-      std::erase_if(now.epochs.segments, [&](const Segment& segment) { return segment.first_row >= now.rows.num_compressed; });
-      epochs_.free_unused(slot, now.epochs);
-    }
+    now.trim_segments();
+    epochs_.free_unused(slot, now.epochs);
     write_lengths(slot, now.epochs.segments, rolls_.rolls(), stream);
+    if (!rolls_.rolls()) return;
+    trim_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.limits(), rolls_.states());
+    check(cudaGetLastError(), "trim_rolls_kernel");
   }
 
   /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it knows stay
-  void write_lengths(int slot, const std::vector<Segment>& segments, bool keeps, cudaStream_t stream) const {
+  void write_lengths(int slot, const std::vector<HostSegment>& segments, bool keeps, cudaStream_t stream) const {
     const HostSequence& now = sequence(slot);
     SegmentList list;
-    if (epochs_.adapts()) {
-      for (const Segment& segment : segments) list.items[list.count++] = {segment.epoch, segment.first_row};
-    }
+    for (const HostSegment& segment : segments) list.items[list.count++] = {segment.epoch, segment.first_rows.front()};
     if (keeps) list.count = -1;
     write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.first_tail()), now.rows, list);
     check(cudaGetLastError(), "write_lengths_kernel");
+    if (!keeps) write_first_rows(tables_, slot, segments, stream);
     for (int head = 0; head < static_cast<int>(now.missing.size()); head += HeadRowsList::kMost) {
       HeadRowsList own;
       own.first = head;
@@ -295,16 +292,19 @@ class LayerState {
     if (!rolls_.rolls()) return known;
     RollState state;
     DeviceLengths lengths;
-    std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.max_segments));
+    std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.num_heads * tables_.max_segments));
     if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const auto read = [&](void* target, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs"); };
     read(&state, rolls_.states() + slot, sizeof state);
     read(&lengths, tables_.lengths + slot, sizeof lengths);
-    read(segments.data(), tables_.segments + slot * tables_.max_segments, segments.size() * sizeof(DeviceSegment));
+    read(segments.data(), tables_.segments + static_cast<std::size_t>(slot) * segments.size(), segments.size() * sizeof(DeviceSegment));
     check(cudaStreamSynchronize(stream), "epochs");
     known.current = state.current;
     known.moved = true;
-    for (int i = 0; i < lengths.num_segments; ++i) known.segments.push_back({segments[static_cast<std::size_t>(i)].epoch, segments[static_cast<std::size_t>(i)].first_row, 0, state.levels[i]});
+    for (int i = 0; i < lengths.num_segments; ++i) {
+      HostSegment& own = known.segments.emplace_back(HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});
+      for (int head = 0; head < tables_.num_heads; ++head) own.first_rows.push_back(segments[static_cast<std::size_t>(head * tables_.max_segments + i)].first_row);
+    }
     return known;
   }
 

@@ -55,10 +55,13 @@ inline void count_rolls(const LayerState& layer, CacheStatistics& statistics) {
   check(cudaMemcpy(&counts, layer.rolls().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
   statistics.publications += static_cast<std::int64_t>(counts.publications);
   statistics.merges += static_cast<std::int64_t>(counts.merges);
+  std::vector<unsigned long long> reprojected(static_cast<std::size_t>(layer.tables().num_heads));
+  check(cudaMemcpy(reprojected.data(), layer.rolls().reprojected(), reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost), "cudaMemcpy");
   for (int head = 0; head < layer.tables().num_heads; ++head) {
     const HeadTiles& tiles = layer.layout(RowList::compressed, head);
-    statistics.rows_reprojected += static_cast<std::int64_t>(counts.rows_reprojected);
-    statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(counts.rows_reprojected) * tiles.bytes / tiles.rows;
+    const std::int64_t rows = static_cast<std::int64_t>(reprojected[static_cast<std::size_t>(head)]);
+    statistics.rows_reprojected += rows;
+    statistics.bytes_reprojected += 2 * rows * tiles.bytes / tiles.rows;
   }
 }
 

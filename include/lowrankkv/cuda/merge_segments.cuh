@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "lowrankkv/cuda/store_rows.cuh"
 
@@ -20,16 +21,24 @@ __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles&
 
 }  // namespace detail
 
-/// @brief An older segment of a sequence that is to be re-projected: rows [first, end) of its compressed lists, written under `from`, are to be under `into`. None, if there are no rows.
+/// @brief A segment of a sequence that is to be re-projected: its rows, written under `from`, are to be under `into`, as those of the next segment are. Tables has both segments until all rows have been.
 struct MergePlan {
   std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in Tables::maps
-  std::int32_t first = 0, end = 0;
+  std::int32_t segment = -1;                  ///< none, if negative
 };
 /// @brief Where kernels find the plans of a launch: one that the host made, or, where values decide, those of its sequences in device memory.
 struct MergePlans {
   MergePlan one;
   const MergePlan* decided = nullptr;
+  std::int32_t begin = 0, end = std::numeric_limits<std::int32_t>::max();  ///< only rows of the lists between them
+
   __device__ MergePlan of(int sequence) const { return decided == nullptr ? one : decided[sequence]; }
+  /// @brief The rows [x, y) of a head that a plan is about.
+  __device__ int2 rows_of(const Tables& tables, const MergePlan& plan, int head) const {
+    if (plan.segment < 0) return {0, 0};
+    const SegmentRows own = tables.segment(plan.slot, head, tables.num_rows(RowList::compressed, plan.slot, head), plan.segment, 0);
+    return {max(own.begin, begin), min(own.end, end)};
+  }
 };
 
 inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block of transition_kernel
@@ -40,7 +49,7 @@ __global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables
   __shared__ float encoder[kTransitionColumns][kMaxHeadDim];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kTransitionColumns, sequence = static_cast<int>(blockIdx.z) / 2;
   const MergePlan plan = plans.of(sequence);
-  if (plan.first >= plan.end) return;
+  if (const int2 rows = plans.rows_of(tables, plan, head); rows.x >= rows.y) return;
   const Part part = blockIdx.z % 2 == 0 ? Part::key : Part::value;
   const PartMaps& from = tables.maps[plan.from * tables.num_heads + head].of(part);
   const PartMaps& to = tables.maps[plan.into * tables.num_heads + head].of(part);
@@ -108,7 +117,8 @@ __global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, Mer
   constexpr int scale_groups = codes ? coded_groups : 1;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), stride = plain_stride(most);
   const MergePlan plan = plans.of(sequence);
-  const int tile_row = (plan.first / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows, from = max(plan.first - tile_row, 0), until = min(plan.end - tile_row, kStoreRows);
+  const int2 rows = plans.rows_of(tables, plan, head);
+  const int tile_row = (rows.x / kStoreRows + static_cast<int>(blockIdx.x)) * kStoreRows, from = max(rows.x - tile_row, 0), until = min(rows.y - tile_row, kStoreRows);
   if (from >= until) return;
   float* old_rows = reinterpret_cast<float*>(shared_memory);  // [kStoreRows, most + 1]
   [[maybe_unused]] std::uint16_t* new_rows = reinterpret_cast<std::uint16_t*>(old_rows + kStoreRows * (most + 1));

@@ -4,20 +4,33 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
+#include "lowrankkv/cuda/merge_segments.cuh"
 #include "lowrankkv/cuda/residuals.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Adds to the residuals of rows [first, first + count) of the compressed lists how far their keys and values [count, heads, head_dim] are from those they had before. Grid: rows in eights x KV heads, a warp a row.
+/// @brief The rows of a merge from plans.begin on have been rewritten: they are the next segment's. One block.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(Tables tables, int slot, int first, int count, const float* keys, const float* values, const float* old_keys, const float* old_values) {
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  if (index >= count) return;
+__global__ void narrow_merge_kernel(Tables tables, MergePlans plans) {
+  const MergePlan plan = plans.of(0);
+  if (plan.segment < 0) return;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(plan.slot, head) + plan.segment;
+    own[1].first_row = max(own[0].first_row, min(own[1].first_row, plans.begin));
+  }
+}
+
+/// @brief Adds to the residuals of the rows of the compressed lists that plans.begin and plans.end are about how far their keys and values [count, heads, head_dim] are from those they had before.
+/// Rows that did not move stay as they are, and so do their residuals. Grid: rows in eights x KV heads, a warp a row.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(Tables tables, MergePlans plans, const float* keys, const float* values, const float* old_keys, const float* old_values) {
+  const MergePlan plan = plans.of(0);
+  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = plans.begin + index;
+  if (plan.segment < 0 || row >= plans.end || row >= tables.num_rows(RowList::compressed, plan.slot, head)) return;
   const std::size_t at = (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(tables.head_dim);
-  std::uint32_t* const residual = tables.row_residuals(RowList::compressed, slot, head) + first + index;
+  std::uint32_t* const residual = tables.row_residuals(RowList::compressed, plan.slot, head) + row;
   const std::uint32_t before = *residual;
   std::uint32_t norms = 0;
   for (const Part part : {Part::key, Part::value}) {
@@ -28,34 +41,37 @@ __global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(Tables tables,
       moved = fmaf(difference, difference, moved);
     }
     const int shift = part == Part::key ? 0 : 16;
-    norms |= detail::residual_bits(from_bits(DType::f16, static_cast<std::uint16_t>(before >> shift)) + 1.001F * sqrtf(detail::warp_sum(moved))) << shift;
+    const std::uint32_t own_before = before >> shift & 0xffffU;
+    moved = detail::warp_sum(moved);
+    norms |= (moved == 0.0F ? own_before : detail::residual_bits(from_bits(DType::f16, static_cast<std::uint16_t>(own_before)) + 1.001F * sqrtf(moved))) << shift;
   }
   if (lane == 0) *residual = norms;
 }
 
-/// @brief Merges segment `merged` of a sequence into the next one, rows at its end first, and adds what that moves to their residuals. Segments are those that the device is to know from here on, but for the empty one that is left.
-/// Cost: two reconstructions of the rows. Allocates nothing, waits for nothing.
-/// @param decoded  scratch for kDecodedRows rows twice: keys and values before, keys and values after  @param merge  merge(first, end) enqueues the merge of rows [first, end)  @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rewrites the rows of one merge, those at its end first, and adds what that moves to their residuals. The device has both segments; the older one is left empty. Cost: two reconstructions of the rows; of a plan
+/// that the device decides and that turns out to be none, launches. Allocates nothing, waits for nothing.
+/// @param first, end  rows of the lists among which those of the merge are, in every head  @param decoded  scratch for kDecodedRows rows twice: keys and values before, keys and values after
+/// @param merge  merge(plans) enqueues the merge of the rows from plans.begin to plans.end  @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups, class Merge>
-void merge_noting_moves(const LayerState& layer, int slot, std::vector<Segment>& segments, std::size_t merged, float* decoded, cudaStream_t stream, Merge&& merge) {
+void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std::int32_t first, std::int32_t end, float* decoded, cudaStream_t stream, Merge&& merge) {
   const Tables& tables = layer.tables();
   const std::int64_t width = std::int64_t{tables.num_heads} * tables.head_dim;
   float* const part[4] = {decoded, decoded + kDecodedRows * width, decoded + 2 * kDecodedRows * width, decoded + 3 * kDecodedRows * width};
-  const auto decode = [&](const TokenRange& range, float* keys, float* values) {
-    decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys), detail::decoded_target(tables, values), stream);
-  };
-  const std::int32_t first = segments[merged].first_row;
-  for (std::int32_t end = segments[merged + 1].first_row; end > first;) {
-    const std::int32_t begin = (std::max)(first, end - static_cast<std::int32_t>(kDecodedRows)), count = end - begin;
-    const TokenRange range = row_range(RowList::compressed, begin, count);
-    decode(range, part[0], part[1]);
-    merge(begin, end);
-    segments[merged + 1].first_row = begin;
-    layer.write_lengths(slot, segments, false, stream);
-    decode(range, part[2], part[3]);
-    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(tables, slot, begin, count, part[2], part[3], part[0], part[1]);
+  for (plans.end = end; plans.end > first; plans.end = plans.begin) {
+    plans.begin = (std::max)(first, plans.end - static_cast<std::int32_t>(kDecodedRows));
+    const std::int32_t count = plans.end - plans.begin;
+    TokenRange range = row_range(RowList::compressed, plans.begin, count);
+    if (plans.decided != nullptr) range.wanted = &plans.decided->segment;
+    const auto decode = [&](float* keys, float* values) {
+      decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys), detail::decoded_target(tables, values), stream);
+    };
+    decode(part[0], part[1]);
+    merge(plans);
+    narrow_merge_kernel<><<<1, 128, 0, stream>>>(tables, plans);
+    check(cudaGetLastError(), "narrow_merge_kernel");
+    decode(part[2], part[3]);
+    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(tables, plans, part[2], part[3], part[0], part[1]);
     check(cudaGetLastError(), "add_moves_kernel");
-    end = begin;
   }
 }
 

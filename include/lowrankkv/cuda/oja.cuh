@@ -62,17 +62,18 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   const Part part = blockIdx.y % 2 == 0 ? Part::key : Part::value;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, slot = observed.slots[sequence];
   const int m0 = quadrant / sides * kMomentSide + 16 * warp, n0 = quadrant % sides * kMomentSide;
-  const int count = observed.count[sequence], pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
+  const int2 meant = observed.order.meant(head, observed.count[sequence]);
+  const int count = meant.y - meant.x, first_row = observed.first[sequence] + meant.x, pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
   const float* mean = tables.maps[head].of(part).mean;
   const SourceRows from(tables, source, slot, head);
-  const std::int32_t* order = observed.order.rows == nullptr ? nullptr : observed.order.rows + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(observed.order.stride);
+  const std::int32_t* order = observed.order.of(sequence, tables.num_heads, head);
   float sums[kMomentSide / 8][4] = {};
   for (int piece = split * per_split; piece < min(pieces, (split + 1) * per_split); ++piece) {
     const int first = piece * kStoreRows, used = min(kStoreRows, count - first);
     if (mean == nullptr) {
       std::uint16_t* stage = reinterpret_cast<std::uint16_t*>(shared_memory);
       const int stage_stride = plain_stride(dim), steps = (used + kPlainRows - 1) / kPlainRows;
-      from.load(part, order, observed.first[sequence] + first, 0, used, dim, stage, stage_stride);
+      from.load(part, order, first_row + first, 0, used, dim, stage, stage_stride);
       for (int item = static_cast<int>(threadIdx.x); item < (steps * kPlainRows - used) * dim; item += kStoreThreads) stage[(used + item / dim) * stage_stride + item % dim] = 0;
       __syncthreads();
       if (m0 < dim) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
       __syncthreads();
       continue;
     }
-    from.load(part, order, observed.first[sequence] + first, 0, used, dim, rows, stride);
+    from.load(part, order, first_row + first, 0, used, dim, rows, stride);
     for (int item = static_cast<int>(threadIdx.x); item < (kStoreRows - used) * dim; item += kStoreThreads) rows[(used + item / dim) * stride + item % dim] = 0.0F;
     __syncthreads();
     for (int item = static_cast<int>(threadIdx.x); item < used * dim; item += kStoreThreads) rows[item / dim * stride + item % dim] -= mean[item % dim];

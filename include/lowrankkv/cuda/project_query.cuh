@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables t
   __shared__ int twice_centres[2][kProjectColumns];  // by scale group: up to 256 channels x 32512 x 255, which 31 bits hold
   __shared__ HeadTiles layout;
   copy_tiles(tables.compressed + head, &layout);
-  const PartMaps maps = tables.maps[tables.segment(slot, list_rows, index, 0).epoch * heads + head].key;
+  const PartMaps maps = tables.maps[tables.segment(slot, head, list_rows, index, 0).epoch * heads + head].key;
   if (thread < kProjectColumns) {
     largest[thread] = 0;
     twice_centres[0][thread] = twice_centres[1][thread] = 0;

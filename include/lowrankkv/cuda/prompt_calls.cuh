@@ -9,7 +9,7 @@
 
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
-#include "lowrankkv/cuda/compressed_mass.cuh"
+#include "lowrankkv/cuda/turned_mass.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -64,7 +64,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     using ::lowrankkv::detail::fail;
     if (window.num_tokens > 0) this->check_query(window, window.num_tokens);
     if (window.num_tokens > tokens) fail<ShapeError>("q_window: ", window.num_tokens, " queries, ", tokens, " tokens");
-    const std::int64_t wanted = this->scoring_window();
+    const std::int64_t wanted = Base::scoring_window(policies_);
     const bool all = Rows::keeps_masses || (wanted > 0 && prompts_.of(slot).rows() + tokens > chunk_limit());
     const std::int64_t needed = all ? tokens : (std::min)(tokens, wanted);
     if (window.num_tokens < needed) fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
@@ -119,12 +119,12 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   }
 
  private:
-  /// Rows of a chunk that are stored at a time, of so many.
-  std::int64_t step_of(std::int64_t leaving) const { return Base::rolls ? config_.flush_interval : leaving; }
+  /// Rows of a chunk that leave at a time, of so many: scores choose among all of them.
+  std::int64_t step_of(std::int64_t leaving) const { return Base::rolls && !Rows::by_scores ? config_.flush_interval : leaving; }
   std::int64_t chunk_limit() const { return config_.prefill_chunk > 0 ? config_.prefill_chunk : std::int64_t{1} << 40; }
 
   /// Queries of a chunk that are kept while it waits.
-  std::int64_t kept_queries() const { return Rows::keeps_masses ? most_waiting() : std::int64_t{this->scoring_window()}; }
+  std::int64_t kept_queries() const { return Rows::keeps_masses ? most_waiting() : std::int64_t{Base::scoring_window(policies_)}; }
   /// Rows of a chunk that can wait.
   std::int64_t most_waiting() const { return (std::min)(chunk_limit(), config_.max_tokens); }
 
@@ -132,7 +132,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   void reserve(int slot, const PromptTokens& tokens, Prompt prompt, const HeadRows& after, cudaStream_t stream) {
     const std::int64_t before = prompts_.of(slot).rows(), chunk = (std::min)(chunk_limit(), before + tokens.count());
     if (chunk == 0) return;
-    const std::int64_t tail = (std::max)(layer_.sequence(slot).tail_length, recent_rows(policies_.token_policy)), window = this->scoring_window();
+    const std::int64_t tail = (std::max)(layer_.sequence(slot).tail_length, recent_rows(policies_.token_policy)), window = Base::scoring_window(policies_);
     const bool waits = before > 0 || (prompt == Prompt::continues && (before + tokens.count()) % chunk_limit() != 0);
     std::int64_t rows = tail + chunk;
     if (waits) {
@@ -219,9 +219,9 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     for (std::int64_t first = 0; first < n; first += at_once) {
       AttentionStep step = layer_.workspace().prompt_step(now.rows, static_cast<int>((std::min)(n - first, std::int64_t{at_once})), tiles, scratch.packed);
       step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
-      attend_step<Base::kForm, Base::kMayTurn, Base::scale_groups, Base::joins, Rule::adapts>(layer_, step, batch, device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), now.rows.num_full, stream);
+      attend_step<Base::kForm, Rows::keeps_masses, Base::scale_groups, Base::joins, Rule::adapts>(layer_, step, batch, device_rows(query), out, first, 0, layer_.workspace().coded_splits(now.rows.num_compressed), now.rows.num_full, stream);
       if constexpr (Rows::keeps_masses && Rows::compresses) {
-        enqueue_compressed_masses<Base::coded_groups>(layer_, step, batch, mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
+        measure_compressed_masses<Base::coded_groups>(layer_, step, batch, mass_queries(layer_, query, out.lse, out.lse_stride, step.m, first), {}, 0, now.rows.num_compressed, stream);
       }
     }
   }
@@ -229,7 +229,10 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   void weigh_rows(int slot, const MassQueries& queries, const CompressScratch& scratch, cudaStream_t stream) const {
     const HostSequence& now = layer_.sequence(slot);
     const Batch batch{1, {slot}};
-    enqueue_masses(layer_, batch, queries, {scratch.packed, layer_.packed_tiles(scratch.rows), now.tail_length, scratch.rows, scratch.scores}, {}, 0, now.rows.num_full, stream);
+    const Tables& tables = layer_.tables();
+    RowSource source{scratch.packed, layer_.packed_tiles(scratch.rows), 0, tables.full.bytes};
+    if (tables.rotary.turns()) source = enqueue_turned(tables, source, slot, static_cast<std::int32_t>(now.first_tail()), scratch.turned, stream);
+    measure_masses(layer_, batch, queries, {source.packed, source.tiles, source.tile_bytes, now.tail_length, scratch.rows, scratch.scores}, {}, 0, now.rows.num_full, stream);
   }
   /// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
   void store_prompt(int slot, std::int64_t n, const CompressScratch& scratch, const ScoreQueries& queries, cudaStream_t stream) {
@@ -251,7 +254,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   }
   /// What scores a chunk of n tokens, packed behind its sequence's tail.
   ScoreQueries score_queries(int slot, const QueryView& window, std::int64_t n) const {
-    const std::int64_t rows = layer_.sequence(slot).tail_length + n, count = (std::min)(window.num_tokens, std::int64_t{this->scoring_window()});
+    const std::int64_t rows = layer_.sequence(slot).tail_length + n, count = (std::min)(window.num_tokens, std::int64_t{Base::scoring_window(policies_)});
     if (count == 0) return {};
     return {device_rows(window.tokens(window.num_tokens - count, count)), static_cast<std::int32_t>(count), config_.shape.group_size(), static_cast<std::int32_t>(rows), config_.scale() * 1.44269504F};
   }

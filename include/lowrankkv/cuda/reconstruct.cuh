@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
   constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
   __shared__ float gains[two_groups ? 2 : 1][kStoreRows];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  if (range.wanted != nullptr && *range.wanted < 0) return;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const HeadTiles& layout = tables.compressed[head];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_gro
           __syncthreads();
         }
         for (int index = 0; index < segments; ++index) {
-          const SegmentRows segment = tables.segment(slot, num_rows, index, 0);
+          const SegmentRows segment = tables.segment(slot, head, num_rows, index, 0);
           if (segment.end <= begin || segment.begin >= begin + kStoreRows) continue;
           const PartMaps& maps = tables.maps[segment.epoch * tables.num_heads + head].of(part);
           float sums[kStoreRows / 16][2][4] = {};

@@ -111,33 +111,17 @@ __global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(Tables tables
   }
 }
 
-/// @brief Segments after rows [begin, end) have gone; those that are left without a row go too. @param segment  gives the i-th of `count`, a reference; @param take  moves the second to the first
-#pragma nv_exec_check_disable
-template <class SegmentAt, class Take>
-__host__ __device__ int close_segments(int count, int begin, int end, int rows, SegmentAt&& segment, Take&& take) {
-  const auto moved = [&](int row) { return row <= begin ? row : row >= end ? row - (end - begin) : begin; };
-  int kept = 0;
-  for (int i = 0; i < count; ++i) {
-    const int first = moved(segment(i).first_row), next = moved(i + 1 < count ? segment(i + 1).first_row : rows);
-    if (first == next) continue;
-    take(kept, i);
-    segment(kept++).first_row = first;
-  }
-  return kept;
-}
+/// @brief A row's number after rows [begin, end) of its list have gone; of those, that of the one that takes their place.
+__host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int32_t begin, std::int32_t end) { return row <= begin ? row : row >= end ? row - (end - begin) : begin; }
 
-/// @brief close_segments() where the device alone knows them. One thread.
+/// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a list.
 template <class = void>
-__global__ void close_rolls_kernel(Tables tables, int slot, int begin, int end, int rows, RollLimits limits, RollState* states) {
-  DeviceSegment* segments = tables.segments + slot * tables.max_segments;
-  RollState& state = states[slot];
-  tables.lengths[slot].num_segments = close_segments(
-      tables.lengths[slot].num_segments, begin, end, rows, [&](int i) -> DeviceSegment& { return segments[i]; },
-      [&](int to, int from) {
-        segments[to] = segments[from];
-        state.levels[to] = state.levels[from];
-      });
-  state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
+__global__ void cut_rolls_kernel(Tables tables, int slot, ListCuts cuts) {
+  const int index = static_cast<int>(threadIdx.x);
+  for (int i = 0; index < cuts.count && i < tables.lengths[slot].num_segments; ++i) {
+    std::int32_t& first = tables.segments_of(slot, cuts.first + index)[i].first_row;
+    first = row_after(first, cuts.begin[index], cuts.end[index]);
+  }
 }
 
 /// @brief Adds the pages that remove_tokens() has to copy, since forks share them.
@@ -176,7 +160,7 @@ void for_each_cut(const LayerState& layer, const HostSequence& now, const Remove
   }
 }
 
-/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens, the same in all heads where bases move
+/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens
 template <class = void>
 void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, const RemovedRows& rows, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
@@ -205,18 +189,14 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
       check(cudaGetLastError(), "close_numbers_kernel");
     });
   }
-  const int begin = rows.begin.front().num_compressed, end = rows.end.front().num_compressed, stored = now.rows.num_compressed;
-  if (begin < end && layer.epochs().adapts()) {
-    if (layer.rolls().rolls()) {
-      close_rolls_kernel<><<<1, 1, 0, stream>>>(tables, slot, begin, end, stored, layer.rolls().limits(), layer.rolls().states());
-      check(cudaGetLastError(), "close_rolls_kernel");
-    } else {
-      std::vector<Segment>& segments = now.epochs.segments;
-      const int kept = close_segments(
-          static_cast<int>(segments.size()), begin, end, stored, [&](int i) -> Segment& { return segments[static_cast<std::size_t>(i)]; },
-          [&](int to, int from) { segments[static_cast<std::size_t>(to)] = segments[static_cast<std::size_t>(from)]; });
-      segments.resize(static_cast<std::size_t>(kept));
-    }
+  for (HostSegment& segment : now.epochs.segments) {
+    for (std::size_t head = 0; head < segment.first_rows.size(); ++head) segment.first_rows[head] = row_after(segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
+  }
+  if (layer.rolls().rolls()) {
+    for_each_cut(layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
+      cut_rolls_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
+      check(cudaGetLastError(), "cut_rolls_kernel");
+    });
   }
   now.set_rows(rows.left(now));
   now.tail_length -= rows.tail_end - rows.tail_begin;

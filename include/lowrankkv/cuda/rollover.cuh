@@ -53,12 +53,12 @@ struct Sketches {
 struct Rollover {
   std::int32_t* rolled = nullptr;  ///< whether a chunk has ended
   std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
-  MergePlan* plans = nullptr;
+  MergePlan* plans = nullptr;      ///< of merges that end_merges_kernel ends
 };
 
 /// @brief What has happened in a layer since it was made.
 struct RollCounts {
-  unsigned long long publications = 0, merges = 0, rows_reprojected = 0;  ///< rows of one head
+  unsigned long long publications = 0, merges = 0;
 };
 
 /// @brief How many epochs there are, for roll_over_kernel.
@@ -71,42 +71,75 @@ struct RollLimits {
 __device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std::int32_t current, int slots_per_sequence) {
   const auto bit = [&](std::int32_t epoch) { return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1); };
   std::uint32_t used = bit(current);
-  for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments[slot * tables.max_segments + i].epoch);
+  for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments_of(slot, 0)[i].epoch);
   return used;
 }
 
-/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences; one thread.
+/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences.
+/// @param order  of the rows of a prompt that scores chose
+/// @param reprojected  [heads]: rows of merges are added
 template <class = void>
-__global__ void roll_over_kernel(Tables tables, Leaving leaving, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts) {
+__global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
+  __shared__ int opened, merged;  // segments; -1: none
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
-  rollover.epochs[index] = -1;
-  rollover.plans[index] = {};
   RollState& state = states[slot];
-  DeviceSegment* segments = tables.segments + slot * tables.max_segments;
-  std::int32_t& count = tables.lengths[slot].num_segments;
-  if (rollover.rolled[index] != 0) {
-    state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
-    int own = 0;
-    while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
-    state.used |= 1U << own;
-    state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
-    atomicAdd(&counts->publications, 1ULL);
+  bool any = false;  // row to be stored
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    const int2 meant = order.meant(head, leaving.compressed[sequence]);
+    any = any || meant.x < meant.y;
   }
-  if (leaving.compressed[sequence] == 0 || (count > 0 && segments[count - 1].epoch == state.current)) return;
-  const int merge = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
-  segments[count] = {state.current, tables.num_rows(RowList::compressed, slot, 0)};
-  state.levels[count++] = 0;
-  if (merge < 0) return;
-  rollover.plans[index] = {slot, segments[merge].epoch, segments[merge + 1].epoch, segments[merge].first_row, segments[merge + 1].first_row};
-  atomicAdd(&counts->merges, 1ULL);
-  atomicAdd(&counts->rows_reprojected, static_cast<unsigned long long>(segments[merge + 1].first_row - segments[merge].first_row));
-  segments[merge + 1].first_row = segments[merge].first_row;
-  state.levels[merge + 1] = max(state.levels[merge], state.levels[merge + 1]) + 1;
-  for (int i = merge; i + 1 < count; ++i) {
-    segments[i] = segments[i + 1];
-    state.levels[i] = state.levels[i + 1];
+  const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
+  if (threadIdx.x == 0) {
+    DeviceLengths& lengths = tables.lengths[slot];
+    const DeviceSegment* segments = tables.segments_of(slot, 0);
+    opened = merged = rollover.epochs[index] = -1;
+    rollover.plans[index] = {};
+    if (rollover.rolled[index] != 0) {
+      state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
+      int own = 0;
+      while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
+      state.used |= 1U << own;
+      state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
+      atomicAdd(&counts->publications, 1ULL);
+    }
+    const int count = lengths.num_segments;
+    if (stores && (count == 0 || segments[count - 1].epoch != state.current)) {
+      opened = count;
+      merged = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
+      state.levels[count] = 0;
+      lengths.num_segments = count + 1;
+    }
+    if (merged >= 0) {
+      rollover.plans[index] = {slot, segments[merged].epoch, merged + 1 < count ? segments[merged + 1].epoch : state.current, merged};
+      atomicAdd(&counts->merges, 1ULL);
+    }
   }
-  --count;
+  __syncthreads();
+  if (opened < 0) return;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    own[opened] = {state.current, tables.num_rows(RowList::compressed, slot, head)};
+    if (merged >= 0) atomicAdd(reprojected + head, static_cast<unsigned long long>(own[merged + 1].first_row - own[merged].first_row));
+  }
+}
+
+/// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid: sequences.
+template <class = void>
+__global__ void end_merges_kernel(Tables tables, RollLimits limits, RollState* states, const MergePlan* plans) {
+  const MergePlan plan = plans[blockIdx.x];
+  if (plan.segment < 0) return;
+  const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    own[merged + 1].first_row = own[merged].first_row;
+    for (int i = merged; i + 1 < count; ++i) own[i] = own[i + 1];
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  RollState& state = states[slot];
+  state.levels[merged + 1] = max(state.levels[merged], state.levels[merged + 1]) + 1;
+  for (int i = merged; i + 1 < count; ++i) state.levels[i] = state.levels[i + 1];
+  tables.lengths[slot].num_segments = count - 1;
   state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
 }
 
@@ -120,23 +153,50 @@ __global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, S
   for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads; i += static_cast<int>(blockDim.x)) sketches.states[slot * tables.num_heads * 2 + i] = {};
 }
 
-/// @brief Forgets the segments that begin at `rows` or later. One thread.
+/// @brief HostSequence::trim_segments() where the device alone knows them. One block.
 template <class = void>
-__global__ void trim_rolls_kernel(Tables tables, int slot, int rows, RollLimits limits, RollState* states) {
-  std::int32_t& count = tables.lengths[slot].num_segments;
-  while (count > 0 && tables.segments[slot * tables.max_segments + count - 1].first_row >= rows) --count;
+__global__ void trim_rolls_kernel(Tables tables, int slot, RollLimits limits, RollState* states) {
+  __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
+  const int count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) filled = 0;
+  __syncthreads();
+  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    const int rows = tables.num_rows(RowList::compressed, slot, head);
+    std::uint32_t bits = 0;
+    for (int i = 0; i < count; ++i) {
+      const int end = i + 1 < count ? min(own[i + 1].first_row, rows) : rows;
+      own[i].first_row = min(own[i].first_row, rows);
+      if (own[i].first_row < end) bits |= 1U << i;
+    }
+    atomicOr(&filled, bits);
+  }
+  __syncthreads();
+  const auto close = [&](auto* items) {
+    int kept = 0;
+    for (int i = 0; i < count; ++i) {
+      if ((filled >> i & 1U) != 0) items[kept++] = items[i];
+    }
+    return kept;
+  };
+  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) close(tables.segments_of(slot, head));
+  __syncthreads();
+  if (thread > 0) return;
+  tables.lengths[slot].num_segments = close(states[slot].levels);
   states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
 }
 
-/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in Tables::maps. One thread.
+/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in Tables::maps. One block.
 template <class = void>
 __global__ void fork_rolls_kernel(Tables tables, int source, int target, RollLimits limits, RollState* states) {
   const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
-  const int count = tables.lengths[target].num_segments = tables.lengths[source].num_segments;
-  for (int i = 0; i < count; ++i) {
-    const DeviceSegment segment = tables.segments[source * tables.max_segments + i];
-    tables.segments[target * tables.max_segments + i] = {moved(segment.epoch), segment.first_row};
+  const int count = tables.lengths[source].num_segments;
+  for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count; item += static_cast<int>(blockDim.x)) {
+    const DeviceSegment segment = tables.segments_of(source, item / count)[item % count];
+    tables.segments_of(target, item / count)[item % count] = {moved(segment.epoch), segment.first_row};
   }
+  if (threadIdx.x > 0) return;
+  tables.lengths[target].num_segments = count;
   states[target] = states[source];
   states[target].current = moved(states[source].current);
 }
@@ -160,7 +220,9 @@ class RollStore {
   const Sketches& sketches() const { return sketches_; }
   RollState* states() const { return states_.data(); }
   RollCounts* counts() const { return counts_.data(); }
-  std::size_t bytes() const { return states_.bytes() + counts_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
+  /// @brief [heads]: rows that merges rewrote.
+  unsigned long long* reprojected() const { return reprojected_.data(); }
+  std::size_t bytes() const { return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
   /// @brief Bytes of a sequence's sketches, full ones.
   std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
   /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states: state_bytes().
@@ -170,7 +232,7 @@ class RollStore {
 
  private:
   RollStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, RollLimits limits)
-      : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1),
+      : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1), reprojected_(static_cast<std::size_t>(heads)),
         sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_), sketch_states_(static_cast<std::size_t>(max_sequences) * parts_), thresholds_(thresholds) {
     sketches_ = {sketch_rows_.data(), sketch_states_.data(), thresholds_.data(), capacity};
   }
@@ -179,6 +241,7 @@ class RollStore {
   std::size_t buffer_bytes_ = 0, sketch_size_ = 0, parts_ = 0;
   DeviceArray<RollState> states_;
   DeviceArray<RollCounts> counts_;
+  DeviceArray<unsigned long long> reprojected_;
   DeviceArray<float> sketch_rows_;
   DeviceArray<SketchState> sketch_states_;
   DeviceArray<float> thresholds_;

@@ -22,13 +22,13 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU5";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU6";
 
 /// @brief A saved sequence, opened and checked.
 struct SavedSequence : SequenceRows {
   SavedCounts counts;
   PositionShifts shifts;
-  std::vector<Segment> segments;
+  std::vector<HostSegment> segments;
   std::span<const std::byte> block;
 };
 
@@ -89,8 +89,11 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
     if (std::find(own.begin(), own.end(), epoch) == own.end()) own.push_back(epoch);
     return static_cast<std::int32_t>(std::find(own.begin(), own.end(), epoch) - own.begin()) + 1;
   };
-  std::vector<Segment> segments = epochs.segments;
-  for (Segment& segment : segments) segment.epoch = number_of(segment.epoch);
+  std::vector<std::int32_t> segments;  // by segment: epoch, level, first rows of the heads
+  for (const HostSegment& segment : epochs.segments) {
+    segments.insert(segments.end(), {number_of(segment.epoch), segment.level});
+    segments.insert(segments.end(), segment.first_rows.begin(), segment.first_rows.end());
+  }
   counts.current_epoch = number_of(epochs.current);
   counts.own_epochs = static_cast<std::int32_t>(own.size());
   const SavedBlock block = detail::block_of(layer, now, counts);
@@ -119,6 +122,30 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
 }
 
 namespace detail {
+
+/// The segments of a saved sequence.
+inline std::vector<HostSegment> read_segments(ByteReader& in, int heads) {
+  const std::vector<std::int32_t> numbers = in.list<std::int32_t>();
+  const std::size_t each = 2 + static_cast<std::size_t>(heads);
+  if (numbers.size() % each != 0) ::lowrankkv::detail::fail<FormatError>("saved state: segments in ", numbers.size(), " numbers, ", each, " each");
+  std::vector<HostSegment> segments;
+  for (auto at = numbers.begin(); at != numbers.end(); at += static_cast<std::ptrdiff_t>(each)) segments.push_back({at[0], at[1], {at + 2, at + static_cast<std::ptrdiff_t>(each)}});
+  return segments;
+}
+
+/// Raises unless the segments of every head follow each other, and each has rows in some head.
+inline void check_segments(const SavedSequence& sequence, std::int32_t own_epochs, int heads) {
+  for (std::size_t i = 0; i < sequence.segments.size(); ++i) {
+    const HostSegment& segment = sequence.segments[i];
+    bool fits = segment.epoch >= (i == 0 ? 0 : 1) && segment.epoch <= own_epochs && segment.level >= 0 && segment.level < (1 << 20), empty = true;
+    for (std::size_t head = 0; head < static_cast<std::size_t>(heads); ++head) {
+      const std::int64_t first = segment.first_rows[head], end = i + 1 < sequence.segments.size() ? sequence.segments[i + 1].first_rows[head] : sequence.num_rows(RowList::compressed, static_cast<int>(head));
+      fits = fits && first >= 0 && first <= end && (i > 0 || first == 0);
+      empty = empty && first == end;
+    }
+    if (!fits || empty) ::lowrankkv::detail::fail<FormatError>("saved state: segment ", i, " of epoch ", segment.epoch, " and level ", segment.level, " from row ", segment.first_rows.front(), " on, of ", sequence.rows.num_compressed, ", ", own_epochs, " epochs");
+  }
+}
 
 /// Raises unless the positions of a list ascend below `tail`, head after head; any order will do where others take the places of dropped rows, but each is there once.
 /// @param joint  heads of a group, whose values are joint: theirs are the same; 0: of none
@@ -200,8 +227,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const Tables& tables = layer.tables();
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
-  // Where values choose rows, once for all.
-  const std::size_t may_differ = tables.positions[0] != nullptr && !layer.epochs().adapts() ? static_cast<std::size_t>(tables.num_heads) : 0;
+  const std::size_t may_differ = tables.positions[0] != nullptr ? static_cast<std::size_t>(tables.num_heads) : 0;
   if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
   sequence.joint_heads = tables.joint_heads;
   std::int64_t last_piece = -1;
@@ -217,7 +243,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     last_piece = piece.first;
   }
   ::lowrankkv::detail::check_saved(sequence.shifts);
-  sequence.segments = in.list<Segment>();
+  sequence.segments = detail::read_segments(in, tables.num_heads);
   const std::int64_t ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
   if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
   const bool drops = tables.positions[0] != nullptr;
@@ -247,13 +273,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
   const std::size_t most_segments = most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
   if (sequence.segments.size() > most_segments) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_segments);
-  std::int32_t last = -1;
-  for (const Segment& segment : sequence.segments) {
-    const bool fits = segment.epoch >= (last < 0 ? 0 : 1) && segment.epoch <= counts.own_epochs && (last < 0 ? segment.first_row == 0 : segment.first_row > last) && segment.first_row < counts.rows.num_compressed &&
-                      segment.level >= 0 && segment.level < (1 << 20);
-    if (!fits) fail<FormatError>("saved state: a segment of epoch ", segment.epoch, " from row ", segment.first_row, " on, after one from row ", last, " on, ", counts.own_epochs, " epochs");
-    last = segment.first_row;
-  }
+  detail::check_segments(sequence, counts.own_epochs, tables.num_heads);
   if (layer.epochs().adapts() && sequence.segments.empty() != (counts.rows.num_compressed == 0)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, ", counts.rows.num_compressed, " compressed rows");
   const SavedBlock block = detail::block_of(layer, sequence, counts);
   sequence.block = in.bytes(block.size);
@@ -297,14 +317,14 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.shifts = saved.shifts;
   layer.rotary().write_shifts(slot, now.shifts, stream);
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};
-  for (Segment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
-  const std::vector<Segment> segments = now.epochs.segments;
+  for (HostSegment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
+  const std::vector<HostSegment> segments = now.epochs.segments;
   if (layer.rolls().rolls()) {
     RollState state;
     state.current = now.epochs.current;
     const auto use = [&](std::int32_t epoch) { state.used |= epoch == 0 ? 0U : 1U << (epoch - 1); };
     use(counts.current_epoch);
-    for (const Segment& segment : saved.segments) use(segment.epoch);
+    for (const HostSegment& segment : saved.segments) use(segment.epoch);
     for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
     check(cudaMemcpyAsync(layer.rolls().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
     check(cudaStreamSynchronize(stream), "load");

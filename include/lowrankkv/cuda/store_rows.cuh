@@ -172,6 +172,15 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 struct RowOrder {
   const std::int32_t* rows = nullptr;
   std::int32_t stride = 0;
+  const std::int32_t* ends = nullptr;  ///< [head, parts]: where parts of a sequence's orders end, of which `part` is meant (cuda/prompt_parts.cuh); null: all are
+  std::int32_t parts = 0, part = 0;
+
+  /// @brief The order of a head; null, if there is none.
+  __device__ const std::int32_t* of(int sequence, int heads, int head) const {
+    return rows == nullptr ? nullptr : rows + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride);
+  }
+  /// @brief The rows [x, y) of a head's order that are meant, of `count` in all.
+  __device__ int2 meant(int head, int count) const { return ends == nullptr ? int2{0, count} : int2{part == 0 ? 0 : ends[head * parts + part - 1], ends[head * parts + part]}; }
 };
 
 /// @brief Tiles outside of pages, of rows that will take the places of stored ones (cuda/place_rows.cuh). They follow those that go to a list's end in its order.
@@ -193,8 +202,9 @@ class ListPiece {
       : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = loose.data != nullptr;
     const int stored = tables.num_rows(list, leaving.slots[sequence], head), first = apart ? 0 : stored, added = leaving.added(list, tables.weighed, sequence, stored);
-    const int count = apart ? loose.counts[sequence * tables.num_heads + head] : added;
-    const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : 0;  // of the source, or of the order: they are stored elsewhere
+    const int2 meant = order.meant(head, added);
+    const int count = apart ? loose.counts[sequence * tables.num_heads + head] : meant.y - meant.x;
+    const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : meant.x;  // of the source, or of the order: they are stored elsewhere
     tile_row = (first / kStoreRows + piece) * kStoreRows;
     begin = max(first - tile_row, 0);
     end = min(first + count - tile_row, kStoreRows);
@@ -229,7 +239,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tab
   const int tile_row = piece.tile_row, begin = piece.begin, end = piece.end, from = piece.from;
   if (begin >= end) return;
   const SourceRows rows(tables, source, slot, head);
-  const std::int32_t* chosen = order.rows == nullptr ? nullptr : order.rows + (static_cast<std::size_t>(index) * gridDim.y + static_cast<std::size_t>(head)) * static_cast<std::size_t>(order.stride);
+  const std::int32_t* chosen = order.of(index, static_cast<int>(gridDim.y), head);
   if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr && loose.data == nullptr) {
     for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
   }

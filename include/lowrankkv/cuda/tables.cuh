@@ -30,7 +30,7 @@ struct DeviceLengths {
 /// @brief Rows of a list, of a head.
 __host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList list) { return list == RowList::full ? rows.num_full : rows.num_compressed; }
 
-/// @brief Rows of the compressed lists of a sequence, the same in all heads, from first_row to the next segment or the end: one epoch wrote them.
+/// @brief Rows of a head's compressed list from first_row to the next segment or the end: one epoch wrote them. All heads have segments of the same epochs; where rows went that differ, one may be empty in some.
 struct DeviceSegment {
   std::int32_t epoch = 0;  ///< in Tables::maps
   std::int32_t first_row = 0;
@@ -68,7 +68,7 @@ struct Tables {
   float* largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
   RowList weighed = RowList::full;             ///< the list whose rows have masses
   float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
-  DeviceSegment* segments = nullptr;           ///< [slots, max_segments]; where the calibrated epoch is the only one, none
+  DeviceSegment* segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
   Rotary rotary;                               ///< of keys that are stored before it; else empty
 
@@ -101,31 +101,33 @@ struct Tables {
   __device__ float* tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
   __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
+  /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated epoch.
+  __device__ DeviceSegment* segments_of(int slot, int head) const { return segments + index(slot, head) * max_segments; }
   /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits beginning at `first_split`.
-  __device__ SegmentRows segment(int slot, int list_rows, int index, int first_split) const {
+  __device__ SegmentRows segment(int slot, int head, int list_rows, int index, int first_split) const {
     if (max_segments == 1) return {0, 0, list_rows, 0, splits_of(list_rows)};
-    const DeviceSegment* own = segments + slot * max_segments + index;
+    const DeviceSegment* own = segments_of(slot, head) + index;
     const int begin = own->first_row, end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
     return {own->epoch, begin, end, first_split, segment_splits(end - begin, list_rows)};
   }
   /// @brief Splits of all segments of a compressed list of so many rows.
-  __device__ int list_splits(int slot, int list_rows) const {
+  __device__ int list_splits(int slot, int head, int list_rows) const {
     int splits = 0;
-    for (int i = 0; i < num_segments(slot, list_rows); ++i) splits += segment(slot, list_rows, i, splits).splits;
+    for (int i = 0; i < num_segments(slot, list_rows); ++i) splits += segment(slot, head, list_rows, i, splits).splits;
     return splits;
   }
   /// @brief The segment that split `split` of a compressed list is one of, and its number; of a split beyond the last: one that ends before it.
-  __device__ SegmentRows segment_of_split(int slot, int list_rows, int split, int& index) const {
+  __device__ SegmentRows segment_of_split(int slot, int head, int list_rows, int split, int& index) const {
     SegmentRows range;
     for (index = 0; index < num_segments(slot, list_rows); ++index) {
-      range = segment(slot, list_rows, index, range.first_split + range.splits);
+      range = segment(slot, head, list_rows, index, range.first_split + range.splits);
       if (split < range.first_split + range.splits) break;
     }
     return range;
   }
   /// @brief The maps that rows of a sequence are written under now; the calibrated ones, if none has been.
   __device__ const HeadMaps& current_maps(int slot, int head) const {
-    const int count = max_segments == 1 ? 0 : lengths[slot].num_segments, epoch = count == 0 ? 0 : segments[slot * max_segments + count - 1].epoch;
+    const int count = max_segments == 1 ? 0 : lengths[slot].num_segments, epoch = count == 0 ? 0 : segments_of(slot, head)[count - 1].epoch;
     return maps[epoch * num_heads + head];
   }
   /// @brief Tile `tile` of a list whose page table and layout are given.
@@ -250,7 +252,7 @@ __global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
   for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
 }
 
-/// @brief Segments of a sequence, given to a kernel by value; a count of -1: those that are there stay.
+/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count of -1: those that are there stay.
 struct SegmentList {
   std::int32_t count = 0;
   DeviceSegment items[kMaxSegments];
@@ -263,9 +265,26 @@ __global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_
     tables.lengths[slot].tail_length = tail_length;
     tables.lengths[slot].tail_position = tail_position;
     if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
-    for (int i = 0; i < segments.count; ++i) tables.segments[slot * tables.max_segments + i] = segments.items[i];
   }
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.rows[tables.index(slot, head)] = rows;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    tables.rows[tables.index(slot, head)] = rows;
+    for (int i = 0; i < segments.count; ++i) tables.segments_of(slot, head)[i] = segments.items[i];
+  }
+}
+
+/// @brief Where the segments of some heads begin, given to a kernel by value.
+struct FirstRowsList {
+  static constexpr int kMost = 32;
+  std::int32_t first = 0, count = 0;  ///< heads
+  std::int32_t segments = 0;
+  std::int32_t rows[kMost][kMaxSegments];
+};
+
+/// @brief Sets where the segments of heads that differ begin. One block, a thread a head.
+template <class = void>
+__global__ void write_first_rows_kernel(Tables tables, int slot, FirstRowsList own) {
+  const int head = static_cast<int>(threadIdx.x);
+  for (int i = 0; head < own.count && i < own.segments; ++i) tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
 }
 
 /// @brief Rows of some heads, given to a kernel by value.

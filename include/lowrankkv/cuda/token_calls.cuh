@@ -39,8 +39,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     return now.num_tokens - now.tail_length;
   }
   /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where values chose among them the stream is waited for, else nothing is.
-  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: StateError where bases move and heads would keep different numbers of compressed rows (not behind a prompt whose rows were chosen by scores);
-  /// CapacityError where a head's outliers were so early that its full rows could outgrow their tables, or, where rows stay by the attention that they have received, forks share pages and the pool lacks others
+  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: CapacityError where a head's outliers were so early that its full rows could outgrow their tables, or, where rows stay by the attention that they have received, forks share pages and the pool lacks others
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     Base::refuse_capture("truncate", stream);
     std::vector<HeadRows> kept = kept_below(seq, length, stream);
@@ -50,9 +49,9 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   void check_truncate(SequenceId seq, std::int64_t length) const { static_cast<void>(kept_below(seq, length, nullptr)); }
 
   /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do: shift_positions()
-  /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to seven launches and one for every page that forks share; replayed steps see it. Waits for the stream where values chose
+  /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to ten launches, one more for every 32 heads where they differ, and one for every page that forks share; replayed steps see it. Waits for the stream where values chose
   /// among rows that go or move, else for nothing.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail StateError and CapacityError as of truncate(), StateError also where bases move and other rows of some heads would go, or where counts
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail CapacityError as of truncate(), StateError where counts
   /// say which rows are at full rank and fewer tokens would be left than the policy keeps so, compressed ones among them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream = nullptr) {
     Base::refuse_capture("remove", stream);
@@ -98,15 +97,18 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   /// @brief The shifts of a sequence, valid until it changes.
   const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
+  /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors choose, heads may differ: so many that what is to come finds room in the tables.
+  std::int64_t most_full_rows(std::int64_t stored) const {
+    if constexpr (Rows::by_errors) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, this->config_.max_tokens - stored, Phase::decode).full;
+    else return Base::most_rows(policies_.token_policy, stored).full;
+  }
+
  private:
   /// Raises unless heads that keep such rows of `stored` tokens can go on.
   void check_left(const char* call, const std::vector<HeadRows>& rows, std::int64_t stored) const {
     using ::lowrankkv::detail::fail;
-    const std::int64_t most = this->most_full_rows(stored);
+    const std::int64_t most = most_full_rows(stored);
     for (std::size_t head = 0; head < rows.size(); ++head) {
-      if (Base::Rule::adapts && rows[head].num_compressed != rows.front().num_compressed) {
-        fail<StateError>(call, ": head 0 would have ", rows.front().num_compressed, " compressed rows, head ", head, " ", rows[head].num_compressed, "; the same expected on this backend, where bases move");
-      }
       if (Rows::by_errors && rows[head].num_full > most) {
         const std::int64_t room = layer_.max_rows(RowList::full);
         fail<CapacityError>(call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored, " tokens, and ", room - most, " may come: at most ", room, " in all");
@@ -132,11 +134,6 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     const HostSequence& now = layer_.sequence(slot);
     check_removal(layer_, now, first, count);
     RemovedRows removed = RemovedRows::of(layer_, slot, first, count, Rows::chooses, stream);
-    for (std::size_t head = 0; Base::Rule::adapts && head < removed.begin.size(); ++head) {
-      const int own = removed.begin[head].num_compressed, first_own = removed.begin.front().num_compressed, count_own = removed.end[head].num_compressed - own;
-      if (own == first_own && count_own == removed.end.front().num_compressed - first_own) continue;
-      ::lowrankkv::detail::fail<StateError>("remove: head 0 has ", first_own, " compressed rows before those that go, head ", head, " ", own, ", and ", count_own, " go; the same expected on this backend, where bases move");
-    }
     const std::vector<HeadRows> left = removed.left(now);
     const std::int64_t stored = now.first_tail() - (count - (removed.tail_end - removed.tail_begin)), full = left.front().num_full;
     if (!Rows::chooses && stored > full && pinned_rows(policies_.token_policy, stored, 1) > 0) {

@@ -44,6 +44,7 @@ struct TokenRange {
   std::int64_t first = 0, count = 0, first_tail = 0;  ///< and where the tail begins
   bool by_row = false;
   std::int64_t begin[2] = {0, 0}, end[2] = {0, 0};    ///< by RowList: rows among which they are, in every head
+  const std::int32_t* wanted = nullptr;               ///< on the device: where it is negative, compressed rows are not; null: they are
 
   __host__ __device__ int first_piece(RowList list) const { return static_cast<int>(begin[static_cast<int>(list)] / kStoreRows); }
   /// @brief Pieces of 64 rows of a list, from the first on.

@@ -20,6 +20,7 @@ namespace cuda {
 /// @brief Rows whose axes are wanted, by sequence of a launch.
 struct AxisRows {
   std::int32_t count[kMaxBatch];
+  RowOrder order;  ///< of a prompt's rows, of which a part may be meant
 };
 
 /// @brief Scratch of turned axes.
@@ -92,7 +93,7 @@ __device__ inline bool factorise(float* matrix, int rank, int stride, float* col
 
 }  // namespace detail
 
-/// @brief Turns the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows, or whose rows are not finite, stays. Grid: 2 x heads x sequences.
+/// @brief Turns the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one whose rows are not finite. Grid: 2 x heads x sequences.
 /// @tparam channels  at least head_dim
 template <int channels>
 __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(Tables tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(Tables tables
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), which = AxisScales::which(part, head), dim = tables.head_dim, stride = detail::sketch_stride(dim), most = bases.most;
   if (epochs.of(sequence) < 0) return;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = rows.count[sequence];
+  const int2 meant = rows.order.meant(head, rows.count[sequence]);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = meant.y - meant.x;
   const std::size_t list = static_cast<std::size_t>(sequence * tables.num_heads * 2 + which);
   float* matrix = scratch.products + list * static_cast<std::size_t>(most * dim);
   float* axes = scratch.buffers == nullptr ? reinterpret_cast<float*>(shared_memory) : scratch.buffers + list * static_cast<std::size_t>(buffer_rows * stride);

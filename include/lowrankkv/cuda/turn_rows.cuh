@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/turn_rows.cuh  Keys of a packed prompt that are stored before their rotary embedding, turned: what a prompt's last queries meet when they score its rows.
+/// @file cuda/turn_rows.cuh  Keys of a packed prompt that are stored before their rotary embedding, turned: what queries meet that score or weigh its rows.
 ///
 /// k' = R(p) k for the pair (x, y) of every frequency: x cos - y sin, y cos + x sin, in f32, rounded to full_type, as keys of a cache that keeps them turned are. p is the position of the row's token, wherever it was moved to.
 /// Floor: the keys read and written once.

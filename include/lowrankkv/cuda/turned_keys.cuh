@@ -25,6 +25,8 @@ inline constexpr int kTurnPairs = 8;
 /// @brief Words of a warp's turned queries for two blocks of pairs: 16 more than there are, so that neighbours stand in other banks.
 inline constexpr int kTurnedBlocks = 32 * 4 + 16;
 inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
+/// @brief Where rows stand in any order, a tile whose rows are this far apart has its offsets made row by row, which costs as much as five passes.
+inline constexpr int kScatteredRows = 6 * kTurnRows;
 
 /// @brief Bytes that a block of threads needs to turn keys: offsets, queries, means, a lifting map of so many units. A multiple of 16.
 __host__ __device__ constexpr int turn_block_bytes(int head_dim, int units) {
@@ -134,9 +136,9 @@ __device__ __forceinline__ void turn_pairs(std::uint32_t cosines, std::uint32_t 
 }
 
 /// One pass over a tile's pairs of channels: s += products of turned rows with turned queries.
-/// @param row_offset  (step, half) -> which of the table's offsets the row has
-template <int steps, int at_once, class Prepare, class Offset>
-__device__ __forceinline__ void add_logits(const TurnShared& shared, int head_dim, const std::uint32_t* turned, Prepare&& prepare, Offset&& row_offset, float (&s)[steps][4]) {
+/// @param row_turns  (couple, step, half) -> the row's cosines and sines of a lane's pairs, as Rotary::offsets has them
+template <int steps, int at_once, class Prepare, class Turns>
+__device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* turned, Prepare&& prepare, Turns&& row_turns, float (&s)[steps][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, blocks = head_dim / (2 * kTurnPairs);
   #pragma unroll
   for (int group = 0; group < steps / at_once; ++group) {
@@ -144,10 +146,9 @@ __device__ __forceinline__ void add_logits(const TurnShared& shared, int head_di
       #pragma unroll 1
       for (int couple = 0; 2 * couple < blocks; ++couple) {
         const uint4 b = *reinterpret_cast<const uint4*>(turned + couple * kTurnedBlocks + 4 * lane);
-        const std::uint32_t* const offsets = shared.offsets + couple * (16 * kTurnRows) + lane % 4 * 4;
         uint4 turns[at_once][2];
         #pragma unroll
-        for (int i = 0; i < 2 * at_once; ++i) turns[i / 2][i % 2] = *reinterpret_cast<const uint4*>(offsets + 16 * row_offset(group * at_once + i / 2, i % 2));
+        for (int i = 0; i < 2 * at_once; ++i) turns[i / 2][i % 2] = row_turns(couple, group * at_once + i / 2, i % 2);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (half == 1 && 2 * couple + 1 == blocks) break;
@@ -167,23 +168,51 @@ __device__ __forceinline__ void add_logits(const TurnShared& shared, int head_di
 
 }  // namespace detail
 
+/// @brief Two numbers, rounded to f16.
+__device__ __forceinline__ std::uint32_t half_word(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&both);
+}
+
 /// @brief Logits s of a tile of 16 x steps rows, as the accumulators of products with high and low parts of queries in neighbouring columns. A warp.
 /// @param prepare  (first step, use): calls use(lift) after it has what it needs of so many steps, once or several times, where lift(block, x, y) fills x, y [at_once][2 (row g,
 ///                 g + 8)] with the first and the second channels of pairs 8 block + 2t and 2t + 1, in turning order; keys are the sums over the calls
-/// @tparam at_once  times 16 rows that are prepared together
-template <int steps, int at_once, class Prepare>
+/// @tparam at_once  times 16 rows that are prepared together  @tparam scattered  rows may stand in any order
+template <int steps, int at_once, bool scattered, class Prepare>
 __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnShared& shared, int head_dim, std::uint32_t* turned, const TilePlaces<steps>& tile, Prepare&& prepare, float (&s)[steps][4]) {
-  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
+  const auto table = [&](int couple, int offset) { return *reinterpret_cast<const uint4*>(shared.offsets + (couple * kTurnRows + offset) * 16 + lane % 4 * 4); };
   #pragma unroll
   for (int i = 0; i < 4 * steps; ++i) s[i / 4][i % 4] = 0.0F;
   if (tile.follow) {
     shared.turn_back(rotary, head_dim, tile.base, turned);
-    detail::add_logits<steps, at_once>(shared, head_dim, turned, prepare, [&](int i, int r) { return 16 * i + 8 * r + g; }, s);
+    detail::add_logits<steps, at_once>(head_dim, turned, prepare, [&](int couple, int i, int r) { return table(couple, 16 * i + 8 * r + g); }, s);
     return;
   }
   std::uint32_t pending = 0;  // rows that have no logit yet
   #pragma unroll
   for (int i = 0; i < 2 * steps; ++i) pending |= tile.places[i / 2][i % 2] != kNoPlace ? 1U << i : 0U;
+  if constexpr (scattered) {
+    int first = INT32_MAX, last = kNoPlace;
+    #pragma unroll
+    for (int i = 0; i < 2 * steps; ++i) {
+      const int place = tile.places[i / 2][i % 2];
+      first = min(first, place == kNoPlace ? INT32_MAX : place);
+      last = max(last, place);
+    }
+    const int base = __reduce_min_sync(~0U, first), end = __reduce_max_sync(~0U, last);
+    if (base <= end && end - base >= kScatteredRows) {
+      shared.turn_back(rotary, head_dim, base, turned);
+      const auto turns_of = [&](int couple, int i, int r) {
+        const int place = tile.places[i][r], offset = place == kNoPlace ? 0 : place - base;
+        const auto turns = [&](int half) { return 16 * (2 * couple + half) < head_dim ? rotary.phases(offset, 4 * (2 * couple + half) + lane % 4, head_dim) : float4{}; };
+        const float4 low = turns(0), high = turns(1);
+        return uint4{half_word(low.x, low.z), half_word(low.y, low.w), half_word(high.x, high.z), half_word(high.y, high.w)};
+      };
+      detail::add_logits<steps, at_once>(head_dim, turned, prepare, turns_of, s);
+      return;
+    }
+  }
   while (__any_sync(~0U, pending != 0)) {  // once, unless rows stand far apart
     int first = INT32_MAX;
     #pragma unroll
@@ -194,7 +223,7 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) near |= (pending >> i & 1U) != 0 && tile.places[i / 2][i % 2] - base < kTurnRows ? 1U << i : 0U;
     float part[steps][4] = {};
-    detail::add_logits<steps, at_once>(shared, head_dim, turned, prepare, [&](int i, int r) { return (near >> (2 * i + r) & 1U) != 0 ? tile.places[i][r] - base : 0; }, part);
+    detail::add_logits<steps, at_once>(head_dim, turned, prepare, [&](int couple, int i, int r) { return table(couple, (near >> (2 * i + r) & 1U) != 0 ? tile.places[i][r] - base : 0); }, part);
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) {
       if ((near >> i & 1U) == 0) continue;
@@ -205,11 +234,6 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
   }
 }
 
-/// @brief Two numbers, rounded to f16.
-__device__ __forceinline__ std::uint32_t half_word(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&both);
-}
 /// @brief Two numbers of a tile's word as f16; those of bf16 times kTurnedBFloat.
 template <DType type>
 __device__ __forceinline__ std::uint32_t half_word(std::uint32_t word) {

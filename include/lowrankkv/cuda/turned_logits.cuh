@@ -20,8 +20,9 @@ __host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) {
 /// @brief Logits of the columns of a launch, of all rows of the compressed lists, in units of log2: AttentionStep::logits(). Rows behind the last of a list get some, up to a tile's end. Grid: (pairs of a head and a block of
 /// its columns x blocks) x groups of heads x sequences; warps of the `blocks` blocks of a pair take its tiles in turn, and nothing depends on how many there are. Needs nothing of the kernels before it but what they all read.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam max_units  units of plain keys that a head may have  @tparam copied  lifting maps are copied to shared memory
+/// @tparam scattered  rows may stand in any order
 /// @param  stage_bytes   of a ring's stage: the keys of a tile  @param lift_units  as of attend_turned_kernel
-template <int scale_groups, DType type, int max_units, bool copied>
+template <int scale_groups, DType type, int max_units, bool copied, bool scattered>
 __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_logits_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, JointCall call, int first_sequence, int blocks, int stage_bytes,
                                                                                                     int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
@@ -71,8 +72,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
     TilePlaces<steps> places;
     range.find(tile * tile_rows, places);
     float s[steps][4];
-    if constexpr (codes) detail::code_logits<scale_groups>(tables.rotary, turn, layout, here, map, head_dim, turned, places, s);
-    else detail::plain_logits<type, max_units>(tables.rotary, turn, here, layout.key_units, map, head_dim, turned, places, s);
+    if constexpr (codes) detail::code_logits<scale_groups, scattered>(tables.rotary, turn, layout, here, map, head_dim, turned, places, s);
+    else detail::plain_logits<type, max_units, scattered>(tables.rotary, turn, here, layout.key_units, map, head_dim, turned, places, s);
     __syncwarp();
     fetch();
     #pragma unroll

@@ -280,7 +280,7 @@ void compressed_rows(std::uint64_t seed, int head_dim, int rank, int value_rank,
   layer.lift = gpu::lift_plain(type, units, head_dim, turning, 0.0F, [&](int i, int place) { return i < rank ? static_cast<float>(map[at(i)][at(channel_of(layer, place, head_dim))]) : 0.0F; });
   gpu::AttentionStep step;
   step.compressed_splits = gpu::splits_of(count);
-  compare(problem, layer, tiles, step, step.compressed_splits, copied ? gpu::lift_units(false, units) : 0, gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false>, [](int, int) { return true; }, 2e-3);
+  compare(problem, layer, tiles, step, step.compressed_splits, copied ? gpu::lift_units(false, units) : 0, kind == 2 ? gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false, true> : gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false, false>, [](int, int) { return true; }, 2e-3);
 }
 
 /// @param first_units  of the keys' units, those of the first scale group; less than all: there are two, and values have a unit of each
@@ -369,7 +369,7 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
   layer.lift = gpu::lift_codes(bits, head_dim, turning, 0.0F, [&](int code, int place) { return static_cast<float>(map[at(code)][at(channel_of(layer, place, head_dim))]); });
   gpu::AttentionStep step;
   step.compressed_splits = gpu::splits_of(count);
-  compare(problem, layer, tiles, step, step.compressed_splits, gpu::lift_units(true, tiles.key_units), gpu::attend_turned_codes_kernel<scale_groups, true, false, scale_groups>, [](int, int) { return true; }, 3e-3);
+  compare(problem, layer, tiles, step, step.compressed_splits, gpu::lift_units(true, tiles.key_units), kind == 2 ? gpu::attend_turned_codes_kernel<scale_groups, true, false, true, scale_groups> : gpu::attend_turned_codes_kernel<scale_groups, true, false, false, scale_groups>, [](int, int) { return true; }, 3e-3);
 }
 
 /// Rows at full rank: a full list and a tail whose ring has begun anew; m query tokens see up to their own.
@@ -404,7 +404,7 @@ void recent_rows(std::uint64_t seed, int head_dim, int full, int tail, int m, bo
   gpu::AttentionStep step;
   step.full_splits = gpu::splits_of(full);
   // Entries: those of the full list, then the tail's.
-  compare(problem, layer, tiles, step, step.full_splits + 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::recent, 8, false, false>,
+  compare(problem, layer, tiles, step, step.full_splits + 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::recent, 8, false, false, false>,
           [&](int column, int row) { return row < full || row - full <= tail - m + column / problem.group; }, 1e-3);
 }
 
@@ -442,7 +442,7 @@ void prompt_rows(std::uint64_t seed, int head_dim, int count, int first, int m, 
   step.prompt_first = first;
   // Of the entries, the prompt's is the last: the tail's, which no kernel writes here, is left out.
   step.full_splits = -1;
-  compare(problem, layer, tiles, step, 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::prompt, 8, false, false>, [&](int column, int row) { return row <= first + column / group; }, 1e-3);
+  compare(problem, layer, tiles, step, 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::prompt, 8, false, false, false>, [&](int column, int row) { return row <= first + column / group; }, 1e-3);
 }
 
 }  // namespace

@@ -320,6 +320,9 @@ inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, !v
 inline int __reduce_min_sync(unsigned, int value) {
   return emulated::together<int>("redux.min", value, [](const auto& in, auto& out) { out.fill(*std::min_element(in.begin(), in.end())); });
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  return emulated::together<int>("redux.max", value, [](const auto& in, auto& out) { out.fill(*std::max_element(in.begin(), in.end())); });
+}
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
@@ -339,6 +342,8 @@ template <class T>
 T atomicMax(T* place, T value) { return std::exchange(*place, std::max(*place, value)); }
 template <class T>
 T atomicXor(T* place, T value) { return std::exchange(*place, *place ^ value); }
+template <class T>
+T atomicOr(T* place, T value) { return std::exchange(*place, *place | value); }
 template <class T>
 T atomicExch(T* place, T value) { return std::exchange(*place, value); }
 inline float rsqrtf(float x) { return 1.0F / std::sqrt(x); }
