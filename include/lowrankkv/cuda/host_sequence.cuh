@@ -98,8 +98,8 @@ struct HostSequence : SequenceRows {
       bool empty = true;
       for (std::size_t head = 0; head < all[i].first_rows.size(); ++head) {
         std::int32_t& first = all[i].first_rows[head];
-        const std::int32_t rows = static_cast<std::int32_t>(num_rows(RowList::compressed, static_cast<int>(head))), end = i + 1 < all.size() ? all[i + 1].first_rows[head] : rows;
-        first = (std::min)(first, rows);
+        const std::int32_t own_rows = static_cast<std::int32_t>(num_rows(RowList::compressed, static_cast<int>(head))), end = i + 1 < all.size() ? all[i + 1].first_rows[head] : own_rows;
+        first = (std::min)(first, own_rows);
         empty = empty && first >= end;
       }
       if (empty) all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
