@@ -73,11 +73,12 @@ TEST_CASE("the same masses keep the same compressed rows as on the CPU, and what
 
 TEST_CASE("forks and loaded copies of compressed heavy hitters go on as the original, bit for bit") {
   Random random(123);
-  check_copies<Plain>(random);
   check_copies<Codes>(random);
-  check_copies<Joint>(random);
   check_copies<JointCodes>(random);
   check_copies<Star>(random);
+  if (effort() == 0) return;
+  check_copies<Plain>(random);
+  check_copies<Joint>(random);
 }
 
 TEST_CASE("steps of compressed heavy hitters in a CUDA graph, maintain between its replays") {
