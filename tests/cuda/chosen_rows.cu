@@ -364,6 +364,16 @@ TEST_CASE("where the segments of many heads begin, a loaded copy knows too") {
   CHECK(off(device, 2, query) < 1e-3);
   const SequenceId one = 1, two = 2;
   CHECK(device.attend(std::span(&two, 1), query).out == device.attend(std::span(&one, 1), query).out);
+  // Boundaries that are none are refused: somewhere in the first bytes a number is one.
+  const std::vector<std::byte> saved = device.save(1);
+  int refused = 0;
+  for (std::size_t at = 0; at < 6000 && refused < 20; at += 4) {
+    std::vector<std::byte> hostile = saved;
+    std::fill_n(hostile.begin() + static_cast<std::ptrdiff_t>(at), 4, std::byte{0xff});
+    refused += message_of([&] { device.cache.load(3, support::with_checksum(hostile)); }).find("saved state: segment ") == 0 ? 1 : 0;
+    if (device.cache.contains(3)) device.cache.erase(3);
+  }
+  CHECK(refused == 20);
 }
 
 TEST_CASE("sketches and outliers: a batch may leave nothing to compress") {

@@ -320,9 +320,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
           place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
         }
       }
-      Leaving noted = leaving;
-      if (in_parts) noted.compressed[0] = 0;  // they have been
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), noted, source.packed == nullptr);
+      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, in_parts);
       check(cudaGetLastError(), "note_stored_kernel");
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);

@@ -9,8 +9,8 @@
 
 #include "lowrankkv/cuda/attend.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
-#include "lowrankkv/cuda/turned_mass.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
+#include "lowrankkv/cuda/turned_mass.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

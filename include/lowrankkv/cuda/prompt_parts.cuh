@@ -18,7 +18,7 @@ namespace cuda {
 /// @brief Where the parts of every head's order of `count` rows end: part i has those of rows [i length, (i + 1) length) of the source. Grid: heads.
 template <class = void>
 __global__ void part_ends_kernel(RowOrder order, int count, int length, std::int32_t* ends) {
-  const std::int32_t* rows = order.rows + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(order.stride);
+  const std::int32_t* rows = order.of(0, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
   for (int part = static_cast<int>(threadIdx.x); part < order.parts; part += static_cast<int>(blockDim.x)) {
     int low = 0, high = count;
     while (low < high) {

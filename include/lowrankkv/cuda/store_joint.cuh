@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
-  const std::int32_t* chosen = portion.order.rows == nullptr ? nullptr : portion.order.rows + static_cast<std::size_t>(index * tables.num_heads + leader) * static_cast<std::size_t>(portion.order.stride);
+  const std::int32_t* chosen = portion.order.of(index, tables.num_heads, leader);
   std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(shared_memory);
   const int block = static_cast<int>(blockIdx.x) / portion.pieces * (kLatentChannels / 16) + warp, rank = tables.maps[leader].value.rank;  // of sixteen channels
   const bool there = 16 * block < rank, exact = tables.maps[leader].value.encoder.type == type;

@@ -301,9 +301,9 @@ __global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
   if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
 }
 
-/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter.
+/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter. @param in_parts  compressed ones are counted already
 template <class = void>
-__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail) {
+__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool in_parts) {
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
@@ -316,7 +316,7 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
     rows.num_full += leaving.added(RowList::full, tables.weighed, i, rows.num_full);
-    rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
+    if (!in_parts) rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
   }
 }
 

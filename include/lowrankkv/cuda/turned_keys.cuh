@@ -25,7 +25,7 @@ inline constexpr int kTurnPairs = 8;
 /// @brief Words of a warp's turned queries for two blocks of pairs: 16 more than there are, so that neighbours stand in other banks.
 inline constexpr int kTurnedBlocks = 32 * 4 + 16;
 inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
-/// @brief Where rows stand in any order, a tile whose rows are this far apart has its offsets made row by row, which costs as much as five passes.
+/// @brief Where rows stand in any order, a tile whose rows are this far apart has its offsets made row by row: by a count of instructions as dear as five passes, not timed apart.
 inline constexpr int kScatteredRows = 6 * kTurnRows;
 
 /// @brief Bytes that a block of threads needs to turn keys: offsets, queries, means, a lifting map of so many units. A multiple of 16.
