@@ -295,8 +295,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     }
     // Tokens of the middle go, then those at the end; others come.
     const std::int64_t tokens = device.cache.num_tokens(1), first = tokens / 3 + 20, count = std::min<std::int64_t>(tokens / 4, 40);
-    const bool apart = heavy;  // heads keep other tokens
-    if (!apart && first + count < tokens) {
+    if (first + count < tokens) {
       device.cache.remove(1, first, count);
       const auto erase = [&](auto& all) { all.erase(all.begin() + static_cast<std::ptrdiff_t>(first), all.begin() + static_cast<std::ptrdiff_t>(first + count)); };
       erase(given.keys);
@@ -304,7 +303,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
       append(1);
       check();
     }
-    const std::int64_t length = apart ? device.cache.rollback_limit(1) + 1 : 2 * device.cache.num_tokens(1) / 3;
+    const std::int64_t length = 2 * device.cache.num_tokens(1) / 3;
     device.cache.truncate(1, length);
     given.keys.resize(static_cast<std::size_t>(length));
     given.values.resize(static_cast<std::size_t>(length));

@@ -71,6 +71,8 @@ class HeavyCache : public HeavySide {
     cache_.reconstruct(1, 0, {key.data(), tokens, shape().num_kv_heads, shape().head_dim}, {value.data(), tokens, shape().num_kv_heads, shape().head_dim});
   }
   std::size_t updater_bytes() const override { return cache_.memory(1).updater_bytes; }
+  std::int64_t publications() const override { return cache_.statistics().publications; }
+  std::int64_t merges() const override { return cache_.statistics().merges; }
 
  private:
   const CacheShape& shape() const { return cache_.config().shape; }
@@ -87,6 +89,7 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     policies.token_policy.template get<HeavyHitters>() = settings.heavy;
     if constexpr (requires { policies.basis.heads_per_group; }) policies.basis.heads_per_group = settings.heads_per_group;
     if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
+    configure(policies.updater, settings);
     return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
   };
   switch (settings.form) {
@@ -94,6 +97,9 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     case HeavyForm::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, TransformCode>>({});
     case HeavyForm::joint: return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Tokens, NoQuantizer>>({});
     case HeavyForm::joint_codes: return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Tokens, TransformCode>>({});
+    case HeavyForm::oja: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Tokens, NoQuantizer, KeepEpochs<2>>>({});
+    case HeavyForm::oja_codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Tokens, TransformCode, KeepEpochs<3>>>({});
+    case HeavyForm::directions: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>>({});
     case HeavyForm::star: return make.template operator()<StarKVH2O<>>({});
     case HeavyForm::full: break;
   }

@@ -113,14 +113,16 @@ struct StarSettings {
 };
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
-/// What becomes of heavy hitters: full rank; coefficients, or codes of their principal axes; the same with joint values and codes of two blocks.
-enum class HeavyForm { full, plain, codes, joint, joint_codes, star };
+/// What becomes of heavy hitters: full rank; coefficients, or codes of their principal axes; the same with joint values and codes of two blocks; coefficients, or codes, under bases that they move.
+enum class HeavyForm { full, plain, codes, joint, joint_codes, star, oja, oja_codes, directions };
 struct HeavySettings {
   lowrankkv::HeavyHitters heavy;
   lowrankkv::SinkRecent sinks{0, 0};
   HeavyForm form = HeavyForm::full;
   int heads_per_group = 0;  ///< of joint values
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
+  float share = 1.0F;       ///< of a prompt's heavy hitters, what an updater observes
+  int chunk_length = 150;   ///< of sketches
 };
 
 /// One sequence in a CPU cache that keeps heavy hitters, and sinks.
@@ -136,7 +138,15 @@ class HeavySide {
   virtual int tail_length() const = 0;
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual std::size_t updater_bytes() const = 0;
+  virtual std::int64_t publications() const = 0;
+  virtual std::int64_t merges() const = 0;
 };
+/// Gives an updater what the settings say of it.
+template <class Updater>
+void configure(Updater& updater, const HeavySettings& settings) {
+  if constexpr (requires { updater.prefill_share; }) updater.prefill_share = settings.share;
+  if constexpr (requires { updater.chunk_length; }) updater.chunk_length = settings.chunk_length;
+}
 std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const lowrankkv::CacheConfig& config, const lowrankkv::LayerBasis& basis);
 
 }  // namespace support

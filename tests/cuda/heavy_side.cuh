@@ -35,8 +35,11 @@ inline constexpr bool coded = !std::is_same_v<decltype(Parts<Cache>::quantizer),
 template <class Cache>
 inline constexpr bool compresses = gpu::TokenRules<decltype(Parts<Cache>::token_policy)>::compresses;
 template <class Cache>
+inline constexpr bool moves = !std::is_same_v<decltype(Parts<Cache>::updater), Static>;
+template <class Cache>
 constexpr HeavyForm form_of() {
   if (!compresses<Cache>) return HeavyForm::full;
+  if (moves<Cache>) return std::is_same_v<decltype(Parts<Cache>::updater), FrequentDirections> ? HeavyForm::directions : coded<Cache> ? HeavyForm::oja_codes : HeavyForm::oja;
   if (joins<Cache>) return std::is_same_v<decltype(Parts<Cache>::quantizer), TransformCode> ? HeavyForm::joint_codes : coded<Cache> ? HeavyForm::star : HeavyForm::joint;
   return coded<Cache> ? HeavyForm::codes : HeavyForm::plain;
 }
@@ -62,7 +65,7 @@ inline std::vector<float> random_rows(Random& random, std::int64_t tokens, int h
 /// Bases for rows that are compressed; none where all are full.
 template <class Cache>
 RandomLayer layer_of(Random& random, const CacheShape& shape, const HeavySettings& settings) {
-  const int rank = 8 + static_cast<int>(random() % static_cast<unsigned>(shape.head_dim - 8));
+  const int rank = 8 + static_cast<int>(random() % static_cast<unsigned>(moves<Cache> ? 21 : shape.head_dim - 8));  // directions of fewer rows than a basis has columns are anybody's
   if constexpr (joins<Cache>) {
     const int width = fate_heads<Cache>(settings, shape) * shape.head_dim;
     return support::joint_layer(random, shape, {}, settings.heads_per_group, rank, 8 + static_cast<int>(random() % static_cast<unsigned>(std::min(width, 400) - 8)));
@@ -84,7 +87,8 @@ Parts<Cache> policies_of(const HeavySettings& settings) {
   policies.token_policy.template get<HeavyHitters>() = settings.heavy;
   if constexpr (support::has_member<Tokens, SinkRecent>) policies.token_policy.template get<SinkRecent>() = settings.sinks;
   if constexpr (joins<Cache>) policies.basis.heads_per_group = settings.heads_per_group;
-  if constexpr (form_of<Cache>() == HeavyForm::plain || form_of<Cache>() == HeavyForm::joint) policies.quantizer.type = settings.coefficients;
+  if constexpr (compresses<Cache> && !coded<Cache>) policies.quantizer.type = settings.coefficients;
+  support::configure(policies.updater, settings);
   return policies;
 }
 

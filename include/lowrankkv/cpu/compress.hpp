@@ -284,6 +284,7 @@ void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
       detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
     });
     for (int group = 0; group < state.num_groups(); ++group) detail::decide_group(state, slot, group, rows, phase);
+    if constexpr (State::keeps_mass) drop_empty_segments(state, slot);
     const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>() ? state.config.flush_interval : count;
     for (std::int64_t begin = 0; begin < count; begin += step) {
       detail::compress_range(state, slot, rows, {begin, (std::min)(begin + step, count)}, phase);

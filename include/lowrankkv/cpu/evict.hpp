@@ -37,6 +37,21 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
 
 }  // namespace detail
 
+/// @brief Epochs under which no row is left are given back.
+template <class State>
+void drop_empty_segments(State& state, int slot) {
+  SequenceLengths& lengths = state.table.lengths(slot);
+  for (int index = lengths.num_segments - 1; index >= 0; --index) {
+    const auto at = [&](int head) { return state.used_segments(slot, head).begin() + index; };
+    bool empty = true;
+    for (int head = 0; head < state.num_kv_heads(); ++head) empty = empty && at(head)->num_rows == 0;
+    if (!empty) continue;
+    state.epochs.release(at(0)->epoch);
+    for (int head = 0; head < state.num_kv_heads(); ++head) std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
+    --lengths.num_segments;
+  }
+}
+
 /// @brief Lets the token policy drop stored and leaving rows of the heads of a group, of which `first` is the first and `rows`
 /// are the leaving ones, by the attention that they have received together.
 /// Cost: O(stored rows), and a copy of the codes behind the first row dropped.

@@ -30,25 +30,6 @@ void demand_removal(const State& state, int slot, std::int64_t first, std::int64
   }
 }
 
-namespace detail {
-
-/// Epochs under which no row is left are given back.
-template <class State>
-void drop_empty_segments(State& state, int slot) {
-  SequenceLengths& lengths = state.table.lengths(slot);
-  for (int index = lengths.num_segments - 1; index >= 0; --index) {
-    const auto at = [&](int head) { return state.used_segments(slot, head).begin() + index; };
-    bool empty = true;
-    for (int head = 0; head < state.num_kv_heads(); ++head) empty = empty && at(head)->num_rows == 0;
-    if (!empty) continue;
-    state.epochs.release(at(0)->epoch);
-    for (int head = 0; head < state.num_kv_heads(); ++head) std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
-    --lengths.num_segments;
-  }
-}
-
-}  // namespace detail
-
 /// @brief Removes the tokens [first, first + count), stored ones and those of the tail. Pages were checked (demand_removal).
 /// Cost: O(stored rows), and a copy of the codes behind the first row removed.
 template <class State>
@@ -72,7 +53,7 @@ void remove_tokens(State& state, int slot, std::int64_t first, std::int64_t coun
     }
     runs.remove(first, stored);
   }
-  if (State::TokenImpl::compresses) detail::drop_empty_segments(state, slot);
+  if (State::TokenImpl::compresses) drop_empty_segments(state, slot);
   state.tail.remove(slot, in_tail, recent, lengths.tail_length);
   lengths.tail_length -= recent;
   lengths.num_tokens -= count;

@@ -93,12 +93,12 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   return scores;
 }
 
-/// @brief The scores of the rows of an order, those of the others lower than any, in the half of the scores that `scores` are not in.
+/// @brief The scores of the rows of an order of a prompt, those of the others lower than any, in the half of the scores that `scores` are not in.
 template <class = void>
 const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
   const int heads = layer.tables().num_heads;
   float* target = scores == scratch.scores ? scratch.second_scores(heads) : scratch.scores;
-  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(leaving), kept.rows, kept.stride, num_kept, target);
+  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(leaving), kept, num_kept, target);
   check(cudaGetLastError(), "mask_scores_kernel");
   return target;
 }
@@ -186,8 +186,15 @@ Moments enqueue_moments(const LayerState& layer, const RowSource& source, const 
   return {scratch.metric_moments, 1};
 }
 
-/// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them.
-/// @param kept    the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones
+/// @brief Bytes of so many compressed rows over all heads.
+inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) {
+  std::size_t bytes = 0;
+  for (int head = 0; head < layer.tables().num_heads; ++head) bytes += static_cast<std::size_t>(rows * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows);
+  return bytes;
+}
+
+/// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them, but where the device alone knows how many rows there are (cuda/roll_epochs.cuh).
+/// @param kept    the rows of these sequences that are neither pinned nor dropped; null: those behind the pinned ones
 /// @param scores  of a packed prompt; null: all rows are observed
 /// @param share   of the prompt's rows, those with the highest scores are observed
 template <class Updater>
@@ -197,44 +204,44 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   const Tables& tables = layer.tables();
   const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
   ObservedRows observed{};
+  const bool rolls = layer.rolls().rolls();
   OjaSteps steps{};
   steps.form = Rule::form(updater);
+  steps.of_steps = Rule::rate(updater, phase);
+  if (rolls && phase == Phase::decode) steps.states = layer.rolls().sketches().states;
+  observed.order = kept;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i, slot = leaving.slots[from];
     HostEpochs& own = layer.sequence(slot).epochs;
     const std::int64_t rows = leaving.candidates(from);
     observed.slots[i] = steps.slots[i] = slot;
-    observed.first[i] = leaving.pinned[from];
+    observed.first[i] = kept.rows != nullptr ? 0 : leaving.pinned[from];
     observed.count[i] = leaving.candidates(from);
-    if (kept.rows != nullptr) {  // of a prompt, which is alone
-      observed.order = kept;
-      observed.first[i] = 0;
-    }
-    steps.moved[i] = own.moved;
+    steps.moved[i] = rolls || own.moved;  // in place, then
     steps.epoch[i] = -1;
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
-    if (scores != nullptr) {
+    if (scores != nullptr) {  // a prompt is alone
       const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
-      Candidates candidates{scores, scratch.rows, false, {}, {}, {}};
+      Candidates candidates{scores, scratch.rows, false, {}, {}, {}, kept.ends == nullptr ? RowOrder{} : kept, kept.ends == nullptr ? nullptr : scratch.observed};
       candidates.first[0] = leaving.pinned[from];
       candidates.end[0] = leaving.rows[from];
       candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
-      top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, nullptr);
+      std::int32_t* chosen = kept.rows == scratch.chosen ? scratch.kept : scratch.chosen;
+      top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, chosen, nullptr);
       check(cudaGetLastError(), "top_rows_kernel");
-      observed.order = {scratch.chosen, scratch.rows};
+      observed.order = {chosen, scratch.rows, candidates.counts, 1};
       observed.first[i] = 0;
       observed.count[i] = candidates.wanted[0];
     }
+    if (observed.count[i] > 0) steps.rate[i] = steps.of_steps.after(own.decode_steps);
+    if (rolls) continue;
     if (observed.count[i] > 0) {
-      steps.rate[i] = Rule::rate(updater, phase, own.decode_steps);
       if (phase == Phase::decode) ++own.decode_steps;
       own.moved = true;
     }
     const std::int64_t since = own.rows_since_publication + rows;
-    std::size_t bytes = 0;
-    for (int head = 0; head < heads; ++head) bytes += static_cast<std::size_t>(rows * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows);
-    const bool due = own.moved && (since >= layer.publish_interval() || (phase == Phase::prefill && bytes > layer.epochs().epoch_bytes()));
+    const bool due = own.moved && (since >= layer.publish_interval() || (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
     own.rows_since_publication = due ? 0 : since;
     if (!due) continue;
     steps.epoch[i] = layer.epochs().take(slot);

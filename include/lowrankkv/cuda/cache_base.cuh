@@ -39,7 +39,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   using typename Known::Rule;
   using Known::coded_groups;
   using Known::joins;
-  using Known::rolls;
+  using Known::rolls, Known::sketches;
   using Known::scale_groups;
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
@@ -256,8 +256,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     check(cudaGetLastError(), "append_kernel");
   }
 
-  /// Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed prompt (one slot). Pages were checked.
-  /// @param queries  the last of the prompt's, if any are known
+  /// Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed prompt (one slot). Pages were checked. @param queries  the last of the prompt's, if any are known
   void compress(std::span<const int> slots, std::int64_t count, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
     for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
       Leaving leaving;
@@ -276,9 +275,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
         layer_.add_pages(slot, after, stream);
         const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
         most_full = (std::max)(most_full, most_added(RowList::full));
-        most_compressed = (std::max)(most_compressed, most_added(RowList::compressed));
+        most_compressed = (std::max)(most_compressed, Rows::keeps_masses && rolls ? std::int64_t{leaving.most_compressed(i)} : most_added(RowList::compressed));
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
+      [[maybe_unused]] std::int64_t replacing = 0;
+      if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
       if constexpr (Rows::by_scores) {
         if (phase == Phase::prefill && leaving.candidates(0) > 0) {
           const AttentionScores wanted = attention_scores(policies_.token_policy);
@@ -286,20 +287,20 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
           (Rows::compresses ? orders.second : orders.first) = kept;
         }
       }
-      const bool in_parts = rolls && orders.second.rows != nullptr;  // and stored so
+      const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr;  // and stored so
       if constexpr (Rule::adapts && Rows::compresses) {
         if (most_candidates > 0) {
-          if constexpr (rolls) {
+          if constexpr (sketches) {
             const auto roll = [&](const Leaving& some, int one, const RowOrder& order, std::int32_t before) {
               roll_over<coded_groups>(layer_, policies_.updater, some, one, (std::min)(kAdaptBatch, some.count - one), source, order, before, scratch, stream);
             };
             if (in_parts) {
               for_each_part(layer_, leaving, orders.second, config_.flush_interval, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) {
                 roll(part, 0, order, before);
-                store_compressed(part, source, scratch, order, {}, part.compressed[0], stream);
+                store_compressed(part, source, scratch, order, {}, (std::min)(part.most_compressed(0), config_.flush_interval), stream);
               });
             } else {
-              for (int one = 0; one < leaving.count; one += kAdaptBatch) roll(leaving, one, {}, 0);
+              for (int one = 0; one < leaving.count; one += kAdaptBatch) roll(leaving, one, orders.second.from(one, config_.shape.num_kv_heads), 0);
             }
           } else {
             adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
@@ -310,11 +311,9 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
         if (any) orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
       }
-      [[maybe_unused]] std::int64_t replacing = 0;
-      if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
       if (most_full > 0) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
       if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
-      if constexpr (Rows::keeps_masses && Rows::compresses) {
+      if constexpr (Rows::keeps_masses && Rows::compresses && !rolls) {
         if (replacing > 0) {
           store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
           place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
@@ -365,10 +364,18 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       if (kept.rows != nullptr) scores = mask_scores(layer_, scratch, scores, kept, leaving.candidates(0), leaving.rows[0], stream);
     }
     for (int first = 0; first < leaving.count; first += kAdaptBatch) {
-      adapt(layer_, policies_.updater, leaving, first, (std::min)(kAdaptBatch, leaving.count - first), source, scratch, phase, kept, scores, selection.share, statistics_, stream);
+      const int count = (std::min)(kAdaptBatch, leaving.count - first);
+      const RowOrder own = kept.from(first, config_.shape.num_kv_heads);
+      adapt(layer_, policies_.updater, leaving, first, count, source, scratch, phase, own, scores, selection.share, statistics_, stream);
+      if constexpr (rolls) {
+        decide_publications(layer_, leaving, first, count, own, phase, scratch, stream);
+        roll_epochs<coded_groups>(layer_, leaving, first, count, source, own, 0, phase == Phase::prefill ? kMomentSplits : 1, scratch, stream);
+      }
     }
     for (int i = 0; i < leaving.count; ++i) {
-      if (leaving.compressed[i] > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
+      if constexpr (!rolls) {
+        if (leaving.compressed[i] > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
+      }
     }
   }
   /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that wait in loose tiles.

@@ -36,10 +36,10 @@ struct CacheRules {
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::moving_tiles(quantizer, 1); } || requires { Codec::orders_channels; },
                 "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
-  static constexpr bool rolls = requires { Rule::rolls; } && Rows::compresses;  ///< epochs begin when values say so
-  static_assert(!rolls || !Rows::by_scores || !Rows::by_errors, "lowrankkv: on the Cuda backend FrequentDirections goes with rows chosen by scores or by errors, not by both (SnapKV, ResidualOutliers)");
+  static constexpr bool sketches = requires { Rule::rolls; } && Rows::compresses;  ///< rows enter sketches, whose chunks end when values say so
+  static constexpr bool rolls = sketches || (Rule::adapts && Rows::compresses && Rows::keeps_masses);  ///< epochs begin when values say so
+  static_assert(!sketches || !Rows::by_scores || !Rows::by_errors, "lowrankkv: on the Cuda backend FrequentDirections goes with rows chosen by scores or by errors, not by both (SnapKV, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
-  static_assert(!Rows::keeps_masses || !Rule::adapts, "lowrankkv: on the Cuda backend HeavyHitters needs the Static updater");
   static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
   /// Form of the compressed rows, if there are any.
@@ -48,7 +48,7 @@ struct CacheRules {
   static constexpr ListedRows listed() { return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors, Rows::keeps_masses}; }
   static EpochLimits limits([[maybe_unused]] const PolicySet& policies) {
     EpochLimits limits{Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0, EpochPolicy::rotates_calibrated_rows, rolls};
-    if constexpr (rolls) limits.sketch_share = policies.updater.sketch_share;
+    if constexpr (sketches) limits.sketch_share = policies.updater.sketch_share;
     return limits;
   }
 
@@ -75,7 +75,7 @@ struct CacheRules {
   /// Queries at the end of a prompt by which somebody chooses among its rows.
   static int scoring_window(const PolicySet& policies) {
     int window = attention_scores(policies.token_policy).window;
-    if constexpr (Rule::adapts && Rows::compresses && !rolls) {
+    if constexpr (Rule::adapts && Rows::compresses && !sketches) {
       const PromptSelection selection = Rule::prompt_selection(policies.updater);
       if (selection.share < 1.0F) window = (std::max)(window, selection.scores.window);
     }

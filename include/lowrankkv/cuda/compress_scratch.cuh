@@ -27,16 +27,19 @@ struct CompressScratch {
   float2* sums = nullptr;            ///< of score_sums_kernel
   float* lse = nullptr;              ///< of score_lse_kernel
   float* scores = nullptr;           ///< [lists, rows], then pooled ones
+  float* masses = nullptr;           ///< [lists, rows]: what rows of a prompt have received; scores, where nobody wants both
   std::int32_t* chosen = nullptr;    ///< [lists, rows]
   std::int32_t* rest = nullptr;      ///< the same
-  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score
+  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score; where masses drop them, those that updaters observe
+  std::int32_t* observed = nullptr;  ///< [lists]: how many of those there are
   std::int32_t* part_ends = nullptr; ///< of part_ends_kernel
   float* moments = nullptr;          ///< of moment_kernel
   float* metric_moments = nullptr;   ///< of metric_moments_kernel
   float* transitions = nullptr;      ///< of transition_kernel
   float* latents = nullptr;          ///< of project_latents_kernel
   float* group_masses = nullptr;     ///< of group_masses_kernel
-  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others
+  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others; where bases move, that stay
+  RowMoves moves;                    ///< of stored rows then
   LooseTiles loose;                  ///< that they wait in, if they are compressed
   Rollover rollover;                 ///< of roll_over_kernel
   float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
@@ -64,29 +67,32 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t turned = reserve(rows == 0 || (columns == 0 && layer.tables().masses == nullptr) || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
   const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
-  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float));
+  const bool rolls = layer.rolls().rolls(), masses = layer.tables().masses != nullptr, shares = masses && rolls && columns > 0;  // an updater observes some of the rows that masses choose
+  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)), own_masses = shares ? reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(float)) : scores;
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
-  const std::size_t kept = reserve(keeps ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0);
-  const std::size_t part_ends = reserve(keeps && layer.rolls().rolls() ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0);
+  const std::size_t kept = reserve(keeps || shares ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0), observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);
+  const std::size_t part_ends = reserve((keeps || masses) && rolls ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0);
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
-  const bool rolls = layer.rolls().rolls(), orders = layer.epochs().axis_store().any();
+  const bool sketches = layer.rolls().sketches_rows(), orders = layer.epochs().axis_store().any();
   const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));
-  const std::size_t moments = reserve(layer.epochs().adapts() && (!rolls || orders) ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? (rolls ? together : 1) * heads * 2 * most * most * sizeof(float) : 0);
-  const std::size_t metric_moments = reserve(layer.epochs().metrics().any() && (!rolls || orders) ? together * heads * 2 * dim * dim * sizeof(float) : 0);
+  const std::size_t moments = reserve(layer.epochs().adapts() && (!sketches || orders) ? sets * heads * 2 * dim * dim * sizeof(float) : 0), transitions = reserve(layer.epochs().adapts() ? (rolls ? together : 1) * heads * 2 * most * most * sizeof(float) : 0);
+  const std::size_t metric_moments = reserve(layer.epochs().metrics().any() && (!sketches || orders) ? together * heads * 2 * dim * dim * sizeof(float) : 0);
   const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
-  const bool masses = layer.tables().masses != nullptr, places = masses && layer.tables().weighed == RowList::compressed;
+  const bool weighs = masses && layer.tables().weighed == RowList::compressed, places = weighs && !rolls;
   const std::size_t fates = joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
   // As many as there can ever be: scratch that grows while a sequence does would make flushes wait.
-  const std::size_t group_masses = reserve(places ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
+  const std::size_t group_masses = reserve(weighs ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
   LooseTiles loose;
   if (places) {
     loose.pieces = static_cast<std::int32_t>(((std::min)(weighed, list_rows) + kStoreRows - 1) / kStoreRows);
     for (const HeadTiles& tiles : layer.tiles().compressed) loose.piece_bytes = (std::max)(loose.piece_bytes, kStoreRows / tiles.rows * tiles.bytes);
   }
   const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
+  const std::size_t segments = static_cast<std::size_t>(layer.tables().max_segments), most_moves = !weighs || !rolls ? 0 : (std::min)(static_cast<std::size_t>(weighed), segments * static_cast<std::size_t>(list_rows));
+  const std::size_t moves = reserve(weighs && rolls ? lists * (2 * most_moves + segments) * sizeof(std::int32_t) : 0);
   const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
-  const std::size_t buffers = reserve(rolls && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
+  const std::size_t buffers = reserve(sketches && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
   const std::size_t decoded = reserve(layer.config().keep_residuals ? (layer.epochs().adapts() ? 4 : 2) * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
   const std::size_t axis_lists = orders ? together * heads * 2 : 0, axis_products = reserve(axis_lists * most * dim * sizeof(float)), axis_steps = reserve(axis_lists * most * sizeof(float));
   const bool axes_apart = axis_buffer_bytes(layer.epochs().most(), layer.tables().head_dim) + kAxisShared > static_cast<std::size_t>(layer.shared_bytes());
@@ -94,15 +100,18 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   std::uint8_t* base = layer.pool().scratch(end);
   loose.data = base + loose_tiles;
   loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
+  std::int32_t* const moved = reinterpret_cast<std::int32_t*>(base + moves);
   return {base + packed,
           base + turned,
           reinterpret_cast<uint2*>(base + operands),
           reinterpret_cast<float2*>(base + sums),
           reinterpret_cast<float*>(base + lse),
           reinterpret_cast<float*>(base + scores),
+          reinterpret_cast<float*>(base + own_masses),
           reinterpret_cast<std::int32_t*>(base + chosen),
           reinterpret_cast<std::int32_t*>(base + rest),
           reinterpret_cast<std::int32_t*>(base + kept),
+          reinterpret_cast<std::int32_t*>(base + observed),
           reinterpret_cast<std::int32_t*>(base + part_ends),
           reinterpret_cast<float*>(base + moments),
           reinterpret_cast<float*>(base + metric_moments),
@@ -110,6 +119,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<float*>(base + latents),
           reinterpret_cast<float*>(base + group_masses),
           reinterpret_cast<std::int32_t*>(base + replaced),
+          {moved, moved + lists * most_moves, moved + 2 * lists * most_moves, static_cast<std::int32_t>(most_moves), static_cast<std::int32_t>(segments)},
           loose,
           {reinterpret_cast<std::int32_t*>(base + rolled), reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
           reinterpret_cast<float*>(base + buffers),

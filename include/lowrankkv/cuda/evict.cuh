@@ -2,7 +2,8 @@
 /// @file cuda/evict.cuh  Rows leave the tail where masses decide: of stored and leaving rows the largest stay (cpu/evict.hpp, cpu/token_policy/heavy_hitters.hpp).
 ///
 /// How many stay, the host knows from counts; which, is decided here. A leaving row that stays takes the place of a stored one that goes, or stands at the list's end; nothing else
-/// moves. So positions of the list do not ascend, and pages that are shared with forks must be the sequence's own before. Heads with joint values have one fate, by the sum of their masses.
+/// moves. Where bases move, places of an epoch's rows are no others': lists close up (cuda/close_rows.cuh), and all rows that come stand at the end. Either way positions of the list do not ascend, and pages
+/// that are shared with forks must be the sequence's own before. Heads with joint values have one fate, by the sum of their masses.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -11,6 +12,7 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/close_rows.cuh"
 #include "lowrankkv/cuda/keep_rows.cuh"
 #include "lowrankkv/cuda/scaled_tiles.cuh"
 
@@ -26,9 +28,10 @@ struct Eviction {
   std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending
   std::int32_t stride = 0;
   std::int32_t pinned = 0;         ///< positions below it stay in any case, and take nobody's place
-  std::int32_t* replaced = nullptr;  ///< [sequence of the batch, head]: how many places are freed
+  std::int32_t* counts = nullptr;    ///< [sequence of the batch, head]: how many places are freed; where lists close up, how many leaving rows stay
   const float* group_masses = nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_masses_kernel; null: every head has a fate of its own
   std::int64_t group_stride = 0;
+  RowMoves moves;                    ///< where lists close up
 };
 
 /// @brief The stored rows and the leaving ones among which masses decide.
@@ -64,11 +67,12 @@ __global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(Tables tabl
 }
 
 /// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many more as the list grows by, those with the largest masses, of equal ones those that came
-/// first. Writes chosen, freed and replaced, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
+/// first. Writes chosen, freed and counts, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
 /// Grid: heads, or groups of them, x sequences. The smallest key that stays (cuda/select_masses.cuh), then one pass that writes.
-template <class = void>
+/// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen, counts and moves, and the list's length and segments are those before they are stored
+template <bool closes>
 __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables, Leaving leaving, Eviction eviction) {
-  using Scan = cub::BlockScan<int, kEvictThreads>;
+  using Scan = detail::PlaceScan;
   __shared__ typename Scan::TempStorage storage;
   __shared__ MassSelection selection;
   const int heads = eviction.group_masses == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
@@ -86,14 +90,20 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
     return mass_key(mass, leaves ? weighed.position + row - stored : positions[row], eviction.pinned);
   };
   const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);  // that stays
-  int places = 0, stay = 0;
-  for (int base = 0; base < stored; base += kEvictThreads) {
-    const bool goes = base + thread < stored && key(base + thread) < smallest;
-    int place = 0, count = 0;
-    Scan(storage).ExclusiveSum(goes ? 1 : 0, place, count);
-    __syncthreads();
-    if (goes) freed[places + place] = base + thread;
-    places += count;
+  [[maybe_unused]] int places = 0, kept = 0;
+  int stay = 0;
+  const RowMoves moves = eviction.moves.of(sequence * tables.num_heads + leader);
+  if constexpr (closes) {
+    kept = detail::plan_moves(tables, slot, leader, stored, [&](int row) { return key(row) >= smallest; }, moves, storage);
+  } else {
+    for (int base = 0; base < stored; base += kEvictThreads) {
+      const bool goes = base + thread < stored && key(base + thread) < smallest;
+      int place = 0, count = 0;
+      Scan(storage).ExclusiveSum(goes ? 1 : 0, place, count);
+      __syncthreads();
+      if (goes) freed[places + place] = base + thread;
+      places += count;
+    }
   }
   for (int base = 0; base < rows; base += kEvictThreads) {
     const bool stays = base + thread < rows && key(stored + base + thread) >= smallest;
@@ -104,18 +114,31 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
     stay += count;
   }
   __syncthreads();  // the lists are written, and no key is read any more
-  for (int head = leader; head < leader + heads; ++head) {
-    float* own_masses = tables.row_masses(slot, head);
-    std::int32_t *own_positions = tables.row_positions(tables.weighed, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
+  if constexpr (closes) {
+    detail::move_numbers(tables, slot, leader, moves);
     for (int i = thread; i < stay; i += kEvictThreads) {
-      const int place = i < added ? stored + i : freed[i - added];
-      own_masses[place] = mass_of(head, chosen[i] - weighed.first);
-      own_positions[place] = leaving.position[sequence] + chosen[i];
-      if (head == leader) continue;
-      own_chosen[i] = chosen[i];
-      if (i >= added) own_freed[i - added] = place;
+      tables.row_masses(slot, leader)[kept + i] = mass_of(leader, chosen[i] - weighed.first);
+      tables.row_positions(tables.weighed, slot, leader)[kept + i] = leaving.position[sequence] + chosen[i];
+      if (tables.residuals[static_cast<int>(tables.weighed)] != nullptr) tables.row_residuals(tables.weighed, slot, leader)[kept + i] = 0;  // the row may go to another epoch before what it lost is noted
     }
-    if (thread == 0) eviction.replaced[sequence * tables.num_heads + head] = places;
+    if (thread == 0) {
+      eviction.counts[sequence * tables.num_heads + leader] = stay;
+      tables.rows[tables.index(slot, leader)].num_compressed = kept;
+    }
+  } else {
+    for (int head = leader; head < leader + heads; ++head) {
+      float* own_masses = tables.row_masses(slot, head);
+      std::int32_t *own_positions = tables.row_positions(tables.weighed, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
+      for (int i = thread; i < stay; i += kEvictThreads) {
+        const int place = i < added ? stored + i : freed[i - added];
+        own_masses[place] = mass_of(head, chosen[i] - weighed.first);
+        own_positions[place] = leaving.position[sequence] + chosen[i];
+        if (head == leader) continue;
+        own_chosen[i] = chosen[i];
+        if (i >= added) own_freed[i - added] = place;
+      }
+      if (thread == 0) eviction.counts[sequence * tables.num_heads + head] = places;
+    }
   }
 }
 
@@ -125,7 +148,7 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tabl
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = leaving.slots[sequence], dim = tables.head_dim;
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
   const std::int32_t *chosen = eviction.chosen + list + leaving.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
-  const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.replaced[sequence * tables.num_heads + head]);
+  const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.counts[sequence * tables.num_heads + head]);
   const HeadTiles& layout = tables.listed;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
   const SourceRows rows(tables, source, slot, head);
@@ -162,11 +185,12 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tabl
 
 /// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
 /// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to three launches. @param pinned  positions below it stay
-template <class = void>
+/// @tparam closes  bases move: none takes another's place, and the device alone knows where lists end until the rows are stored
+template <bool closes>
 RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
-  Eviction eviction{source.packed == nullptr ? nullptr : scratch.scores, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced};
+  Eviction eviction{source.packed == nullptr ? nullptr : scratch.masses, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
   std::int64_t most_rows = 0;
   replacing = 0;
@@ -182,19 +206,27 @@ RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_
     group_masses_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, leaving, eviction.masses, eviction.stride, eviction.group_stride, scratch.group_masses);
     check(cudaGetLastError(), "group_masses_kernel");
   }
-  evict_rows_kernel<><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, leaving, eviction);
+  evict_rows_kernel<closes><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, leaving, eviction);
   check(cudaGetLastError(), "evict_rows_kernel");
-  if (full && replacing > 0) {
+  if constexpr (closes) {
+    Batch batch;
+    batch.count = leaving.count;
+    std::copy_n(leaving.slots, leaving.count, batch.slots);
+    if (replacing > 0) move_rows(tables, batch, scratch.moves, tables.num_heads, most_rows, stream);
+    trim_rolls(tables, layer.rolls(), batch, stream);
+    replacing = 0;
+    return {scratch.chosen, scratch.rows, scratch.replaced, 1, 0};
+  } else if (full && replacing > 0) {
     replace_rows_kernel<><<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(tables, source, leaving, eviction);
     check(cudaGetLastError(), "replace_rows_kernel");
   }
-  return {scratch.chosen, scratch.rows};
+  return {scratch.chosen, scratch.rows, nullptr, 0, 0};
 }
 
 /// @brief Enqueues renew_masses_kernel: the tail is rows [first, first + count) of a packed prompt now.
 template <class = void>
 void renew_masses(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
-  renew_masses_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.scores, scratch.rows, first, count);
+  renew_masses_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.masses, scratch.rows, first, count);
   check(cudaGetLastError(), "renew_masses_kernel");
 }
 

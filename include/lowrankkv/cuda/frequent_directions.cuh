@@ -12,6 +12,7 @@
 
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/orthogonal_rows.cuh"
+#include "lowrankkv/cuda/roll_epochs.cuh"
 #include "lowrankkv/updater/frequent_directions.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -22,7 +23,7 @@ struct SketchSteps {
   std::int32_t slots[kAdaptBatch];
   std::int32_t first[kAdaptBatch];  ///< row of the source
   std::int32_t count[kAdaptBatch];  ///< 0: nothing happens
-  RowOrder order;                   ///< of a prompt's rows; null: rows first, first + 1, ...
+  RowOrder order;                   ///< null: rows first, first + 1, ...
   std::int64_t chunk_length = 0;
   float share = 2.0F;               ///< sketch rows per rank
   float threshold_scale = 1.0F;     ///< 0: every batch ends a chunk
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = steps.slots[sequence], dim = tables.head_dim, stride = detail::sketch_stride(dim), thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32, lane = thread % 32, warps = kSketchThreads / 32;
-  const int2 meant = steps.order.meant(head, steps.count[sequence]);
+  const int2 meant = steps.order.meant(sequence, tables.num_heads, head, steps.count[sequence]);
   const int count = meant.y - meant.x, first_row = steps.first[sequence] + meant.x;
   if (count == 0) return;
   const std::size_t which = static_cast<std::size_t>(head * 2 + static_cast<int>(part)), own = static_cast<std::size_t>(slot * tables.num_heads * 2) + which;
@@ -257,8 +258,8 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
   if (thread == 0) rolled[sequence] = 1;  // whoever says so says the same
 }
 
-/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. Up to nine launches, five more where codes want principal axes; where residuals are kept, and there are epochs enough that some could merge, six for every 2048 stored rows of a sequence, which end at once unless some do.
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows of a prompt that are compressed, if scores chose them  @param before  rows of it that were stored and that the host does not count yet
+/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. A launch, and those of roll_epochs().
+/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param before  rows of it that were stored and that the host does not count yet
 template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
@@ -269,20 +270,11 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   steps.share = policy.sketch_share;
   steps.threshold_scale = policy.threshold_scale;
   steps.order = order;
-  int most_rows = 0;
-  bool may_merge = false;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i;
-    HostSequence& now = layer.sequence(leaving.slots[from]);
     steps.slots[i] = leaving.slots[from];
     steps.first[i] = order.rows == nullptr ? leaving.pinned[from] : 0;
     steps.count[i] = leaving.candidates(from);  // errors choose under the new basis
-    if (steps.count[i] == 0) continue;
-    if (++now.epochs.decode_steps >= rolls.limits().own && leaving.compressed[from] > 0) {  // before, there are too few epochs to merge any
-      may_merge = true;
-      most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
-      layer.own_pages(leaving.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
-    }
   }
   check(cudaMemsetAsync(scratch.rollover.rolled, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
   const auto sketch = [&](auto* kernel) {
@@ -292,42 +284,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   };
   if (tables.head_dim <= 128) sketch(sketch_kernel<128>);
   else sketch(sketch_kernel<kMaxHeadDim>);
-  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, leaving, order, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts(), rolls.reprojected());
-  check(cudaGetLastError(), "roll_over_kernel");
-  PublishedEpochs published{};
-  std::copy_n(steps.slots, count, published.slots);
-  published.decided = scratch.rollover.epochs;
-  if (layer.epochs().axis_store().any()) {
-    ObservedRows observed{};
-    AxisRows rows{};
-    observed.order = rows.order = order;
-    for (int i = 0; i < count; ++i) {
-      observed.slots[i] = steps.slots[i];
-      observed.first[i] = steps.first[i];
-      observed.count[i] = rows.count[i] = steps.count[i];
-    }
-    const Moments moments = enqueue_moments(layer, source, observed, count, 1, scratch, stream);
-    turn_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
-  } else {
-    publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, layer.epochs().bases(), published);
-    check(cudaGetLastError(), "publish_kernel");
-  }
-  finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
-  if (!may_merge) return;
-  MergePlans plans;
-  plans.decided = scratch.rollover.plans;
-  const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) { enqueue_merges<coded_groups>(layer, some, sequences_of, (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream); };
-  if (layer.config().keep_residuals) {
-    for (int i = 0; i < count; ++i, ++plans.decided) {
-      if (steps.count[i] == 0) continue;
-      const HostSequence& now = layer.sequence(steps.slots[i]);
-      merge_noting_moves<coded_groups>(layer, steps.slots[i], plans, 0, now.rows.num_compressed + before, scratch.decoded, stream, [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
-    }
-  } else {
-    merge(plans, count, most_rows);
-  }
-  end_merges_kernel<><<<sequences, 128, 0, stream>>>(tables, rolls.limits(), rolls.states(), scratch.rollover.plans);
-  check(cudaGetLastError(), "end_merges_kernel");
+  roll_epochs<coded_groups>(layer, leaving, first_sequence, count, source, order, before, 1, scratch, stream);
 }
 
 }  // namespace cuda

@@ -246,9 +246,7 @@ class LayerState {
     now.trim_segments();
     epochs_.free_unused(slot, now.epochs);
     write_lengths(slot, now.epochs.segments, rolls_.rolls(), stream);
-    if (!rolls_.rolls()) return;
-    trim_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.limits(), rolls_.states());
-    check(cudaGetLastError(), "trim_rolls_kernel");
+    if (rolls_.rolls()) trim_rolls(tables_, rolls_, {1, {slot}}, stream);
   }
 
   /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it knows stay
@@ -283,7 +281,7 @@ class LayerState {
     if (!rolls_.rolls()) return;
     begin_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.states(), rolls_.sketches());
     check(cudaGetLastError(), "begin_rolls_kernel");
-    check(cudaMemsetAsync(rolls_.rows_of(slot), 0, rolls_.sketch_bytes(), stream), "sketches");
+    if (rolls_.sketches_rows()) check(cudaMemsetAsync(rolls_.rows_of(slot), 0, rolls_.sketch_bytes(), stream), "sketches");
     epochs_.begin_bases(slot, stream);
   }
   /// @brief What is known of a sequence's epochs; where they begin when values say so, read from the device, which is waited for.
@@ -300,6 +298,7 @@ class LayerState {
     read(segments.data(), tables_.segments + static_cast<std::size_t>(slot) * segments.size(), segments.size() * sizeof(DeviceSegment));
     check(cudaStreamSynchronize(stream), "epochs");
     known.current = state.current;
+    known.rows_since_publication = state.rows_since_publication;
     known.moved = true;
     for (int i = 0; i < lengths.num_segments; ++i) {
       HostSegment& own = known.segments.emplace_back(HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   const Part part = blockIdx.y % 2 == 0 ? Part::key : Part::value;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, slot = observed.slots[sequence];
   const int m0 = quadrant / sides * kMomentSide + 16 * warp, n0 = quadrant % sides * kMomentSide;
-  const int2 meant = observed.order.meant(head, observed.count[sequence]);
+  const int2 meant = observed.order.meant(sequence, tables.num_heads, head, observed.count[sequence]);
   const int count = meant.y - meant.x, first_row = observed.first[sequence] + meant.x, pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
   const float* mean = tables.maps[head].of(part).mean;
   const SourceRows from(tables, source, slot, head);
@@ -114,10 +114,21 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
   }
 }
 
+/// @brief The rate of steps: first / (1 + decay x steps so far).
+struct OjaRate {
+  float first = 0.0F, decay = 0.0F;
+  __host__ __device__ float after(std::int64_t steps) const {
+    const double rate = static_cast<double>(first) / (1.0 + static_cast<double>(decay) * static_cast<double>(steps));
+    return static_cast<float>(rate < 1e6 ? rate : 1e6);
+  }
+};
+
 /// @brief What happens to the bases of each sequence of a batch.
 struct OjaSteps {
   std::int32_t slots[kMaxBatch];
   float rate[kMaxBatch];            ///< negative: no step
+  OjaRate of_steps;                 ///< the rate of any other number, where the device counts steps
+  const SketchState* states = nullptr;  ///< then [slots, heads, 2]
   std::int32_t epoch[kMaxBatch];    ///< in Tables::maps, to be written; -1: none
   bool moved[kMaxBatch];            ///< the bases have moved before
   OjaForm form = OjaForm::power;
@@ -322,7 +333,7 @@ __global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaStep
     for (int distance = 16; distance > 0; distance /= 2) trace += __shfl_xor_sync(~0U, trace, distance);
     const float energy = detail::block_sum(trace, partial);
     if (energy > 0.0F && energy < 3e38F) {
-      const float rate = steps.rate[sequence], per_energy = static_cast<float>(dim) / energy;
+      const float rate = steps.states == nullptr ? steps.rate[sequence] : steps.of_steps.after(steps.states[static_cast<std::size_t>(slot * tables.num_heads * 2) + which].chunk_rows), per_energy = static_cast<float>(dim) / energy;
       if constexpr (printed) u.orthonormalise(rank, dim, column);  // it was rounded when it was stored
       detail::BasisColumns<columns, parts> pull;  // K^T K U
       pull.multiply(moment, u, rank, dim);

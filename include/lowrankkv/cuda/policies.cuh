@@ -4,7 +4,7 @@
 /// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`; with one latent for the values of several heads,
 /// `static int joint_heads(const B&, num_kv_heads)` of a group; `static constexpr bool moves` (optional): maps are those of an orthonormal basis, in a metric or not, so that updaters may move it.
 /// An updater: `static constexpr bool adapts`; one that does, Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const U&)`,
-/// `static OjaForm form(const U&)` and `static float rate(const U&, Phase, decode_steps)` of its next step.
+/// `static OjaForm form(const U&)` and `static OjaRate rate(const U&, Phase)` of its steps.
 /// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr bool rolls`; prompts are shown to it flush_interval rows at a time.
 /// A token policy: cuda/token_rules.cuh.
 /// A quantizer: `static constexpr CodedForm form`, and with codes `static PartTiles tiles(const Q&, rank, bits)`, for bases that move one of two: `static PartTiles moving_tiles(const Q&, rank)`,
@@ -28,6 +28,7 @@
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/oja.cuh"
 #include "lowrankkv/cuda/token_rules.cuh"
 #include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/quantizer/int8.hpp"
@@ -67,10 +68,7 @@ struct Impl<Oja, Cuda> {
   static void validate(const Oja& policy) { check_oja(policy); }
   static OjaForm form(const Oja& policy) { return policy.form; }
   static PromptSelection prompt_selection(const Oja& policy) { return {policy.prefill_share, {policy.importance_window, policy.importance_kernel, policy.importance_pooling}}; }
-  static float rate(const Oja& policy, Phase phase, std::int64_t decode_steps) {
-    const double rate = phase == Phase::prefill ? static_cast<double>(policy.prefill_rate) : static_cast<double>(policy.decode_rate) / (1.0 + static_cast<double>(policy.decode_decay) * static_cast<double>(decode_steps));
-    return static_cast<float>((std::min)(rate, 1e6));
-  }
+  static cuda::OjaRate rate(const Oja& policy, Phase phase) { return phase == Phase::prefill ? cuda::OjaRate{policy.prefill_rate, 0.0F} : cuda::OjaRate{policy.decode_rate, policy.decode_decay}; }
 };
 
 template <>

@@ -119,8 +119,8 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
   }
 
  private:
-  /// Rows of a chunk that leave at a time, of so many: scores choose among all of them.
-  std::int64_t step_of(std::int64_t leaving) const { return Base::rolls && !Rows::by_scores ? config_.flush_interval : leaving; }
+  /// Rows of a chunk that leave at a time, of so many: scores and masses choose among all of them.
+  std::int64_t step_of(std::int64_t leaving) const { return Base::sketches && !Rows::by_scores && !Rows::keeps_masses ? config_.flush_interval : leaving; }
   std::int64_t chunk_limit() const { return config_.prefill_chunk > 0 ? config_.prefill_chunk : std::int64_t{1} << 40; }
 
   /// Queries of a chunk that are kept while it waits.
@@ -232,7 +232,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     const Tables& tables = layer_.tables();
     RowSource source{scratch.packed, layer_.packed_tiles(scratch.rows), 0, tables.full.bytes};
     if (tables.rotary.turns()) source = enqueue_turned(tables, source, slot, static_cast<std::int32_t>(now.first_tail()), scratch.turned, stream);
-    measure_masses(layer_, batch, queries, {source.packed, source.tiles, source.tile_bytes, now.tail_length, scratch.rows, scratch.scores}, {}, 0, now.rows.num_full, stream);
+    measure_masses(layer_, batch, queries, {source.packed, source.tiles, source.tile_bytes, now.tail_length, scratch.rows, scratch.masses}, {}, 0, now.rows.num_full, stream);
   }
   /// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
   void store_prompt(int slot, std::int64_t n, const CompressScratch& scratch, const ScoreQueries& queries, cudaStream_t stream) {

@@ -9,13 +9,11 @@
 #include <vector>
 
 #include "lowrankkv/cuda/cut_rows.cuh"
+#include "lowrankkv/cuda/keep_rows.cuh"
 #include "lowrankkv/cuda/layer.cuh"
-#include "lowrankkv/cuda/place_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-inline constexpr int kMoveThreads = 1024;  ///< of a block that moves rows, a warp a row
 
 /// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows [begin, end) go.
 struct RemovedRows {
@@ -192,7 +190,7 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
   for (HostSegment& segment : now.epochs.segments) {
     for (std::size_t head = 0; head < segment.first_rows.size(); ++head) segment.first_rows[head] = row_after(segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
   }
-  if (layer.rolls().rolls()) {
+  if (layer.rolls().rolls() && !layer.is_weighed(RowList::compressed)) {
     for_each_cut(layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
       cut_rolls_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
       check(cudaGetLastError(), "cut_rolls_kernel");

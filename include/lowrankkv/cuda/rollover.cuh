@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/rollover.cuh  Epochs that begin when values say so: what the device knows of a sequence's epochs and sketches, and how it decides.
 ///
-/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs.cuh). Here a kernel sets a flag where a chunk of rows has ended; the next one takes a free epoch, opens a segment,
+/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs.cuh). Here a kernel sets a flag where a chunk of rows has ended, or where so many have been stored of those that masses choose; the next one takes a free epoch, opens a segment,
 /// chooses the segments that merge, and says so to those that write maps and rewrite rows. The host never learns of it, unless a sequence is saved or measured.
 #pragma once
 
@@ -32,13 +32,8 @@ __host__ __device__ inline int sketch_rows(float share, int rank) { return stati
 struct RollState {
   std::int32_t current = 0;               ///< the epoch that rows are written under, in Tables::maps
   std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
+  std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
   std::int32_t levels[kMaxSegments] = {}; ///< of segments
-};
-
-/// @brief A sketch between two batches: its rows, and those of the chunk that is being written.
-struct SketchState {
-  std::int64_t chunk_rows = 0;
-  std::int32_t held = 0, padding = 0;
 };
 
 /// @brief The sketches of a layer, of all sequences.
@@ -85,7 +80,7 @@ __global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order,
   RollState& state = states[slot];
   bool any = false;  // row to be stored
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
-    const int2 meant = order.meant(head, leaving.compressed[sequence]);
+    const int2 meant = order.meant(index, tables.num_heads, head, leaving.compressed[sequence]);
     any = any || meant.x < meant.y;
   }
   const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
@@ -153,11 +148,11 @@ __global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, S
   for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads; i += static_cast<int>(blockDim.x)) sketches.states[slot * tables.num_heads * 2 + i] = {};
 }
 
-/// @brief HostSequence::trim_segments() where the device alone knows them. One block.
+/// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
 template <class = void>
-__global__ void trim_rolls_kernel(Tables tables, int slot, RollLimits limits, RollState* states) {
+__global__ void trim_rolls_kernel(Tables tables, Batch batch, RollLimits limits, RollState* states) {
   __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
-  const int count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
+  const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
   if (thread == 0) filled = 0;
   __syncthreads();
   for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
@@ -213,6 +208,8 @@ class RollStore {
   }
 
   bool rolls() const { return limits_.own > 0; }
+  /// @brief Whether there are sketches: else an updater of another kind sees rows that masses choose.
+  bool sketches_rows() const { return sketches_.capacity > 0; }
   /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
   int buffer_rows() const { return buffer_rows_; }
   std::size_t buffer_bytes() const { return buffer_bytes_; }
@@ -247,6 +244,13 @@ class RollStore {
   DeviceArray<float> thresholds_;
   Sketches sketches_;
 };
+
+/// @brief Enqueues trim_rolls_kernel.
+template <class = void>
+void trim_rolls(const Tables& tables, const RollStore& rolls, const Batch& batch, cudaStream_t stream) {
+  trim_rolls_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, rolls.limits(), rolls.states());
+  check(cudaGetLastError(), "trim_rolls_kernel");
+}
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -322,6 +322,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   if (layer.rolls().rolls()) {
     RollState state;
     state.current = now.epochs.current;
+    state.rows_since_publication = counts.rows_since_publication;
     const auto use = [&](std::int32_t epoch) { state.used |= epoch == 0 ? 0U : 1U << (epoch - 1); };
     use(counts.current_epoch);
     for (const HostSegment& segment : saved.segments) use(segment.epoch);

@@ -172,15 +172,26 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 struct RowOrder {
   const std::int32_t* rows = nullptr;
   std::int32_t stride = 0;
-  const std::int32_t* ends = nullptr;  ///< [head, parts]: where parts of a sequence's orders end, of which `part` is meant (cuda/prompt_parts.cuh); null: all are
+  const std::int32_t* ends = nullptr;  ///< [sequence of the batch, head, parts]: where parts of the orders end, of which `part` is meant (cuda/prompt_parts.cuh; one part, where heads have different numbers of rows); null: as many are as the host says
   std::int32_t parts = 0, part = 0;
 
   /// @brief The order of a head; null, if there is none.
   __device__ const std::int32_t* of(int sequence, int heads, int head) const {
     return rows == nullptr ? nullptr : rows + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride);
   }
-  /// @brief The rows [x, y) of a head's order that are meant, of `count` in all.
-  __device__ int2 meant(int head, int count) const { return ends == nullptr ? int2{0, count} : int2{part == 0 ? 0 : ends[head * parts + part - 1], ends[head * parts + part]}; }
+  /// @brief The rows [x, y) of a head's order that are meant. @param count  as the host says
+  __device__ int2 meant(int sequence, int heads, int head, int count) const {
+    if (ends == nullptr) return {0, count};
+    const std::int32_t* own = ends + (sequence * heads + head) * parts + part;
+    return {part == 0 ? 0 : own[-1], own[0]};
+  }
+  /// @brief The orders of a batch's sequences from `sequence` on.
+  RowOrder from(int sequence, int heads) const {
+    RowOrder some = *this;
+    if (rows != nullptr) some.rows += static_cast<std::ptrdiff_t>(sequence) * heads * stride;
+    if (ends != nullptr) some.ends += sequence * heads * parts;
+    return some;
+  }
 };
 
 /// @brief Tiles outside of pages, of rows that will take the places of stored ones (cuda/place_rows.cuh). They follow those that go to a list's end in its order.
@@ -202,7 +213,7 @@ class ListPiece {
       : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = loose.data != nullptr;
     const int stored = tables.num_rows(list, leaving.slots[sequence], head), first = apart ? 0 : stored, added = leaving.added(list, tables.weighed, sequence, stored);
-    const int2 meant = order.meant(head, added);
+    const int2 meant = order.meant(sequence, tables.num_heads, head, added);
     const int count = apart ? loose.counts[sequence * tables.num_heads + head] : meant.y - meant.x;
     const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : meant.x;  // of the source, or of the order: they are stored elsewhere
     tile_row = (first / kStoreRows + piece) * kStoreRows;

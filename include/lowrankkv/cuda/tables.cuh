@@ -211,16 +211,22 @@ struct Leaving {
     const std::int32_t candidates = rows[sequence] - (weighed == RowList::compressed ? full[sequence] : 0), room = limit[sequence] > stored ? limit[sequence] - stored : 0;
     return room < candidates ? room : candidates;
   }
-  /// @brief Rows of a sequence that could be compressed: neither pinned nor dropped.
-  __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
+  /// @brief Rows of a sequence that could be compressed: not pinned, nor dropped by counts or scores.
+  __host__ __device__ std::int32_t candidates(int sequence) const { return (limit[sequence] < 0 ? full[sequence] + compressed[sequence] : rows[sequence]) - pinned[sequence]; }
+  /// @brief Rows of a head that are compressed, at most; of a policy that compresses. Where masses choose, some take the places of stored ones.
+  __host__ __device__ std::int32_t most_compressed(int sequence) const { return limit[sequence] < 0 ? compressed[sequence] : rows[sequence] - full[sequence]; }
 };
 
-/// @brief Which rows of the lists move where: [heads, stride] each.
+/// @brief Which rows of the lists of some sequences move where, segment after segment: [sequence of the batch, head, stride] each. Only when those of a segment have moved are places of the next one's free.
 struct RowMoves {
   std::int32_t* from = nullptr;
   std::int32_t* to = nullptr;
-  std::int32_t* counts = nullptr;  ///< [heads]
+  std::int32_t* ends = nullptr;    ///< [sequence of the batch, head, segments]: where the moves of segments end
   std::int32_t stride = 0;
+  std::int32_t segments = 1;       ///< that a sequence can have
+
+  /// @brief The moves of one list. @param list  of the head of a sequence of the batch
+  __host__ __device__ RowMoves of(int list) const { return {from + static_cast<std::ptrdiff_t>(list) * stride, to + static_cast<std::ptrdiff_t>(list) * stride, ends + list * segments, stride, segments}; }
 };
 
 /// @brief Entries of a page table.

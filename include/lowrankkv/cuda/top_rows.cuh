@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/tables.cuh"
+#include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -20,6 +20,8 @@ struct Candidates {
   bool keeps_earlier = false;     ///< rows before the candidates are chosen too
   std::int32_t first[kMaxBatch], end[kMaxBatch];  ///< rows that can be chosen
   std::int32_t wanted[kMaxBatch];                 ///< of them
+  RowOrder among;                                 ///< [sequences]: no more of a head than it has, if heads have different numbers of rows; null: no such limit
+  std::int32_t* counts = nullptr;                 ///< then [sequences, heads]: how many were chosen
 };
 
 /// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads, stride], and those of the other
@@ -38,8 +40,9 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   const float* scores = all.scores + list;
   struct {
     int first, end, wanted;
-  } const from{all.first[blockIdx.y], all.end[blockIdx.y], all.wanted[blockIdx.y]};
+  } const from{all.first[blockIdx.y], all.end[blockIdx.y], min(all.wanted[blockIdx.y], all.among.meant(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]).y)};
   const int thread = static_cast<int>(threadIdx.x);
+  if (all.counts != nullptr && thread == 0) all.counts[blockIdx.y * gridDim.x + blockIdx.x] = from.wanted;
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
   const auto key_of = [&](int row) {
     const float score = __ldg(scores + row);
@@ -146,16 +149,18 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   });
 }
 
-/// @brief Copies the scores of some rows of each head [heads, stride] to `target` [heads, stride]; those of the others, up to `count`, are -1: they are chosen last.
-/// Grid: heads.
+/// @brief Copies the scores of the rows of an order [heads, stride] to `target` [heads, stride]; those of the others, up to `count`, are -1: they are chosen last. Grid: heads.
+/// @param num_rows  of an order, if heads have the same number
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float* scores, int stride, int count, const std::int32_t* rows, int row_stride, int num_rows, float* target) {
+__global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float* scores, int stride, int count, RowOrder order, int num_rows, float* target) {
   const std::size_t head = blockIdx.x;
+  const int heads = static_cast<int>(gridDim.x), own_rows = order.meant(0, heads, static_cast<int>(head), num_rows).y;
+  const std::int32_t* rows = order.of(0, heads, static_cast<int>(head));
   float* own = target + head * static_cast<std::size_t>(stride);
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kSelectThreads) own[row] = -1.0F;
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += kSelectThreads) {
-    const int row = rows[head * static_cast<std::size_t>(row_stride) + static_cast<std::size_t>(i)];
+  for (int i = static_cast<int>(threadIdx.x); i < own_rows; i += kSelectThreads) {
+    const int row = rows[i];
     own[row] = scores[head * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)];
   }
 }

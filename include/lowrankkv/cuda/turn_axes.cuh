@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(Tables tables
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), which = AxisScales::which(part, head), dim = tables.head_dim, stride = detail::sketch_stride(dim), most = bases.most;
   if (epochs.of(sequence) < 0) return;
-  const int2 meant = rows.order.meant(head, rows.count[sequence]);
+  const int2 meant = rows.order.meant(sequence, tables.num_heads, head, rows.count[sequence]);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = meant.y - meant.x;
   const std::size_t list = static_cast<std::size_t>(sequence * tables.num_heads * 2 + which);
   float* matrix = scratch.products + list * static_cast<std::size_t>(most * dim);

@@ -35,6 +35,13 @@ struct WorkingBases {
   }
 };
 
+/// @brief What an updater keeps of a basis between two batches, where the device alone knows how many rows it saw: of a sketch the rows it holds and those of the chunk that is being written; of
+/// Oja's rule, which has no sketch, the steps by decoded rows so far.
+struct SketchState {
+  std::int64_t chunk_rows = 0;
+  std::int32_t held = 0, padding = 0;
+};
+
 /// @brief Epochs in Tables::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
 struct PublishedEpochs {
   std::int32_t slots[kMaxBatch];

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Heavy hitters that move bases on the GPU: every head has other rows of every epoch, and the device alone knows how many.
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "certified_sequences.cuh"
+#include "heavy_cases.cuh"
+
+using namespace lowrankkv;
+using namespace heavy;
+
+namespace {
+
+using Tokens = Compose<SinkRecent, HeavyHitters>;
+using OjaPlain = CompressedKVCache<Cuda, PerHead, Oja, Tokens, NoQuantizer, KeepEpochs<2>>;
+using OjaCodes = CompressedKVCache<Cuda, PerHead, Oja, Tokens, TransformCode, KeepEpochs<3>>;
+using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
+
+}  // namespace
+
+TEST_CASE("heavy hitters under bases that they move: the same masses keep the same rows as on the CPU, under the same epochs") {
+  Random random(211);
+  const int trials = effort() == 0 ? 2 : 8 * effort();
+  check_parity<OjaPlain>(random, trials);
+  check_parity<Directions>(random, trials);
+}
+
+TEST_CASE("heavy hitters under bases that they move: what prompts and steps keep is what float64 masses choose") {
+  Random random(213);
+  const int trials = effort() == 0 ? 1 : 6 * effort();
+  check_kept<OjaPlain>(random, trials);
+  check_kept<OjaCodes>(random, trials);
+  check_kept<Directions>(random, trials);
+  check_kept<OjaCodes>(random, trials, true);
+}
+
+TEST_CASE("heavy hitters under bases that they move: masses are those of float64 attention over what is stored") {
+  Random random(217);
+  const int trials = effort() == 0 ? 1 : 6 * effort();
+  const double plain = check_masses<OjaPlain>(random, DType::f16, trials), codes = check_masses<OjaCodes>(random, DType::f16, trials), directions = check_masses<Directions>(random, DType::f16, trials),
+               unrotated = check_masses<Directions>(random, DType::f16, trials, true);
+  MESSAGE("masses of a step: Oja " << plain << ", over codes " << codes << ", Frequent Directions " << directions << ", unrotated " << unrotated);
+}
+
+TEST_CASE("heavy hitters under bases that they move: certificates are never violated, and what float64 says they are") {
+  const std::int64_t merges = support::certificates<OjaPlain>(DType::f16, 223) + support::certificates<Directions>(DType::f16, 227);
+  CHECK(merges > 0);
+  if (effort() > 0) CHECK(support::certificates<OjaCodes>(DType::f16, 229, true) > 0);
+}
+
+TEST_CASE("heavy hitters under bases that they move: forks and loaded copies go on as the original, bit for bit; steps in a CUDA graph") {
+  Random random(219);
+  check_copies<OjaCodes>(random);
+  check_copies<Directions>(random);
+  check_replays<OjaCodes>(random);
+  if (effort() == 0) return;
+  check_copies<OjaPlain>(random);
+  check_replays<Directions>(random, true);
+}
