@@ -263,7 +263,7 @@ void check_parity(Random& random, int trials) {
           if constexpr (moves<Cache>) {
             const double away = std::max(support::distance(own_key, cpu_key), support::distance(own_value, cpu_value));
             worst = std::max(worst, away);
-            CHECK(away < 4e-3);
+            CHECK(away < (coded<Cache> ? 0.05 : 4e-3));  // codes on a boundary
             continue;
           }
           const std::size_t allowed = 2 + own_key.size() / static_cast<std::size_t>(dim) / (joins<Cache> ? 40 : 100);  // codes on a boundary; a latent is in all heads' rows

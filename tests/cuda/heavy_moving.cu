@@ -25,6 +25,7 @@ TEST_CASE("heavy hitters under bases that they move: the same masses keep the sa
   const int trials = effort() == 0 ? 2 : 8 * effort();
   check_parity<OjaPlain>(random, trials);
   check_parity<Directions>(random, trials);
+  check_parity<OjaCodes>(random, trials);
 }
 
 TEST_CASE("heavy hitters under bases that they move: what prompts and steps keep is what float64 masses choose") {
