@@ -51,6 +51,7 @@ std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheCon
     case Method::oja_evicting:
     case Method::directions_outliers:
     case Method::directions_snapkv:
+    case Method::directions_evicting:
     case Method::budgeted_evicting: break;  // chosen_rows.cu
     case Method::oja_codes:
     case Method::oja_blocks:

@@ -26,6 +26,7 @@ using ByErrors = Budgeted<Cuda>;
 using Evicting = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>;
 using Sketched = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>;
 using SketchedChosen = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV>, Int8>;
+using SketchedBoth = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>, Int8>;
 using Moving = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>, NoQuantizer>;
 template <class Updater, class Tokens>
 using ThreeEpochs = CompressedKVCache<Cuda, PerHead, Updater, Tokens, Int8, KeepEpochs<3>>;
@@ -35,6 +36,7 @@ std::unique_ptr<support::DeviceSide> make_device(const support::Settings& settin
   if (settings.method == support::Method::oja_evicting) return make.operator()<Moving>();
   if (settings.method == support::Method::directions_outliers) return make.operator()<Sketched>();
   if (settings.method == support::Method::directions_snapkv) return make.operator()<SketchedChosen>();
+  if (settings.method == support::Method::directions_evicting) return make.operator()<SketchedBoth>();
   return make.operator()<Evicting>();
 }
 
@@ -208,8 +210,8 @@ TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both:
     bool unrotated = false;
   };
   for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}, {Method::oja_evicting, DType::f16, true},
-                                               {Method::directions_outliers, DType::f16}, {Method::directions_outliers, DType::bf16, true}, {Method::directions_snapkv, DType::f16}, {Method::directions_snapkv, DType::bf16, true}}) {
-    if (support::effort() == 0 && (support::rolls(method) ? unrotated : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting))) continue;
+                                               {Method::directions_outliers, DType::f16}, {Method::directions_outliers, DType::bf16, true}, {Method::directions_evicting, DType::f16}, {Method::directions_evicting, DType::bf16, true}, {Method::directions_snapkv, DType::f16}, {Method::directions_snapkv, DType::bf16, true}}) {
+    if (support::effort() == 0 && (support::rolls(method) ? unrotated || method == Method::directions_snapkv : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting))) continue;
     support::Settings settings;
     settings.method = method;
     settings.coefficients = type;
@@ -337,11 +339,11 @@ TEST_CASE("where bases move, tokens go from among rows that scores or errors cho
   const SnapKV scores{0.4F, 0, 32, 7, Pooling::average};
   const ResidualOutliers errors{.share = 0.1F};
   check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>>>({{}, {}, Compose(SinkRecent{}, scores, errors), {}});
-  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV>>>({{}, {}, Compose(SinkRecent{}, scores), {}});
+  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>>>({{}, {}, Compose(SinkRecent{}, scores, errors), {}});
   CHECK(apart == 2);
   if (support::effort() == 0) return;
   check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV>>>({{}, {}, Compose(SinkRecent{}, scores), {}});
-  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, ResidualOutliers>>>({{}, {}, Compose(SinkRecent{}, errors), {}});
+  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV>>>({{}, {}, Compose(SinkRecent{}, scores), {}});
   CHECK(apart >= 3);
 }
 

@@ -171,6 +171,7 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
     case Method::directions: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>>({});
     case Method::directions_outliers: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>>({});
     case Method::directions_snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV>, Int8>>({});
+    case Method::directions_evicting: return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>, Int8>>({});
     case Method::oja_outliers: return make.template operator()<OjaKVv2<>>({});
     case Method::oja_snapkv: return make.template operator()<OjaKVSnapKV<>>({});
     case Method::snapkv: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});

@@ -23,22 +23,22 @@
 namespace support {
 
 /// The compositions that both sides know.
-enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_int8, subspace_a, directions, oja_snapkv, directions_snapkv, oja_codes, oja_blocks, directions_codes, directions_outliers, oja_outliers, oja_evicting, outliers, budgeted, budgeted_evicting, snapkv, snapkv_only, streaming, int8 };
-inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "projector", "codes", "oja", "oja_merging", "oja_rotating", "oja_int8", "subspace_a", "directions", "oja_snapkv", "directions_snapkv", "oja_codes", "oja_blocks", "directions_codes", "directions_outliers", "oja_outliers", "oja_evicting", "outliers", "budgeted", "budgeted_evicting", "snapkv", "snapkv_only", "streaming", "int8"};
+enum class Method { full, static_pca, hybrid, projector, codes, oja, oja_merging, oja_rotating, oja_int8, subspace_a, directions, oja_snapkv, directions_snapkv, oja_codes, oja_blocks, directions_codes, directions_outliers, directions_evicting, oja_outliers, oja_evicting, outliers, budgeted, budgeted_evicting, snapkv, snapkv_only, streaming, int8 };
+inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "projector", "codes", "oja", "oja_merging", "oja_rotating", "oja_int8", "subspace_a", "directions", "oja_snapkv", "directions_snapkv", "oja_codes", "oja_blocks", "directions_codes", "directions_outliers", "directions_evicting", "oja_outliers", "oja_evicting", "outliers", "budgeted", "budgeted_evicting", "snapkv", "snapkv_only", "streaming", "int8"};
 
 /// Whether bases move.
 inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_evicting; }
 /// Whether epochs begin when values say so.
-inline bool rolls(Method method) { return method == Method::subspace_a || method == Method::directions || method == Method::directions_codes || method == Method::directions_snapkv || method == Method::directions_outliers; }
+inline bool rolls(Method method) { return method == Method::subspace_a || method == Method::directions || method == Method::directions_codes || method == Method::directions_snapkv || method == Method::directions_outliers || method == Method::directions_evicting; }
 /// Whether codes are of principal axes that bases are turned to: those of both sides are the same as far as energies differ (moving_codes.cu).
 inline bool turns_axes(Method method) { return method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes; }
 /// Whether rows of large errors stay full.
 inline bool by_errors(Method method) { return method >= Method::directions_outliers && method <= Method::budgeted_evicting; }
 /// Whether rows are dropped, and whether it is their scores that decide.
-inline bool by_scores(Method method) { return method == Method::oja_snapkv || method == Method::directions_snapkv || method == Method::oja_evicting || method == Method::budgeted_evicting || method == Method::snapkv || method == Method::snapkv_only; }
+inline bool by_scores(Method method) { return method == Method::oja_snapkv || method == Method::directions_snapkv || method == Method::directions_evicting || method == Method::oja_evicting || method == Method::budgeted_evicting || method == Method::snapkv || method == Method::snapkv_only; }
 inline bool drops(Method method) { return by_scores(method) || method == Method::streaming; }
 /// Whether coefficients are codes.
-inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted || method == Method::budgeted_evicting || method == Method::int8 || method == Method::oja_int8 || method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes || method == Method::subspace_a || method == Method::directions_snapkv || method == Method::directions_outliers; }
+inline bool coded(Method method) { return method == Method::codes || method == Method::budgeted || method == Method::budgeted_evicting || method == Method::int8 || method == Method::oja_int8 || method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes || method == Method::subspace_a || method == Method::directions_snapkv || method == Method::directions_outliers || method == Method::directions_evicting; }
 
 struct Settings {
   Method method = Method::full;

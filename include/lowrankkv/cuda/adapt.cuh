@@ -223,7 +223,7 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     if (rows == 0) continue;
     if (scores != nullptr) {  // a prompt is alone
       const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
-      Candidates candidates{scores, scratch.rows, false, {}, {}, {}, kept.ends == nullptr ? RowOrder{} : kept, kept.ends == nullptr ? nullptr : scratch.observed};
+      Candidates candidates{scores, scratch.rows, false, {}, {}, {}, kept.ends == nullptr ? RowOrder{} : kept, false, kept.ends == nullptr ? nullptr : scratch.observed};
       candidates.first[0] = leaving.pinned[from];
       candidates.end[0] = leaving.rows[from];
       candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
@@ -280,6 +280,28 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
 }
 
+/// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+template <int coded_groups, bool joint>
+void enqueue_errors(const LayerState& layer, const Leaving& leaving, const ErrorRows& wanted, bool relative, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
+  const Tables& tables = layer.tables();
+  const int most_rows = static_cast<int>(*std::max_element(wanted.count, wanted.count + leaving.count));
+  constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
+  constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
+  const bool metric = tables.metrics != nullptr;
+  const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
+  const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
+  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(leaving.count));  // rows begin and end inside sixteens
+  detail::with_type(tables.full_type, [&](auto type) {
+    const auto start = [&](auto* kernel) {
+      detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
+                           scratch.scores, static_cast<int>(scratch.rows));
+    };
+    if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
+    else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
+  });
+  if constexpr (joint) add_latent_errors<coded_groups>(layer, leaving, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
+}
+
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
 /// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
 /// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
@@ -290,34 +312,18 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
   ErrorRows wanted{};
   Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};
-  int most_rows = 0;
   for (int i = 0; i < leaving.count; ++i) {
     wanted.slots[i] = leaving.slots[i];
     wanted.first[i] = candidates.first[i] = leaving.pinned[i];
     wanted.count[i] = kept.rows != nullptr ? leaving.rows[i] - leaving.pinned[i] : leaving.candidates(i);
     candidates.end[i] = leaving.pinned[i] + wanted.count[i];
     candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
-    most_rows = (std::max)(most_rows, static_cast<int>(wanted.count[i]));
   }
-  constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
-  constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
-  const bool metric = tables.metrics != nullptr;
-  const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
-  const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
-  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), heads, sequences);  // rows begin and end inside sixteens
-  detail::with_type(tables.full_type, [&](auto type) {
-    const auto start = [&](auto* kernel) {
-      detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
-                           scratch.scores, static_cast<int>(scratch.rows));
-    };
-    if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
-    else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
-  });
-  if constexpr (joint) add_latent_errors<coded_groups>(layer, leaving, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
+  enqueue_errors<coded_groups, joint>(layer, leaving, wanted, relative, source, scratch, stream);
   if (kept.rows != nullptr) {  // a prompt is alone: its kept rows are numbered anew, chosen among, and named again
     const int count = leaving.candidates(0);
     float* own_errors = scratch.second_scores(tables.num_heads);
-    gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept.rows, kept.stride, count, own_errors);
+    gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, count, own_errors);
     check(cudaGetLastError(), "gather_scores_kernel");
     candidates.scores = own_errors;
     candidates.keeps_earlier = false;
@@ -327,7 +333,7 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept.rows, kept.stride, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), scratch.chosen, scratch.rest, scratch.rows);
+    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), nullptr, scratch.chosen, scratch.rest, scratch.rows);
     check(cudaGetLastError(), "name_rows_kernel");
   }
   return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer and sequences, what is checked before a call changes anything, and
-/// the launches that calls share.
+/// @file cuda/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer and sequences, what is checked before a call changes anything.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +13,11 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/attention_mass.cuh"
 #include "lowrankkv/cuda/cache_rules.cuh"
-#include "lowrankkv/cuda/evict.cuh"
-#include "lowrankkv/cuda/frequent_directions.cuh"
+#include "lowrankkv/cuda/compress_scratch.cuh"
+#include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/open_prompt.cuh"
-#include "lowrankkv/cuda/place_rows.cuh"
-#include "lowrankkv/cuda/prompt_parts.cuh"
-#include "lowrankkv/cuda/residuals.cuh"
 #include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -39,7 +34,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   using typename Known::Rule;
   using Known::coded_groups;
   using Known::joins;
-  using Known::rolls, Known::sketches;
+  using Known::rolls, Known::sketches, Known::exempts_in_parts;
   using Known::scale_groups;
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
@@ -161,6 +156,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed));
     return Rows::keeps_masses && (stored > leaving.limit[i] || (weighed == RowList::full ? 0 : leaving.full[i]) + leaving.added(weighed, weighed, i, stored) < leaving.rows[i]);
   }
+  /// Adds the rows that leave sequence `i` of a batch, as many as lists may get.
+  void add_most(SequenceRows& after, const Leaving& leaving, int i, Phase phase) const {
+    after.add_rows(leaving, i, layer_.tables().weighed);
+    if (Known::exempts_in_parts && phase == Phase::prefill) after.rows.num_compressed += leaving.candidates(i) - leaving.compressed[i];  // of no part might a head keep one that stays full
+  }
   /// Adds the pages for rows that leave in turns. Returns the rows of the lists then. @param turn  gives how many leave next; 0: no more do
   template <class Turn>
   SequenceRows demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
@@ -172,7 +172,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       describe(leaving, 0, slot, count, phase, before);
       replaces = replaces || replaces_rows(leaving, 0, after);
       after.limit_rows(leaving.limit[0], layer_.tables().weighed);
-      after.add_rows(leaving, 0, layer_.tables().weighed);
+      add_most(after, leaving, 0, phase);
     }
     layer_.demand_rows(slot, after, replaces, demand);
     return after;
@@ -256,145 +256,12 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     check(cudaGetLastError(), "append_kernel");
   }
 
-  /// Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed prompt (one slot). Pages were checked. @param queries  the last of the prompt's, if any are known
-  void compress(std::span<const int> slots, std::int64_t count, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
-    for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
-      Leaving leaving;
-      leaving.count = static_cast<std::int32_t>((std::min)(slots.size() - first, std::size_t{kMaxBatch}));
-      std::int64_t most_full = 0, most_compressed = 0, most_candidates = 0;
-      for (int i = 0; i < leaving.count; ++i) {
-        const int slot = slots[first + static_cast<std::size_t>(i)];
-        describe(leaving, i, slot, count, phase);
-        most_candidates = (std::max)(most_candidates, std::int64_t{leaving.candidates(i)});
-        const HostSequence& now = layer_.sequence(slot);
-        const RowList weighed = layer_.tables().weighed;
-        if (replaces_rows(leaving, i, now)) layer_.own_pages(slot, weighed, 0, now.num_rows(weighed), stream);
-        if constexpr (Rows::keeps_masses) limit_rows(layer_, slot, leaving.limit[i], pinned_rows(policies_.token_policy, 0, config_.max_tokens), stream);
-        SequenceRows after = now;
-        after.add_rows(leaving, i, weighed);
-        layer_.add_pages(slot, after, stream);
-        const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
-        most_full = (std::max)(most_full, most_added(RowList::full));
-        most_compressed = (std::max)(most_compressed, Rows::keeps_masses && rolls ? std::int64_t{leaving.most_compressed(i)} : most_added(RowList::compressed));
-      }
-      std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
-      [[maybe_unused]] std::int64_t replacing = 0;
-      if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
-      if constexpr (Rows::by_scores) {
-        if (phase == Phase::prefill && leaving.candidates(0) > 0) {
-          const AttentionScores wanted = attention_scores(policies_.token_policy);
-          const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
-          (Rows::compresses ? orders.second : orders.first) = kept;
-        }
-      }
-      const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr;  // and stored so
-      if constexpr (Rule::adapts && Rows::compresses) {
-        if (most_candidates > 0) {
-          if constexpr (sketches) {
-            const auto roll = [&](const Leaving& some, int one, const RowOrder& order, std::int32_t before) {
-              roll_over<coded_groups>(layer_, policies_.updater, some, one, (std::min)(kAdaptBatch, some.count - one), source, order, before, scratch, stream);
-            };
-            if (in_parts) {
-              for_each_part(layer_, leaving, orders.second, config_.flush_interval, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) {
-                roll(part, 0, order, before);
-                store_compressed(part, source, scratch, order, {}, (std::min)(part.most_compressed(0), config_.flush_interval), stream);
-              });
-            } else {
-              for (int one = 0; one < leaving.count; one += kAdaptBatch) roll(leaving, one, orders.second.from(one, config_.shape.num_kv_heads), 0);
-            }
-          } else {
-            adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
-          }
-        }
-      }
-      if constexpr (Rows::by_errors) {
-        const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any) orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
-      }
-      if (most_full > 0) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
-      if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
-      if constexpr (Rows::keeps_masses && Rows::compresses && !rolls) {
-        if (replacing > 0) {
-          store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
-          place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
-        }
-      }
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, in_parts);
-      check(cudaGetLastError(), "note_stored_kernel");
-      for (int i = 0; i < leaving.count; ++i) {
-        HostSequence& now = layer_.sequence(leaving.slots[i]);
-        now.add_rows(leaving, i, layer_.tables().weighed);
-        if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
-        if (config_.keep_residuals) {
-          const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
-          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], leaving.compressed[i], scratch.decoded, stream);
-        }
-      }
-      statistics_.flushes += leaving.count;
-    }
-  }
-
-  /// Flushes every tail that is longer than kept_rows().
-  void flush(std::span<const SequenceId> seqs, cudaStream_t stream) {
-    std::vector<int> slots = idle_slots(seqs);
-    layer_.pool().allocator().require(pages_to_flush(slots, 0));
-    for (;;) {
-      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= kept_rows(); });
-      if (slots.empty()) return;
-      std::int64_t weighed = 0;
-      for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
-      const int interval = config_.flush_interval;
-      compress(slots, interval, {}, compress_scratch(layer_, 0, 0, lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
-    }
-  }
-
   PolicySet policies_;
   CacheConfig config_;
   LayerState layer_;
   ::lowrankkv::detail::SequenceTable sequences_;
   OpenPrompts prompts_;
   CacheStatistics statistics_;
-
- private:
-  void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const ScoreQueries& queries, cudaStream_t stream) {
-    const PromptSelection selection = Rule::prompt_selection(policies_.updater);
-    const float* scores = nullptr;
-    if (queries.count > 0 && selection.share < 1.0F) {
-      scores = enqueue_scores(layer_, scratch, queries.last(selection.scores.window), selection.scores, leaving, stream);
-      if (kept.rows != nullptr) scores = mask_scores(layer_, scratch, scores, kept, leaving.candidates(0), leaving.rows[0], stream);
-    }
-    for (int first = 0; first < leaving.count; first += kAdaptBatch) {
-      const int count = (std::min)(kAdaptBatch, leaving.count - first);
-      const RowOrder own = kept.from(first, config_.shape.num_kv_heads);
-      adapt(layer_, policies_.updater, leaving, first, count, source, scratch, phase, own, scores, selection.share, statistics_, stream);
-      if constexpr (rolls) {
-        decide_publications(layer_, leaving, first, count, own, phase, scratch, stream);
-        roll_epochs<coded_groups>(layer_, leaving, first, count, source, own, 0, phase == Phase::prefill ? kMomentSplits : 1, scratch, stream);
-      }
-    }
-    for (int i = 0; i < leaving.count; ++i) {
-      if constexpr (!rolls) {
-        if (leaving.compressed[i] > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
-      }
-    }
-  }
-  /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that wait in loose tiles.
-  template <StoreForm form, RowPath path>
-  void launch_store(const Leaving& leaving, const RowSource& source, const RowOrder& order, const LooseTiles& loose, std::int64_t most, DType type, cudaStream_t stream) const {
-    constexpr int groups = form == StoreForm::codes ? scale_groups : 1;
-    const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, groups);
-    // A piece more, since lists go on inside a tile.
-    const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
-    detail::launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, loose, type);
-  }
-  /// The same of compressed rows.
-  void store_compressed(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const RowOrder& order, const LooseTiles& loose, std::int64_t most, cudaStream_t stream) const {
-    if constexpr (joins) store_latents<coded_groups>(layer_, leaving, source, most, order, loose, scratch.latents, stream);
-    detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : order.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
-      constexpr StoreForm form = Codec::form == CodedForm::codes ? StoreForm::codes : StoreForm::coefficients;
-      launch_store<form, path()>(leaving, source, order, loose, most, layer_.tiles().coded_type, stream);
-    });
-  }
 };
 
 }  // namespace cuda

@@ -36,9 +36,9 @@ struct CacheRules {
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::moving_tiles(quantizer, 1); } || requires { Codec::orders_channels; },
                 "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
+  static constexpr bool exempts_in_parts = requires { Rule::rolls; } && Rows::by_scores && Rows::by_errors;  ///< how many rows of a prompt stay full, heads differ in
   static constexpr bool sketches = requires { Rule::rolls; } && Rows::compresses;  ///< rows enter sketches, whose chunks end when values say so
   static constexpr bool rolls = sketches || (Rule::adapts && Rows::compresses && Rows::keeps_masses);  ///< epochs begin when values say so
-  static_assert(!sketches || !Rows::by_scores || !Rows::by_errors, "lowrankkv: on the Cuda backend FrequentDirections goes with rows chosen by scores or by errors, not by both (SnapKV, ResidualOutliers)");
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(!Rule::adapts || requires { Maps::moves; }, "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 

@@ -8,7 +8,7 @@
 #include <span>
 
 #include "lowrankkv/cuda/attend.cuh"
-#include "lowrankkv/cuda/cache_base.cuh"
+#include "lowrankkv/cuda/flush_calls.cuh"
 #include "lowrankkv/cuda/pack_rows.cuh"
 #include "lowrankkv/cuda/turned_mass.cuh"
 
@@ -39,9 +39,9 @@ struct PromptTokens {
 
 /// @brief The calls of a cache that are about prompts.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+class PromptCalls : public FlushCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
  public:  // CompressedKVCache inherits it privately
-  using Base = CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Base = FlushCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Base::Base;
   using Base::config_;
   using Base::layer_;
@@ -251,6 +251,7 @@ class PromptCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epo
     if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
     now.tail_length = kept;
     now.num_tokens = tokens + n;
+    if (Base::exempts_in_parts) layer_.settle(slot, stream);  // pages that lists might have taken
   }
   /// What scores a chunk of n tokens, packed behind its sequence's tail.
   ScoreQueries score_queries(int slot, const QueryView& window, std::int64_t n) const {

@@ -307,9 +307,9 @@ __global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
   if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
 }
 
-/// @brief Notes that rows were stored: the lists are longer, and the tails, if the rows came from there, shorter. @param in_parts  compressed ones are counted already
+/// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
 template <class = void>
-__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool in_parts) {
+__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed) {
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
@@ -321,8 +321,8 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
-    rows.num_full += leaving.added(RowList::full, tables.weighed, i, rows.num_full);
-    if (!in_parts) rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
+    if (adds_full) rows.num_full += leaving.added(RowList::full, tables.weighed, i, rows.num_full);
+    if (adds_compressed) rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
   }
 }
 

@@ -185,6 +185,15 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
   return {pinned, pinned + exempt, kept - exempt};
 }
+/// @brief How many of `count` rows from a position on stay full for their errors, where so many can.
+template <class Policy>
+std::int64_t exempt_rows(const Policy& policy, std::int64_t first_position, std::int64_t count, Phase phase) {
+  std::int64_t rows = 0;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::relative_errors(member); }) rows = Impl<Member, Cuda>::chosen_rows(member, first_position, count, phase);
+  });
+  return rows;
+}
 /// @brief Whether errors are relative, where rows are chosen by them.
 template <class Policy>
 bool relative_errors(const Policy& policy) {

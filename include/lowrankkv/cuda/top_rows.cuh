@@ -20,7 +20,8 @@ struct Candidates {
   bool keeps_earlier = false;     ///< rows before the candidates are chosen too
   std::int32_t first[kMaxBatch], end[kMaxBatch];  ///< rows that can be chosen
   std::int32_t wanted[kMaxBatch];                 ///< of them
-  RowOrder among;                                 ///< [sequences]: no more of a head than it has, if heads have different numbers of rows; null: no such limit
+  RowOrder among = {};                            ///< where heads have different numbers of rows, [sequences]: no more are chosen than are meant of it; null: no such limit
+  bool numbers = false;                           ///< rows are the numbers of those, from `first` on; else, rows that are not among them have scores below all others
   std::int32_t* counts = nullptr;                 ///< then [sequences, heads]: how many were chosen
 };
 
@@ -38,9 +39,10 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   __shared__ int still_wanted;
   const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(all.stride);
   const float* scores = all.scores + list;
+  const int2 among = all.among.meant(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]);
   struct {
     int first, end, wanted;
-  } const from{all.first[blockIdx.y], all.end[blockIdx.y], min(all.wanted[blockIdx.y], all.among.meant(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]).y)};
+  } const from{all.first[blockIdx.y], all.numbers ? all.first[blockIdx.y] + among.y - among.x : all.end[blockIdx.y], min(all.wanted[blockIdx.y], among.y - among.x)};
   const int thread = static_cast<int>(threadIdx.x);
   if (all.counts != nullptr && thread == 0) all.counts[blockIdx.y * gridDim.x + blockIdx.x] = from.wanted;
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
@@ -165,17 +167,25 @@ __global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float
   }
 }
 
-/// @brief Copies the scores of `count` rows of each head to the front of `target` [heads, stride]. @param rows  [heads, row_stride]  Grid: heads.
+/// @brief Copies the scores of the rows of an order that are meant to the front of `target` [heads, stride]. Grid: heads. @param count  of them, if heads have the same number
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, const std::int32_t* rows, int row_stride, int count, float* target) {
-  const std::size_t own = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride), list = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(row_stride);
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[list + static_cast<std::size_t>(i)])];
+__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, RowOrder order, int count, float* target) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x);
+  const int2 meant = order.meant(0, heads, head, count);
+  const std::int32_t* rows = order.of(0, heads, head) + meant.x;
+  const std::size_t own = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride);
+  for (int i = static_cast<int>(threadIdx.x); i < meant.y - meant.x; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[i])];
 }
 
-/// @brief Numbers among `rows` [heads, row_stride] become those rows: `wanted` of them in chosen [heads, stride], behind the rows before `pinned` then, and the others of `count` in rest. Grid: heads.
+/// @brief Numbers of rows of an order become those rows: `wanted` of them in chosen [heads, stride], behind the rows before `pinned` then, and the others of those that are meant in rest. Grid: heads.
+/// @param count  of them, if heads have the same number  @param counts  [2, heads], where they have not: how many are wanted; then how many stand in chosen, and in rest
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(const std::int32_t* rows, int row_stride, int pinned, int wanted, int count, std::int32_t* chosen, std::int32_t* rest, int stride) {
-  const std::int32_t* named = rows + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(row_stride);
+__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder order, int pinned, int wanted, int count, std::int32_t* counts, std::int32_t* chosen, std::int32_t* rest, int stride) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x);
+  const int2 meant = order.meant(0, heads, head, count);
+  const std::int32_t* named = order.of(0, heads, head) + meant.x;
+  count = meant.y - meant.x;
+  if (counts != nullptr) wanted = counts[head];
   std::int32_t *own = chosen + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride), *others = rest + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride);
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];
@@ -186,6 +196,10 @@ __global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(const std::in
     __syncthreads();
   }
   for (int row = thread; row < pinned; row += kSelectThreads) own[row] = row;
+  __syncthreads();  // everybody knows how many are wanted
+  if (counts == nullptr || thread > 0) return;
+  counts[head] = pinned + wanted;
+  counts[heads + head] = count - wanted;
 }
 
 }  // namespace cuda
