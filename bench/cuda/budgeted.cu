@@ -4,7 +4,7 @@
 // Arguments: a file of allocations (bench/quality/allocation.cpp writes it; default bench/cuda/small_allocations.txt); "layers" to print every layer too.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/budgeted.cu
 //
-// Floor: the stored bytes of the sequences, once, at 4.6 TB/s (an H200's best attention kernel).
+// Floor: the stored bytes of the sequences, once, at the rate that reading reaches (measure.cuh).
 #include <cstdio>
 #include <cstring>
 #include <fstream>

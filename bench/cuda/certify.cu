@@ -4,7 +4,7 @@
 // "Oja, all rows move": RotateNow, an epoch every flush, so that every flush moves all stored rows to it.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/certify.cu
 //
-// Floor of certify(): the stored keys and the norms read once at 4.6 TB/s. Keys go through memory as f32 here (written and read, 8 bytes a channel), so what it can reach is the floor given beside it.
+// Floor of certify(): the stored keys and the norms read once at the rate that reading reaches. Keys go through memory as f32 here (written and read, 8 bytes a channel), so what it can reach is the floor given beside it.
 #include <cstdio>
 
 #include "measure.cuh"
@@ -16,7 +16,6 @@ using bench::kDim;
 namespace {
 
 constexpr int kHeads = 8, kQueryHeads = 32;
-constexpr double kRate = 4.6e12;
 
 template <class Cache>
 void measure(const char* name, const LayerBasis& maps, const typename Cache::PolicySet& policies, std::int64_t tokens) {
@@ -53,7 +52,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     attend = bench::milliseconds(stream, 15, [] {}, [&] { cache.attend(0, query, {out.data(), 1, kQueryHeads, kDim}, sums, stream); });
     certify = bench::milliseconds(stream, 15, [] {}, [&] { cache.certify(0, query, sums, {reinterpret_cast<Certificate*>(found.data()), 1, kQueryHeads}, kUnboundedCertificate, nullptr, stream); });
   }
-  const double numbers = static_cast<double>(tokens) * kHeads, floor = (static_cast<double>(bytes[0]) / 2.0 + 4.0 * numbers) / kRate * 1e3, through_memory = floor + 8.0 * kDim * numbers / kRate * 1e3;
+  const double numbers = static_cast<double>(tokens) * kHeads, floor = (static_cast<double>(bytes[0]) / 2.0 + 4.0 * numbers) / bench::read_rate() * 1e3, through_memory = floor + 8.0 * kDim * numbers / bench::read_rate() * 1e3;
   std::printf("%-20s n %6lld: certify %.3f ms (floor %.3f, %.3f with keys through memory), attend called %.3f; ingest %.3f to %.3f ms, a flush %.4f to %.4f; bytes %.1f to %.1f MB\n", name, static_cast<long long>(tokens),
               static_cast<double>(certify), floor, through_memory, static_cast<double>(attend), static_cast<double>(ingest[0]), static_cast<double>(ingest[1]), static_cast<double>(flush[0]), static_cast<double>(flush[1]),
               static_cast<double>(bytes[0]) / 1e6, static_cast<double>(bytes[1]) / 1e6);

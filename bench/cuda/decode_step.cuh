@@ -23,8 +23,8 @@ struct StepTimes {
   double bytes = 0.0, slack = 0.0;      ///< stored; parts of pages besides, that are not used
   double plain_bytes = 0.0;             ///< of K and V in f16
 
-  /// What reading the stored bytes takes at 4.6 TB/s (an H200's best attention kernel), in ms.
-  double floor() const { return bytes / 4.6e9; }
+  /// What reading the stored bytes takes, in ms.
+  double floor() const { return bytes / read_rate() * 1e3; }
 };
 
 /// Every sequence has a prompt of shape.tokens random rows; one query token each.

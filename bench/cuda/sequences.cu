@@ -4,7 +4,7 @@
 // Arguments: the beginning of a method's name; without, all.
 // Build: nvcc -O3 -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/sequences.cu
 //
-// Floor of reconstruct(): the stored bytes read and the rows written once at 4.2 TB/s (an H200's copy); of save() and load(): the bytes at the bus's rate;
+// Floor of reconstruct(): the stored bytes read and the rows written once at the rate that copying reaches (measure.cuh); of save() and load(): the bytes at the bus's rate;
 // of remove(): the stored rows behind read and written once.
 #include <cstdio>
 #include <string>
@@ -20,7 +20,6 @@ namespace {
 constexpr int kHeads = 8, kQueryHeads = 32, kSequences = 16;
 constexpr std::int64_t kTokens = 32768;
 constexpr int kPageTokens = 16;  // of an engine's own pages
-constexpr double kRate = 4.2e12;
 std::string only;  // the beginning of the names of the methods that are measured
 
 template <class Cache>
@@ -104,7 +103,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   };
   const float append = bench::milliseconds(stream, 31, room, [&] { cache.append(seqs, key.tokens(0, kSequences), value.tokens(0, kSequences), stream); });
   std::printf("%-20s reconstruct %.3f ms (%.2f TB/s of what is read and written, %3.0f %% of the floor's rate); fork %.3f ms; save %.1f ms and load %.1f ms of %.1f MB; remove %s, truncate %s; append to %d sequences %.4f ms; ingest %.3f ms, from pages %.3f\n", name, decode,
-              (stored + written) / decode / 1e9, 100.0 * (stored + written) / kRate / (decode / 1e3), static_cast<double>(fork), static_cast<double>(save), static_cast<double>(load),
+              (stored + written) / decode / 1e9, 100.0 * (stored + written) / bench::copy_rate() / (decode / 1e3), static_cast<double>(fork), static_cast<double>(save), static_cast<double>(load),
               static_cast<double>(size) / 1e6, removal, truncation, kSequences, static_cast<double>(append), static_cast<double>(side_by_side), static_cast<double>(in_pages));
   std::fflush(stdout);
   cudaStreamDestroy(stream);

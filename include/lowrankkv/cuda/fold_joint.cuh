@@ -109,7 +109,7 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
       return JointMemory(call, scale_groups, step.coded_units).bytes;
     };
     int bytes = 0;
-    for (const int choice : {4, 3, 2, -4, -3, -2}) {  // stages; with one buffer of weights
+    for (const int choice : {4, 3, 2, -4, -3, -2, -1}) {  // stages; with one buffer of weights
       if ((bytes = bytes_of(std::abs(choice), choice > 0 ? 2 : 1)) <= limit) break;
     }
     if (bytes > limit) ::lowrankkv::detail::fail<CapacityError>("joint values: the keys and latents of ", codes ? kCodeRows : kPlainRows, " rows need ", bytes, " bytes of shared memory, the device has ", limit, " to give");
