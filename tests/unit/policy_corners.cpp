@@ -2,6 +2,7 @@
 // Combinations and inputs at the edge of what policies mean.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -129,4 +130,31 @@ TEST_CASE("heavy hitters: masses are checked, and rows that another policy drops
   std::vector<RowState> states(200);
   both.row_states(0, 0, 0, states);
   CHECK(std::count(states.begin(), states.end(), RowState::compressed) == 30);
+}
+
+TEST_CASE("epochs whose last heavy hitter was driven out are given back") {
+  std::mt19937_64 random(9);
+  using Cache = CompressedKVCache<Cpu, PerHead, Oja, HeavyHitters, NoQuantizer, KeepEpochs<4>>;
+  Cache::PolicySet policies;
+  policies.token_policy = {0.0F, 16, 0};
+  CacheConfig config{.shape = kShape, .max_tokens = 300};
+  config.flush_interval = 16;
+  config.publish_interval = 16;
+  Cache cache(config, basis(), policies);
+  cache.create(0);
+  std::size_t one = 0;
+  for (int flush = 0; flush < 6; ++flush) {
+    const auto k = rows(random, 17, 1), v = rows(random, 17, 1);
+    cache.append(0, {k.data(), flush == 0 ? 17 : 16, 1, 32}, {v.data(), flush == 0 ? 17 : 16, 1, 32});
+    const std::int64_t tokens = cache.num_tokens(0);
+    std::vector<float> mass(static_cast<std::size_t>(tokens), 0.0F);
+    std::fill(mass.end() - 17, mass.end(), std::pow(8.0F, static_cast<float>(flush)));  // more than all before them have
+    cache.accumulate(0, MassView(mass.data(), 1, 1, tokens));
+    cache.maintain(0);
+    CHECK(cache.statistics().publications == flush + 1);
+    CHECK(cache.statistics().merges == 0);
+    if (flush == 0) one = cache.memory(0).epoch_bytes;
+    CHECK(cache.memory(0).epoch_bytes == one);
+  }
+  CHECK(one > 0);
 }
