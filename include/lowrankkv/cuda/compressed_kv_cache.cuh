@@ -116,7 +116,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// rounded to full_type. HeavyHitters: what rows receive from these queries counts.
   ///
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
-  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device.
+  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device; so does the end of a chunk whose rows scores and errors choose under FrequentDirections.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused
   /// @throws as ingest()
