@@ -28,6 +28,7 @@ struct CacheRules {
   using Maps = Impl<Known<Basis, PerHead>, Cuda>;
   using Codec = Impl<Known<Quantizer, NoQuantizer>, Cuda>;
   using Rows = TokenRules<TokenPolicy>;
+  static_assert(sizeof(Rows) > 0);  // which says what members of a token policy do not go together
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Known<Updater, Static>, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
