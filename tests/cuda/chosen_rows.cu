@@ -398,6 +398,54 @@ TEST_CASE("sketches and outliers: a batch may leave nothing to compress") {
   CHECK(device.cache.memory(1).coefficient_bytes == 0);
 }
 
+TEST_CASE("sketches, scores and errors: epochs all of whose rows errors exempt have no segment, as on the CPU") {
+  Random random(48);
+  support::Settings settings;
+  settings.method = support::Method::directions_evicting;
+  settings.sinks = 0;
+  settings.recent = 8;
+  settings.outliers.share = 0.1F;
+  std::int64_t merges = 0;
+  for (int trial = 0; trial < 3 * std::max(1, support::effort()); ++trial) {
+    CacheConfig config = config_of(1200);
+    config.shape = {1 + trial % 2, 1 + trial % 2, 64};
+    config.epoch_type = DType::f32;
+    config.flush_interval = 32;
+    const int rank = 4 + trial % 3;
+    settings.snapkv = {0.08F + 0.02F * static_cast<float>(trial % 3), 0, 16, 1, Pooling::average};  // about as many rows of a part as stay full
+    settings.directions = {2.0F, rank + 2 * (trial % 4), 1.0F};
+    const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank);
+    const auto device = make_device(settings, config, layer.basis);
+    const auto cpu = support::make_cpu_side(settings, config, layer.basis);
+    device->create(1);
+    const SequenceId one = 1;
+    CAPTURE(trial);
+    for (const int tokens : {600, 330}) {
+      const auto key = layer.rows(random, tokens, true), value = layer.rows(random, tokens, false);
+      auto window = layer.queries(random, 16);
+      for (float& x : window) x = round_to(config.full_type, x);
+      device->ingest(1, key, value, window);
+      cpu->ingest(key, value, window);
+      CHECK(device->publications() == cpu->publications());
+      CHECK(device->merges() == cpu->merges());
+    }
+    for (int step = 0; step < 100; ++step) {
+      const auto key = layer.rows(random, 1, true), value = layer.rows(random, 1, false);
+      device->append_maintained(std::span(&one, 1), key, value);
+      cpu->append_maintained(key, value);
+    }
+    CHECK(device->publications() == cpu->publications());
+    CHECK(device->merges() == cpu->merges());
+    std::vector<float> key, value, cpu_key, cpu_value;
+    device->reconstruct(1, key, value);
+    cpu->reconstruct(cpu_key, cpu_value);
+    const std::size_t few = 2 + key.size() / 64 / 200;
+    CHECK(std::max(support::distance_of_most(key, cpu_key, 64, few), support::distance_of_most(value, cpu_value, 64, few)) < 0.03);
+    merges += cpu->merges();
+  }
+  CHECK(merges > 0);
+}
+
 TEST_CASE("a prompt that enters sketches batch by batch demands the pages that its batches take") {
   Random random(45);
   CacheConfig config = config_of(800);

@@ -103,6 +103,66 @@ void check_many(Random& random) {
 
 }  // namespace
 
+TEST_CASE("heavy hitters under bases that they move: prompts of which an updater sees nothing publish nothing, as on the CPU, in copies too") {
+  Random random(239);
+  CacheConfig config = config_of({2, 2, 64}, 1500, 3, 8);
+  config.publish_interval = 12;
+  HeavySettings settings{{0.5F, 0, 3}, {2, 0}};
+  settings.form = HeavyForm::oja_codes;
+  settings.share = 0.0F;
+  const RandomLayer layer = layer_of<OjaCodes>(random, config.shape, settings);
+  Side<OjaCodes> side(config, layer, settings);
+  const auto cpu = support::make_heavy_side(settings, config, layer.basis);
+  const SequenceId copy = 2;
+  SequenceId now = 1;
+  side.cache.create(now);
+  std::int64_t publications = 0;
+  const auto check = [&](const char* when, std::int64_t more) {
+    CAPTURE(when);
+    CHECK(cpu->publications() == publications + more);
+    CHECK(side.cache.statistics().publications == cpu->publications());
+    publications = cpu->publications();
+  };
+  const auto prompt = [&] {
+    const auto key = random_rows(random, 300, 2, 64, DType::f16), value = random_rows(random, 300, 2, 64, DType::f16), query = random_rows(random, 300, 2, 64, DType::f32);
+    side.ingest(now, key, value, query);
+    cpu->ingest(query, key, value);
+  };
+  const auto steps = [&](int count) {
+    for (int step = 0; step < count; ++step) {
+      const auto key = random_rows(random, 1, 2, 64, DType::f16), value = random_rows(random, 1, 2, 64, DType::f16);
+      side.append(std::span(&now, 1), key, value);
+      cpu->append(key, value);
+      const std::int64_t tokens = side.cache.num_tokens(now);
+      std::vector<float> mass(static_cast<std::size_t>(2 * tokens), 0.0F);
+      for (int head = 1; head <= 2; ++head) mass[static_cast<std::size_t>(head * tokens - 1)] = 900.0F;  // so that others go
+      side.accumulate(std::span(&now, 1), mass, tokens);
+      cpu->accumulate(mass);
+      side.cache.maintain(now);
+      cpu->maintain();
+    }
+  };
+  prompt();
+  check("a prompt", 0);
+  prompt();
+  check("another one", 0);
+  const auto read = [&](const std::vector<std::byte>& saved) {  // rows that were stored since the last publication, and whether bases moved, are saved
+    side.cache.erase(now);
+    side.cache.load(copy, saved);
+    now = copy;
+  };
+  read(side.save(now));
+  prompt();
+  check("a prompt for a loaded copy", 0);
+  steps(10);
+  check("steps", 1);
+  prompt();
+  check("a prompt for bases that are published", 0);
+  steps(64);
+  CHECK(cpu->publications() > publications + 1);
+  CHECK(side.cache.statistics().publications == cpu->publications());
+}
+
 TEST_CASE("heavy hitters under bases that they move: sequences that are maintained with eighteen others are as those alone, bit for bit") {
   Random random(233);
   check_many<Directions>(random);

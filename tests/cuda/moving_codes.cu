@@ -176,3 +176,57 @@ TEST_CASE("bases that move over codes of principal axes, of unrotated keys") {
   check_sequences<DirectionsCodes>(Method::directions_codes, 323, 128, 64, 4, DType::f32, false, true);
   check_sequences<OjaCodes>(Method::oja_codes, 324, 128, 128, 4, DType::f32, true, true);
 }
+
+TEST_CASE("bases that move: prompts of which an updater sees nothing publish nothing, as on the CPU, in copies too") {
+  Random random(331);
+  support::Settings settings;
+  settings.method = Method::oja_codes;
+  settings.sinks = 3;
+  settings.recent = 8;
+  settings.share = 0.0F;
+  CacheConfig config;
+  config.shape = {2, 2, 64};
+  config.max_sequences = 2;
+  config.max_tokens = 1500;
+  config.flush_interval = 8;
+  config.publish_interval = 12;
+  const support::RandomLayer layer = support::random_layer(random, config.shape, settings, 20);
+  support::DeviceCache<OjaCodes> device(config, layer.basis, support::configured(OjaCodes::PolicySet{}, settings));
+  const auto cpu = support::make_cpu_side(settings, config, layer.basis);
+  SequenceId now = 1;
+  device.cache.create(now);
+  std::int64_t publications = 0;
+  const auto check = [&](const char* when, std::int64_t more) {
+    CAPTURE(when);
+    CHECK(cpu->publications() == publications + more);
+    CHECK(device.cache.statistics().publications == cpu->publications());
+    publications = cpu->publications();
+  };
+  const auto prompt = [&] {
+    const auto key = layer.rows(random, 300, true), value = layer.rows(random, 300, false), window = layer.queries(random, 32);
+    device.ingest(now, key, value, window);
+    cpu->ingest(key, value, window);
+  };
+  const auto steps = [&](int count) {
+    for (int step = 0; step < count; ++step) {
+      const auto key = layer.rows(random, 1, true), value = layer.rows(random, 1, false);
+      device.append(std::span(&now, 1), key, value);
+      device.cache.maintain(now);
+      cpu->append_maintained(key, value);
+    }
+  };
+  prompt();
+  check("a prompt", 0);
+  steps(10);
+  check("steps", 1);
+  prompt();
+  check("a prompt for bases that are published", 0);
+  const std::vector<std::byte> saved = device.save(now);
+  device.cache.erase(now);
+  device.cache.load(now = 2, saved);
+  prompt();
+  check("a prompt for a loaded copy", 0);
+  steps(64);
+  CHECK(cpu->publications() > publications + 1);
+  CHECK(device.cache.statistics().publications == cpu->publications());
+}

@@ -238,12 +238,13 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
     if (rolls) continue;
     if (observed.count[i] > 0) {
       if (phase == Phase::decode) ++own.decode_steps;
-      own.moved = true;
+      own.moved = own.unpublished = true;
     }
     const std::int64_t since = own.rows_since_publication + rows;
-    const bool due = own.moved && (since >= layer.publish_interval() || (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
+    const bool due = own.unpublished && (since >= layer.publish_interval() || (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
     own.rows_since_publication = due ? 0 : since;
     if (!due) continue;
+    own.unpublished = false;
     steps.epoch[i] = layer.epochs().take(slot);
     own.current = steps.epoch[i];
     ++statistics.publications;

@@ -143,7 +143,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   }
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }  ///< a complete prompt
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }  ///< a complete prompt whose queries nobody wants
-  /// @brief Stores what is left of a prompt whose last part came with Prompt::continues. @throws CapacityError if others have taken the pages since
+  /// @brief Stores what is left of a prompt whose last part came with Prompt::continues, and waits for counts where ingest() does. @throws CapacityError if others have taken the pages since
   void finish_prompt(SequenceId seq, cudaStream_t stream = nullptr) {
     Base::refuse_capture("finish_prompt", stream);
     const int slot = sequences_.find(seq);

@@ -46,6 +46,7 @@ struct HostEpochs {
   std::int64_t rows_since_publication = 0;
   std::int64_t decode_steps = 0;  ///< of an updater; where epochs begin when values say so, batches of rows so far: there are no more of its own
   bool moved = false;             ///< the working bases are no longer the calibrated ones
+  bool unpublished = false;       ///< they have moved since they were published
 };
 
 /// @brief Tells the device where the segments of heads begin that differ from the first one's.

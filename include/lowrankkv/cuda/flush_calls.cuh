@@ -69,7 +69,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         if constexpr (sketches) {
           if (in_parts) compress_in_parts(leaving, orders.second, source, scratch, stream);
           for (int one = 0; one < leaving.count && most_candidates > 0 && !in_parts; one += kAdaptBatch) {
-            roll_over<coded_groups>(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, scratch, stream);
+            roll_over<coded_groups>(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, 0, scratch, stream);
           }
         } else {
           if (most_candidates > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
@@ -121,11 +121,13 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
   void compress_in_parts(const Leaving& leaving, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
     const std::int32_t length = config_.flush_interval;
     for_each_part(layer_, leaving, kept, length, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) -> const std::int32_t* {
-      roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, before, scratch, stream);
+      const std::int64_t first = std::int64_t{order.part} * length;
+      [[maybe_unused]] const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
+      std::int64_t exempt = 0;
+      if constexpr (exempts_in_parts) exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
+      roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, static_cast<int>(exempt), before, scratch, stream);
       const std::int64_t most = (std::min)(part.most_compressed(0), length);
       if constexpr (exempts_in_parts) {
-        const std::int64_t first = std::int64_t{order.part} * length, pinned = order.part == 0 ? part.pinned[0] : 0;
-        const std::int64_t exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
         if (exempt + pinned > 0) {
           const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), source, scratch, stream);
           launch_store<StoreForm::full, RowPath::words>(part, source, full, {}, exempt + pinned, config_.full_type, stream);
@@ -150,8 +152,8 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       const RowOrder own = kept.from(first, config_.shape.num_kv_heads);
       adapt(layer_, policies_.updater, leaving, first, count, source, scratch, phase, own, scores, selection.share, statistics_, stream);
       if constexpr (rolls) {
-        decide_publications(layer_, leaving, first, count, own, phase, scratch, stream);
-        roll_epochs<coded_groups>(layer_, leaving, first, count, source, own, 0, phase == Phase::prefill ? kMomentSplits : 1, scratch, stream);
+        decide_publications(layer_, leaving, first, count, own, phase, scores == nullptr || selection.share > 0.0F, scratch, stream);
+        roll_epochs<coded_groups>(layer_, leaving, first, count, source, own, 0, 0, phase == Phase::prefill ? kMomentSplits : 1, scratch, stream);
       }
     }
     for (int i = 0; i < leaving.count; ++i) {

@@ -259,9 +259,9 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
 }
 
 /// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. A launch, and those of roll_epochs().
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param before  rows of it that were stored and that the host does not count yet
+/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param exempt  so many of every head's will stay full after all  @param before  rows of it that were stored and that the host does not count yet
 template <int coded_groups>
-void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
+void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const RollStore& rolls = layer.rolls();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
@@ -284,7 +284,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   };
   if (tables.head_dim <= 128) sketch(sketch_kernel<128>);
   else sketch(sketch_kernel<kMaxHeadDim>);
-  roll_epochs<coded_groups>(layer, leaving, first_sequence, count, source, order, before, 1, scratch, stream);
+  roll_epochs<coded_groups>(layer, leaving, first_sequence, count, source, order, exempt, before, 1, scratch, stream);
 }
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/host_sequence.cuh  What the host knows of a sequence: its lengths, which follow from counts, and its pages.
+/// @file cuda/host_sequence.cuh  What the host knows of a sequence: its lengths, which follow from counts but where heads keep rows of their own, and its pages.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of the lists of all heads. Values choose which rows go where, never how many; so heads differ only after tokens have gone from among those.
+/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads differ after tokens have gone from among rows that values chose, and where errors choose among those that scores left of a part of a prompt.
 struct SequenceRows {
   HeadRows rows;                  ///< the most of a head
   std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none

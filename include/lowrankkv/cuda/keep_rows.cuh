@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/keep_rows.cuh  Rows go from among those that masses chose, whose order in their list is nobody's: those at the list's end take the places of those that go.
+/// @file cuda/keep_rows.cuh  Rows go from among those that masses chose, whose order in their list is nobody's: those at its end, or at each segment's, take the places of those that go.
 ///
 /// Two launches: one block a head, or a group of heads with one fate, finds which rows move where, and moves their numbers; a warp a row moves what is stored (cuda/close_rows.cuh). Cost: the
 /// positions twice, each moved row once.

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/layer.cuh  Everything the Cuda backend stores for one attention layer: tables, pages, tails, maps, workspace.
 ///
-/// The host knows every length (they follow from token counts, or are asked for when tokens go) and decides which pages are used; kernels read their own
-/// copies, which the same launches that move rows also update, in the order of the stream.
+/// The host knows every length (they follow from token counts, or are asked for when tokens go and when errors choose in parts of a prompt) and decides which pages are used; kernels read their own copies, which the same launches that move rows also update, in the order of the stream.
 #pragma once
 
 #include <algorithm>
@@ -300,6 +299,7 @@ class LayerState {
     known.current = state.current;
     known.rows_since_publication = state.rows_since_publication;
     known.moved = true;
+    known.unpublished = state.unpublished != 0;
     for (int i = 0; i < lengths.num_segments; ++i) {
       HostSegment& own = known.segments.emplace_back(HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});
       for (int head = 0; head < tables_.num_heads; ++head) own.first_rows.push_back(segments[static_cast<std::size_t>(head * tables_.max_segments + i)].first_row);

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(Tables ta
   if (lane == 0) tables.row_residuals(list, left.slot, head)[listed] = norms;
 }
 
-/// @brief Enqueues the residuals of rows that have just been stored, `full` and `compressed` of them at the ends of every head's lists; the host and the device know so. Allocates nothing, waits for nothing.
+/// @brief Enqueues the residuals of rows that have just been stored, `full` and `compressed` of them at most at the ends of every head's lists; the host and the device know so. Allocates nothing, waits for nothing.
 /// @param decoded  scratch for kDecodedRows rows: keys, then values  @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam joint  values are  @tparam replaces  rows may stand anywhere in their list, since
 /// they take the places of others: all of it is decoded
 template <int scale_groups, bool joint, bool replaces>

@@ -17,6 +17,7 @@ struct PublicationRule {
   std::int64_t interval = 0;        ///< since the last time
   std::int32_t rows[kAdaptBatch];   ///< at once
   bool decode = false;              ///< steps are counted
+  bool observes = false;            ///< the updater sees rows: of prompts it may see none
 };
 
 /// @brief Notes that the rows of an order have moved bases, and says whether they are published. Grid: sequences.
@@ -35,8 +36,10 @@ __global__ void publication_kernel(Tables tables, Leaving leaving, RowOrder orde
   __syncthreads();
   if (threadIdx.x > 0) return;
   const std::int64_t since = states[slot].rows_since_publication + most;
-  const bool due = most > 0 && (since >= rule.interval || most >= rule.rows[index]);
+  const bool moved = states[slot].unpublished != 0 || (most > 0 && rule.observes);
+  const bool due = most > 0 && moved && (since >= rule.interval || most >= rule.rows[index]);
   states[slot].rows_since_publication = due ? 0 : since;
+  states[slot].unpublished = moved && !due ? 1 : 0;
   rolled[index] = due ? 1 : 0;
 }
 
@@ -50,10 +53,10 @@ inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::in
   return high;
 }
 
-/// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their rows, the first's first
+/// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their rows, the first's first  @param observes  the updater saw some of them, if there are any
 template <class = void>
-void decide_publications(const LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowOrder& order, Phase phase, const CompressScratch& scratch, cudaStream_t stream) {
-  PublicationRule rule{layer.publish_interval(), {}, phase == Phase::decode};
+void decide_publications(const LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowOrder& order, Phase phase, bool observes, const CompressScratch& scratch, cudaStream_t stream) {
+  PublicationRule rule{layer.publish_interval(), {}, phase == Phase::decode, observes};
   for (int i = 0; i < count; ++i) rule.rows[i] = phase == Phase::prefill ? rows_that_outweigh_an_epoch(layer, leaving.candidates(first_sequence + i)) : std::numeric_limits<std::int32_t>::max();
   publication_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(layer.tables(), leaving, order, first_sequence, rule, layer.rolls().states(), layer.rolls().sketches().states, scratch.rollover.rolled);
   check(cudaGetLastError(), "publication_kernel");
@@ -61,10 +64,10 @@ void decide_publications(const LayerState& layer, const Leaving& leaving, int fi
 
 /// @brief Leaving rows of at most kAdaptBatch sequences go on under new epochs where scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal axes; where residuals are kept, and there are
 /// epochs enough that some could merge, six for every 2048 stored rows of a sequence, which end at once unless some do.
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if values chose them: of these sequences, the first's first  @param before  rows of it that were stored and that the
-/// host does not count yet  @param splits  in which the moments of a sequence's rows are summed
+/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if values chose them: of these sequences, the first's first  @param exempt  so many of every head's are not, which errors
+/// choose under the new epoch  @param before  rows of it that were stored and that the host does not count yet  @param splits  in which the moments of a sequence's rows are summed
 template <int coded_groups>
-void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
+void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const RollStore& rolls = layer.rolls();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
@@ -85,7 +88,7 @@ void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, 
       layer.own_pages(leaving.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
     }
   }
-  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, leaving, order, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts(), rolls.reprojected());
+  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, leaving, order, exempt, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts(), rolls.reprojected());
   check(cudaGetLastError(), "roll_over_kernel");
   PublishedEpochs published{};
   std::copy_n(observed.slots, count, published.slots);

@@ -33,6 +33,7 @@ struct RollState {
   std::int32_t current = 0;               ///< the epoch that rows are written under, in Tables::maps
   std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
   std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
+  std::int32_t unpublished = 0;           ///< whether bases have moved since, there
   std::int32_t levels[kMaxSegments] = {}; ///< of segments
 };
 
@@ -71,17 +72,17 @@ __device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std:
 }
 
 /// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences.
-/// @param order  of the rows of a prompt that scores chose
+/// @param order  of the rows that scores or masses chose, of prompts and of tails  @param exempt  of a head's rows, so many stay full that `order` has and the sequence's counts do not know
 /// @param reprojected  [heads]: rows of merges are added
 template <class = void>
-__global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
+__global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
   __shared__ int opened, merged;  // segments; -1: none
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
   RollState& state = states[slot];
   bool any = false;  // row to be stored
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     const int2 meant = order.meant(index, tables.num_heads, head, leaving.compressed[sequence]);
-    any = any || meant.x < meant.y;
+    any = any || meant.y - meant.x > exempt;
   }
   const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
   if (threadIdx.x == 0) {

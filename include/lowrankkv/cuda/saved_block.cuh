@@ -20,7 +20,7 @@ struct SavedCounts {
   std::int64_t num_tokens = 0, rows_since_publication = 0, decode_steps = 0;
   HeadRows rows;  ///< the most of a head
   std::int32_t tail_length = 0, tail_first = 0, current_epoch = 0, own_epochs = 0;
-  std::int32_t moved = 0, padding = 0;
+  std::int32_t moved = 0, unpublished = 0;
 };
 
 /// @brief Where the parts of the block begin.

@@ -22,7 +22,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU6";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU7";
 
 /// @brief A saved sequence, opened and checked.
 struct SavedSequence : SequenceRows {
@@ -82,7 +82,7 @@ template <class = void>
 std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
   const HostEpochs epochs = layer.epochs_of(slot, stream);
-  SavedCounts counts{now.num_tokens, epochs.rows_since_publication, epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, epochs.moved ? 1 : 0, 0};
+  SavedCounts counts{now.num_tokens, epochs.rows_since_publication, epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, epochs.moved ? 1 : 0, epochs.unpublished ? 1 : 0};
   std::vector<std::int32_t> own;  // epochs, by first use
   const auto number_of = [&](std::int32_t epoch) {
     if (epoch == 0) return 0;
@@ -265,6 +265,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const bool epochs_fit = within(counts.own_epochs, most_own == 0 ? 0 : most_own + 1) && within(counts.current_epoch, counts.own_epochs) && (counts.moved == 0 || layer.epochs().adapts());
   const bool steps_fit = within(counts.rows_since_publication, most_steps) && within(counts.decode_steps, most_steps);
   if (!steps_fit) fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ", counts.decode_steps, " steps; 0 to ", most_steps);
+  if (counts.unpublished != 0 && counts.moved == 0) fail<FormatError>("saved state: bases moved since they were published: ", counts.unpublished, ", moved at all: ", counts.moved);
   if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
   if (layer.rolls().rolls()) {  // batches bound epochs from above, and bases are always a sequence's own
     const std::int64_t segments = static_cast<std::int64_t>(sequence.segments.size());
@@ -316,20 +317,21 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.missing = saved.missing;
   now.shifts = saved.shifts;
   layer.rotary().write_shifts(slot, now.shifts, stream);
-  now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0};
+  now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0, counts.unpublished != 0};
   for (HostSegment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
   const std::vector<HostSegment> segments = now.epochs.segments;
   if (layer.rolls().rolls()) {
     RollState state;
     state.current = now.epochs.current;
     state.rows_since_publication = counts.rows_since_publication;
+    state.unpublished = now.epochs.unpublished ? 1 : 0;
     const auto use = [&](std::int32_t epoch) { state.used |= epoch == 0 ? 0U : 1U << (epoch - 1); };
     use(counts.current_epoch);
     for (const HostSegment& segment : saved.segments) use(segment.epoch);
     for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
     check(cudaMemcpyAsync(layer.rolls().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
     check(cudaStreamSynchronize(stream), "load");
-    now.epochs = {{}, 0, 0, counts.decode_steps, false};
+    now.epochs = {{}, 0, 0, counts.decode_steps, false, false};
   }
   const DeviceLengths lengths{counts.tail_first, counts.tail_length, 0};
   check(cudaMemcpyAsync(layer.tables().lengths + slot, &lengths, sizeof(lengths), cudaMemcpyHostToDevice, stream), "load");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/token_rules.cuh  What becomes of leaving rows on the Cuda backend: in which numbers, which the host knows beforehand, and by what the rows are chosen.
+/// @file cuda/token_rules.cuh  What becomes of leaving rows on the Cuda backend: in which numbers, which the host knows beforehand (over all parts of a prompt: of one part a head may keep any), and by what the rows are chosen.
 ///
 /// A token policy, alone or in a Compose, has an Impl<P, Cuda> with
 /// - `static constexpr RowFate fate`: of rows that nothing else is said about: compressed, full or dropped;
