@@ -6,7 +6,7 @@ cd "$(dirname "$0")"
 source cmake/install_dependencies.sh
 
 mkdir -p build
-install_dependencies gnuplot-nox
+install_dependencies "${build_packages[@]}" gnuplot-nox
 cmake -S . -B build/release -G Ninja -DLOWRANKKV_BUILD_TESTS=OFF > build/release.cmake.log 2>&1 || { cat build/release.cmake.log; exit 1; }
 cmake --build build/release -j "$(nproc)"
 exec build/release/examples/quickstart/lowrankkv-quickstart --threads "$(nproc)" "$@"

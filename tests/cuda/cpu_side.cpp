@@ -87,11 +87,21 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
   const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<HeavySide> {
     policies.token_policy.template get<SinkRecent>() = settings.sinks;
     policies.token_policy.template get<HeavyHitters>() = settings.heavy;
+    if constexpr (has_member<decltype(policies.token_policy), SnapKV>) policies.token_policy.template get<SnapKV>() = settings.scores;
+    if constexpr (has_member<decltype(policies.token_policy), KeepFull>) policies.token_policy.template get<KeepFull>().recent = 0;
     if constexpr (requires { policies.basis.heads_per_group; }) policies.basis.heads_per_group = settings.heads_per_group;
     if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
     configure(policies.updater, settings);
     return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
   };
+  if (settings.scored) {
+    using Chosen = Compose<SinkRecent, SnapKV, HeavyHitters>;
+    if (settings.form == HeavyForm::plain) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, NoQuantizer>>({});
+    if (settings.form == HeavyForm::star) return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Chosen, BlockHadamard>>({});
+    if (settings.form == HeavyForm::oja_codes) return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Chosen, TransformCode, KeepEpochs<3>>>({});
+    if (settings.form == HeavyForm::full) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, SnapKV, HeavyHitters>, NoQuantizer>>({});
+    return nullptr;
+  }
   switch (settings.form) {
     case HeavyForm::plain: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, NoQuantizer>>({});
     case HeavyForm::codes: return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Tokens, TransformCode>>({});
@@ -103,10 +113,7 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     case HeavyForm::star: return make.template operator()<StarKVH2O<>>({});
     case HeavyForm::full: break;
   }
-  using Full = CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>;
-  Full::PolicySet policies;
-  policies.token_policy.get<KeepFull>().recent = 0;
-  return make.template operator()<Full>(policies);
+  return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>, NoQuantizer>>({});
 }
 
 std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings, const CacheConfig& config, const LayerBasis& basis) {

@@ -121,6 +121,8 @@ struct HeavySettings {
   HeavyForm form = HeavyForm::full;
   int heads_per_group = 0;  ///< of joint values
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
+  bool scored = false;      ///< scores choose among the rows of prompts first
+  lowrankkv::SnapKV scores{};
   float share = 1.0F;       ///< of a prompt's heavy hitters, what an updater observes
   int chunk_length = 150;   ///< of sketches
 };

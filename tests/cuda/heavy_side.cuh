@@ -85,6 +85,7 @@ Parts<Cache> policies_of(const HeavySettings& settings) {
   using Tokens = decltype(policies.token_policy);
   if constexpr (support::has_member<Tokens, KeepFull>) policies.token_policy.template get<KeepFull>().recent = 0;
   policies.token_policy.template get<HeavyHitters>() = settings.heavy;
+  if constexpr (support::has_member<Tokens, SnapKV>) policies.token_policy.template get<SnapKV>() = settings.scores;
   if constexpr (support::has_member<Tokens, SinkRecent>) policies.token_policy.template get<SinkRecent>() = settings.sinks;
   if constexpr (joins<Cache>) policies.basis.heads_per_group = settings.heads_per_group;
   if constexpr (compresses<Cache> && !coded<Cache>) policies.quantizer.type = settings.coefficients;

@@ -87,9 +87,10 @@ struct CacheRules {
   /// The same of a sequence of which so many tokens have left the tail.
   static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill), steps = row_counts(policy, 0, tokens, Phase::decode);
+    if (Rows::keeps_masses) return {Rows::compresses ? steps.pinned : steps.limit, Rows::compresses ? steps.limit : 0, 0};
     const std::int64_t full = (std::max)(prompt.full, steps.full);
-    // What a prompt's scores keep, and what errors leave, depends on how tokens come; masses choose among all of them. Where errors choose, a head that keeps its earliest rows when later ones go has room for twice as many.
-    return {full, !Rows::compresses ? 0 : Rows::keeps_masses ? (std::max)(prompt.compressed, steps.compressed) : tokens, Rows::by_errors ? (std::min)(full + 64, tokens - full) : 0};
+    // What a prompt's scores keep, and what errors leave, depends on how tokens come. Where errors choose, a head that keeps its earliest rows when later ones go has room for twice as many.
+    return {full, Rows::compresses ? tokens : 0, Rows::by_errors ? (std::min)(full + 64, tokens - full) : 0};
   }
 
   /// Heads of a group whose values are one latent; 0: none.

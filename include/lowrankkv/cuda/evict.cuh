@@ -23,7 +23,7 @@ inline constexpr int kReplaceRows = 8;      ///< of a block of replace_rows_kern
 
 /// @brief What is known of leaving rows besides Leaving, and where the decision goes.
 struct Eviction {
-  const float* masses = nullptr;   ///< of leaving rows, [heads, stride]; null: those of the tails
+  const float* masses = nullptr;   ///< of leaving rows, [heads, stride], negative ones of those that are dropped whatever their mass; null: those of the tails
   std::int32_t* chosen = nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
   std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending
   std::int32_t stride = 0;
@@ -184,20 +184,20 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tabl
 }
 
 /// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
-/// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to three launches. @param pinned  positions below it stay
+/// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to three launches. @param pinned  positions below it stay  @param masses  Eviction::masses
 /// @tparam closes  bases move: none takes another's place, and the device alone knows where lists end until the rows are stored
 template <bool closes>
-RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
+RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const float* masses, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
-  Eviction eviction{source.packed == nullptr ? nullptr : scratch.masses, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
+  Eviction eviction{masses, scratch.chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
   std::int64_t most_rows = 0;
   replacing = 0;
   for (int i = 0; i < leaving.count; ++i) {
     const std::int64_t stored = layer.sequence(leaving.slots[i]).num_rows(tables.weighed);
     most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
-    replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.rows[i]} - (full ? 0 : leaving.full[i]) - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored)), stored));
+    replacing = (std::max)(replacing, (std::min)(std::int64_t{full ? leaving.full[i] : leaving.compressed[i]} - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored)), stored));
   }
   if (joint) {
     eviction.group_masses = scratch.group_masses;

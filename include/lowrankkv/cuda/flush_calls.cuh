@@ -52,17 +52,21 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         layer_.add_pages(slot, after, stream);
         const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
         most_full = (std::max)(most_full, most_added(RowList::full));
-        most_compressed = (std::max)(most_compressed, Rows::keeps_masses && rolls ? std::int64_t{leaving.most_compressed(i)} : most_added(RowList::compressed));
+        most_compressed = (std::max)(most_compressed, Rows::keeps_masses && rolls ? std::int64_t{leaving.compressed[i]} : most_added(RowList::compressed));
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
       [[maybe_unused]] std::int64_t replacing = 0;
-      if constexpr (Rows::keeps_masses) (Rows::compresses ? orders.second : orders.first) = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), source, scratch, replacing, stream);
+      [[maybe_unused]] RowOrder& order = Rows::compresses ? orders.second : orders.first;
       if constexpr (Rows::by_scores) {
-        if (phase == Phase::prefill && leaving.candidates(0) > 0) {
+        if (phase == Phase::prefill && (Rows::keeps_masses || leaving.candidates(0) > 0)) {
           const AttentionScores wanted = attention_scores(policies_.token_policy);
-          const RowOrder kept = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
-          (Rows::compresses ? orders.second : orders.first) = kept;
+          order = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
         }
+      }
+      if constexpr (Rows::keeps_masses) {
+        const float* masses = source.packed == nullptr ? nullptr : scratch.masses;
+        if (order.rows != nullptr) masses = mask_scores(layer_, scratch, masses, order, leaving.candidates(0) + (Rows::compresses ? 0 : leaving.pinned[0]), leaving.rows[0], stream);
+        order = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), masses, source, scratch, replacing, stream);
       }
       const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr, counted = in_parts && exempts_in_parts;
       if constexpr (Rule::adapts && Rows::compresses) {
@@ -126,7 +130,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       std::int64_t exempt = 0;
       if constexpr (exempts_in_parts) exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
       roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, static_cast<int>(exempt), before, scratch, stream);
-      const std::int64_t most = (std::min)(part.most_compressed(0), length);
+      const std::int64_t most = (std::min)(part.compressed[0], length);
       if constexpr (exempts_in_parts) {
         if (exempt + pinned > 0) {
           const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), source, scratch, stream);

@@ -82,7 +82,7 @@ void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, 
     observed.first[i] = order.rows == nullptr ? leaving.pinned[from] : 0;
     observed.count[i] = leaving.candidates(from);
     if (observed.count[i] == 0) continue;
-    if (++now.epochs.decode_steps >= rolls.limits().own && leaving.most_compressed(from) > 0) {  // before, there are too few epochs to merge any
+    if (++now.epochs.decode_steps >= rolls.limits().own && leaving.compressed[from] > 0) {  // before, there are too few epochs to merge any
       may_merge = true;
       most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
       layer.own_pages(leaving.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);

@@ -199,8 +199,8 @@ struct Leaving {
   std::int32_t count = 0;
   std::int32_t slots[kMaxBatch];
   std::int32_t rows[kMaxBatch];
-  std::int32_t full[kMaxBatch];
-  std::int32_t compressed[kMaxBatch];
+  std::int32_t full[kMaxBatch];        ///< RowCounts::full
+  std::int32_t compressed[kMaxBatch];  ///< RowCounts::compressed: of a head, at most
   std::int32_t pinned[kMaxBatch];    ///< of the full ones, those that are full whatever their values: the oldest
   std::int32_t position[kMaxBatch];  ///< of the oldest
   std::int32_t limit[kMaxBatch];     ///< RowCounts::limit
@@ -208,13 +208,11 @@ struct Leaving {
   /// @brief By how many rows a list grows. @param weighed  the list whose rows masses choose  @param stored  rows that it has
   __host__ __device__ std::int32_t added(RowList list, RowList weighed, int sequence, std::int32_t stored) const {
     if (limit[sequence] < 0 || list != weighed) return list == RowList::full ? full[sequence] : compressed[sequence];
-    const std::int32_t candidates = rows[sequence] - (weighed == RowList::compressed ? full[sequence] : 0), room = limit[sequence] > stored ? limit[sequence] - stored : 0;
-    return room < candidates ? room : candidates;
+    const std::int32_t offered = list == RowList::full ? full[sequence] : compressed[sequence], room = limit[sequence] > stored ? limit[sequence] - stored : 0;
+    return room < offered ? room : offered;
   }
   /// @brief Rows of a sequence that could be compressed: not pinned, nor dropped by counts or scores.
-  __host__ __device__ std::int32_t candidates(int sequence) const { return (limit[sequence] < 0 ? full[sequence] + compressed[sequence] : rows[sequence]) - pinned[sequence]; }
-  /// @brief Rows of a head that are compressed, at most; of a policy that compresses. Where masses choose, some take the places of stored ones.
-  __host__ __device__ std::int32_t most_compressed(int sequence) const { return limit[sequence] < 0 ? compressed[sequence] : rows[sequence] - full[sequence]; }
+  __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
 };
 
 /// @brief Which rows of the lists of some sequences move where, segment after segment: [sequence of the batch, head, stride] each. Only when those of a segment have moved are places of the next one's free.

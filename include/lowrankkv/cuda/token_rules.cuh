@@ -43,8 +43,8 @@ enum class RowChoice : std::uint8_t { none, errors, scores, masses };
 /// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or, where rows are chosen by masses, take the places of stored ones that are.
 struct RowCounts {
   std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
-  std::int64_t full = 0;    ///< by which the list of full rows grows
-  std::int64_t compressed = 0;
+  std::int64_t full = 0;    ///< by which the list of full rows grows; where it is masses that choose those, rows that they choose among
+  std::int64_t compressed = 0;  ///< the same of compressed ones
   std::int64_t limit = -1;      ///< where rows are chosen by masses: rows that their list may have then, of which a head may have fewer; else -1
 };
 
@@ -120,7 +120,7 @@ struct MemberRules {
   template <RowChoice choice>
   static constexpr int asking = (0 + ... + (choice_of<Members>() == choice ? 1 : 0));
   static_assert(asking<RowChoice::errors> <= 1 && asking<RowChoice::scores> <= 1 && asking<RowChoice::masses> <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by the same thing");
-  static_assert(asking<RowChoice::masses> == 0 || asking<RowChoice::errors> + asking<RowChoice::scores> == 0, "lowrankkv: on the Cuda backend HeavyHitters goes with no other policy that chooses rows by their values (SnapKV, ResidualOutliers)");
+  static_assert(asking<RowChoice::masses> == 0 || asking<RowChoice::errors> == 0, "lowrankkv: on the Cuda backend HeavyHitters does not go with ResidualOutliers: how many rows of a head are full, and how many compressed, would follow from their values");
   static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
   static constexpr bool compresses = fate == RowFate::compressed;
   static constexpr bool keeps_masses = asking<RowChoice::masses> > 0;
@@ -175,13 +175,11 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
     return chosen;
   };
   const std::int64_t pinned = pinned_rows(policy, first_position, count), rest = count - pinned;
-  if (Rules::keeps_masses) {  // a share of all that have left the tail never shrinks, nor grows faster than they come
-    const auto kept_of = [&](std::int64_t left) { return (std::min)(left, pinned_rows(policy, 0, left) + chosen_of(RowChoice::masses, 0, left)); };
-    const std::int64_t more = kept_of(first_position + count) - kept_of(first_position);
-    const std::int64_t limit = kept_of(first_position + count) - (Rules::compresses ? pinned_rows(policy, 0, first_position + count) : 0);
-    return {pinned, Rules::compresses ? pinned : more, Rules::compresses ? more - pinned : 0, limit};
-  }
   const std::int64_t kept = Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count)) : Rules::fate == RowFate::dropped ? 0 : rest;
+  if (Rules::keeps_masses) {  // a share of all that have left the tail, the dropped ones included, never shrinks
+    const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left), limit = (std::min)(left, ever_pinned + chosen_of(RowChoice::masses, 0, left));
+    return {pinned, Rules::compresses ? pinned : pinned + kept, Rules::compresses ? kept : 0, Rules::compresses ? limit - ever_pinned : limit};
+  }
   const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
   return {pinned, pinned + exempt, kept - exempt};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// expected-error: HeavyHitters goes with no other policy that chooses rows by their values
+// expected-error: HeavyHitters does not go with ResidualOutliers
 #include "lowrankkv/cuda/presets.cuh"
 
 using Tokens = lowrankkv::Compose<lowrankkv::HeavyHitters, lowrankkv::ResidualOutliers>;
