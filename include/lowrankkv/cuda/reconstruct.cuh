@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
@@ -20,8 +21,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kDecodePieces = 4;   ///< of 64 rows, that a block decodes one after the other with maps that it has in registers
-inline constexpr int kDecodeSteps = 8;    ///< of 16 channels, that it has them for
+inline constexpr int kDecodeRows = 512;     ///< of a list, that a block decodes with maps that it has in shared memory
+inline constexpr int kDecodeChannels = 64;  ///< of rows, that it has them for, at most
+inline constexpr int kDecodeBlocks = kDecodeChannels / 8;
+inline constexpr int kDecodeShared = 3072;   ///< bytes of shared memory of decode_rows_kernel besides, at most
 
 namespace detail {
 
@@ -29,9 +32,11 @@ namespace detail {
 struct RowStage {
   std::uint8_t* base;
   DType dtype;
+  int channels;
   int stride;  ///< bytes from a row to the next: no two rows of a product meet in a bank
 
-  __device__ RowStage(std::uint8_t* memory, DType type, int head_dim) : base(memory), dtype(type), stride(head_dim * static_cast<int>(type == DType::f32 ? 4 : 2) + 16) {}
+  __device__ RowStage(std::uint8_t* memory, DType type, int row_channels) : base(memory), dtype(type), channels(row_channels), stride(static_cast<int>(bytes(type, row_channels))) {}
+  static __host__ __device__ std::size_t bytes(DType type, int channels) { return static_cast<std::size_t>(channels) * (type == DType::f32 ? 4 : 2) + 16; }
   /// Two neighbouring channels of a row, the first even.
   __device__ void put(int row, int channel, float first, float second) const {
     std::uint8_t* at = base + row * stride;
@@ -43,15 +48,16 @@ struct RowStage {
     if (dtype == type) *reinterpret_cast<std::uint32_t*>(base + row * stride + 2 * channel) = word;
     else put(row, channel, from_bits(type, static_cast<std::uint16_t>(word)), from_bits(type, static_cast<std::uint16_t>(word >> 16)));
   }
-  /// Writes channels [first, end), multiples of 16, to the target; row i to its place places[i], if it has one.
-  __device__ void write(const std::int64_t* places, int head, int first, int end, const DeviceTarget& target) const {
-    const int size = dtype == DType::f32 ? 4 : 2, per_row = (end - first) * size / 16;
+  /// Writes rows to the target, its channels from `first` on; row i to its place places[i], if it has one. Of so many threads this one is number `thread`.
+  template <int rows, int threads>
+  __device__ void write(const std::int64_t* places, int head, int first, const DeviceTarget& target, int thread) const {
+    const int size = dtype == DType::f32 ? 4 : 2, per_row = channels * size / 16, at_once = threads / per_row, byte = thread % per_row * 16;
     const bool wide = target.wide();
-    for (int item = static_cast<int>(threadIdx.x); item < kStoreRows * per_row; item += kStoreThreads) {
-      const int row = item / per_row, byte = first * size + item % per_row * 16;
+    if (thread >= at_once * per_row) return;
+    for (int row = thread / per_row; row < rows; row += at_once) {
       if (places[row] == kNowhere) continue;
       const uint4 words = *reinterpret_cast<const uint4*>(base + row * stride + byte);
-      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] + head * target.head_stride) * size + byte;
+      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] + head * target.head_stride + first) * size + byte;
       if (wide) {
         *reinterpret_cast<uint4*>(at) = words;
       } else {
@@ -65,184 +71,194 @@ struct RowStage {
   }
 };
 
-/// Operands of the products with maps: two blocks of eight row channels, so many steps of 16 channels of tiles; sums of parts.
+/// Operands of the products with maps, in shared memory: [step of 16 channels of tiles, block of eight row channels, part, lane]; sums of parts.
 template <DType type>
 struct MapOperands {
   static constexpr int parts = type == DType::f16 ? 2 : 3;
-  uint2 words[2][kDecodeSteps][parts];
 
+  static __host__ __device__ std::size_t bytes(int steps, int channels) { return sizeof(uint2) * static_cast<std::size_t>(steps * channels / 8 * parts * 32); }
   __device__ static std::uint32_t packed(float low, float high) { return static_cast<std::uint32_t>(to_bits(type, low)) | static_cast<std::uint32_t>(to_bits(type, high)) << 16; }
-  /// Steps [first, first + kDecodeSteps) of the blocks `block` and `block` + 1.
-  __device__ void load(const PartMaps& maps, int first, int block, int dim) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  /// Those of `blocks` blocks from `first_block` on. All threads of the block call it.
+  __device__ static void load(const PartMaps& maps, int steps, int first_block, int blocks, int dim, uint2* target) {
     const float scale = __ldg(maps.reader_scale);
-    #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int item = static_cast<int>(threadIdx.x); item < steps * blocks * 32; item += kStoreThreads) {  // whole warps
+      const int lane = item % 32, block = item / 32 % blocks, step = item / (32 * blocks);
+      float4 rest = 16 * step < maps.width ? maps.reader.quad((step * (dim / 8) + first_block + block) * 32 + lane) : float4{};
+      rest = {rest.x * scale, rest.y * scale, rest.z * scale, rest.w * scale};
       #pragma unroll
-      for (int k = 0; k < kDecodeSteps; ++k) {
-        const bool there = 16 * (first + k) < maps.width && 8 * (block + n) < dim;
-        float4 rest = there ? maps.reader.quad(((first + k) * (dim / 8) + block + n) * 32 + lane) : float4{};
-        rest = {rest.x * scale, rest.y * scale, rest.z * scale, rest.w * scale};
-        #pragma unroll
-        for (int part = 0; part < parts; ++part) {
-          const std::uint32_t low = packed(rest.x, rest.y), high = packed(rest.z, rest.w);
-          words[n][k][part] = {transposed(low), transposed(high)};
-          rest = {rest.x - from_bits(type, static_cast<std::uint16_t>(low)), rest.y - from_bits(type, static_cast<std::uint16_t>(low >> 16)),
-                  rest.z - from_bits(type, static_cast<std::uint16_t>(high)), rest.w - from_bits(type, static_cast<std::uint16_t>(high >> 16))};
-        }
+      for (int part = 0; part < parts; ++part) {
+        const std::uint32_t low = packed(rest.x, rest.y), high = packed(rest.z, rest.w);
+        target[((item / 32) * parts + part) * 32 + lane] = {transposed(low), transposed(high)};
+        rest = {rest.x - from_bits(type, static_cast<std::uint16_t>(low)), rest.y - from_bits(type, static_cast<std::uint16_t>(low >> 16)),
+                rest.z - from_bits(type, static_cast<std::uint16_t>(high)), rest.w - from_bits(type, static_cast<std::uint16_t>(high >> 16))};
       }
     }
   }
 };
 
+/// How decode_rows_kernel's block works: so many times sixteen rows a warp, and rows of all warps at a time.
+template <bool codes>
+inline constexpr int kDecodeSixteens = codes ? 1 : 2;
+template <bool codes>
+inline constexpr int kDecodeTogether = kStoreThreads / 32 * 16 * kDecodeSixteens<codes>;
+
+/// Numbers of f16 of the levels of a tile of codes: keys [row, channel], values [channel, row].
+inline __host__ __device__ int level_line(Part part, int channels) { return (part == Part::key ? channels : kStoreRows) + 8; }
+inline __host__ __device__ int level_numbers(Part part, int channels) { return (part == Part::key ? kStoreRows : channels) * level_line(part, channels); }
+
 }  // namespace detail
 
-/// @brief Shared memory of decode_rows_kernel in bytes. @param part_bytes  most of the keys, or the values, of 64 rows  @param channels  most of them, in tiles of codes
-inline std::size_t decode_bytes(int head_dim, int part_bytes, int channels) {
-  return static_cast<std::size_t>(kStoreRows * (4 * head_dim + 16) + part_bytes) + sizeof(__half) * static_cast<std::size_t>((std::max)(kStoreRows * (channels + 8), channels * (kStoreRows + 8)));
-}
-
-/// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range. Grid: kDecodePieces x 64 rows of a list x KV heads.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes
+/// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range. A warp multiplies sixteen rows, or twice so many, with maps that its block has in shared memory; of plain tiles no
+/// warp waits for another. Grid: kDecodeRows of a list x KV heads x (slices of channels of keys, then of values).
+/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes  @param slice  channels  @param map_bytes  of shared memory, for maps
 template <int scale_groups, DType type>
-__global__ void __launch_bounds__(kStoreThreads, type == DType::f16 && scale_groups < 2 ? 2 : 1) decode_rows_kernel(Tables tables, int slot, TokenRange range, int part_bytes, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, int slice, int map_bytes, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, blocks = dim / 8;
-  std::uint8_t* stored = shared_memory + kStoreRows * (4 * dim + 16);  // behind the rows: what is stored of the part, as it lies
-  __half* levels = reinterpret_cast<__half*>(stored + part_bytes);     // of codes: keys [kStoreRows, channels + 8], values [channels, kStoreRows + 8]
-  __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
-  __shared__ std::int64_t places[kStoreRows];
   constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
-  __shared__ float gains[two_groups ? 2 : 1][kStoreRows];
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  constexpr int sixteens = detail::kDecodeSixteens<codes>, warps = kStoreThreads / 32, own_rows = 16 * sixteens, together = detail::kDecodeTogether<codes>, parts = detail::MapOperands<type>::parts;
+  __shared__ std::int64_t places[warps][own_rows];
+  __shared__ float means[kDecodeChannels];
+  __shared__ float gains[two_groups ? 2 : 1][codes ? together : 1];
   if (range.wanted != nullptr && *range.wanted < 0) return;
-  const HeadRows lists = tables.rows[tables.index(slot, head)];
+  const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  const int slices = (dim + slice - 1) / slice, first_channel = static_cast<int>(blockIdx.z) % slices * slice, blocks = min(slice, dim - first_channel) / 8;
+  const Part part = static_cast<int>(blockIdx.z) < slices ? Part::key : Part::value;
   const HeadTiles& layout = tables.compressed[head];
+  if (part == Part::value && !layout.values) return;
+  DeviceTarget target = key;
+  if (part == Part::value) target = value;
+  uint2* maps_of_block = reinterpret_cast<uint2*>(shared_memory);
+  const detail::RowStage stage(shared_memory + map_bytes + static_cast<std::size_t>(16 * warp) * detail::RowStage::bytes(target.dtype, slice), target.dtype, 8 * blocks);
+  [[maybe_unused]] __half* levels = reinterpret_cast<__half*>(shared_memory + map_bytes + static_cast<std::size_t>(16 * warps) * detail::RowStage::bytes(target.dtype, slice));
+  const HeadRows lists = tables.rows[tables.index(slot, head)];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
-  const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), first_piece = range.first_piece(RowList::compressed) + static_cast<int>(blockIdx.x) * kDecodePieces;
-  const int pieces = min(kDecodePieces, (min(num_rows, static_cast<int>(range.end[1])) + kStoreRows - 1) / kStoreRows - first_piece);
-  for (const Part part : {Part::key, Part::value}) {
-    if (part == Part::value && (!layout.values || value.data == nullptr)) break;
-    const DeviceTarget& target = part == Part::key ? key : value;
-    const detail::RowStage rows(shared_memory, target.dtype, dim);
-    const int channels = layout.channels(part), units = part == Part::key ? layout.key_units : layout.value_units, steps = (channels + 15) / 16;
-    const int tile_bytes = part == Part::key ? layout.value_offset - layout.key_offset : layout.bytes - layout.value_offset;  // of the part
-    for (int first_block = 0; first_block < blocks; first_block += 2 * kStoreThreads / 32) {  // once up to head_dim 128
-      const int block = first_block + 2 * warp;
-      detail::MapOperands<type> operands;
-      int loaded = -1;  // epoch whose maps they are, the first steps of them
-      for (int piece = 0; piece < pieces; ++piece) {
-        const int begin = (first_piece + piece) * kStoreRows;
-        bool wanted = false;
-        __syncthreads();  // the rows before these are written
-        if (thread < kStoreRows) {
-          const int row = begin + thread;
-          const std::int64_t token = row < num_rows ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
-          places[thread] = target.place_of(token, range.count);
-          wanted = places[thread] != kNowhere;
+  const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), channels = layout.channels(part), units = layout.units(part), steps = (channels + 15) / 16;
+  const int begin = range.first_piece(RowList::compressed) * kStoreRows + static_cast<int>(blockIdx.x) * kDecodeRows, end = min(begin + kDecodeRows, min(num_rows, static_cast<int>(range.end[1])));
+  const auto tile_of = [&](int row) { return tables.tile(table, layout, row / layout.rows) + layout.offset(part); };
+  int loaded = -1;  // epoch whose maps are there
+  for (int index = 0; index < segments; ++index) {
+    const SegmentRows segment = tables.segment(slot, head, num_rows, index, 0);
+    const int from = max(begin, segment.begin), until = min(end, segment.end);
+    if (from >= until) continue;
+    const PartMaps& maps = tables.maps[segment.epoch * tables.num_heads + head].of(part);
+    if (loaded != segment.epoch) {
+      __syncthreads();  // nobody reads those before
+      detail::MapOperands<type>::load(maps, steps, first_channel / 8, blocks, dim, maps_of_block);
+      if (thread < 8 * blocks) means[thread] = maps.mean == nullptr ? 0.0F : maps.mean[first_channel + thread];
+      loaded = segment.epoch;
+      __syncthreads();
+    }
+    const float inverse = 1.0F / *maps.reader_scale;  // a power of two
+    for (int base = begin + (from - begin) / together * together; base < until; base += together) {
+      const int first = base + warp * own_rows;  // of the warp's
+      bool wanted = false;
+      __syncwarp();  // the rows before these are written
+      if (lane < own_rows) {
+        const int row = first + lane;
+        const std::int64_t token = row >= from && row < until ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
+        const std::int64_t place = target.place_of(token, range.count);
+        places[warp][lane] = place;
+        wanted = place != kNowhere;
+      }
+      if constexpr (codes) {
+        if (__syncthreads_or(wanted ? 1 : 0) == 0) continue;  // and nobody reads levels any more
+        for (int item = warp; item < together / kStoreRows * units; item += warps) {
+          const int tile = item / units, unit = item % units, row = base + tile * kStoreRows;
+          if (row >= num_rows) continue;
+          const std::uint8_t* unit_codes = tile_of(row);
+          for (int before = 0; before < unit; ++before) unit_codes += code_unit_bytes(layout.width(part, before));
+          __half* unpacked = levels + tile * detail::level_numbers(part, channels);
+          const int line = detail::level_line(part, channels);
+          if (part == Part::key) detail::unpack_levels<Part::key>(unit_codes, layout.width(part, unit), unpacked + unit * kCodeUnit, line, lane);
+          else detail::unpack_levels<Part::value>(unit_codes, layout.width(part, unit), unpacked + unit * kCodeUnit * line, line, lane);
+        }
+        for (int item = thread; item < together; item += kStoreThreads) {
           #pragma unroll
           for (int group = 0; group < scale_groups; ++group) {
-            if (row < num_rows) gains[group][thread] = detail::stored_gain(tables.tile(table, layout, begin / kCodeRows), layout, part, thread, group);
+            if (base + item < num_rows) gains[group][item] = detail::stored_gain(tables.tile(table, layout, (base + item) / kCodeRows), layout, part, (base + item) % kCodeRows, group);
           }
-        } else if (thread - kStoreRows < kStoreRows / layout.rows) {
-          const int row = begin + (thread - kStoreRows) * layout.rows;
-          tiles[thread - kStoreRows] = row < num_rows ? tables.tile(table, layout, row / layout.rows) + layout.offset(part) : nullptr;
-        }
-        if (__syncthreads_or(wanted ? 1 : 0) == 0) continue;
-        for (int item = thread; item < kStoreRows / layout.rows * (tile_bytes / 16); item += kStoreThreads) {
-          const std::uint8_t* tile = tiles[item / (tile_bytes / 16)];
-          reinterpret_cast<uint4*>(stored)[item] = tile == nullptr ? uint4{} : reinterpret_cast<const uint4*>(tile)[item % (tile_bytes / 16)];
         }
         __syncthreads();
-        if constexpr (codes) {
-          const std::uint8_t* from = stored;
-          for (int unit = 0; unit < units; ++unit) {
-            const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
-            if (part == Part::key) detail::unpack_levels<Part::key>(from, bits, levels + unit * kCodeUnit, channels + 8);
-            else detail::unpack_levels<Part::value>(from, bits, levels + unit * kCodeUnit * (kStoreRows + 8), kStoreRows + 8);
-            from += code_unit_bytes(bits);
-          }
-          __syncthreads();
-        }
-        for (int index = 0; index < segments; ++index) {
-          const SegmentRows segment = tables.segment(slot, head, num_rows, index, 0);
-          if (segment.end <= begin || segment.begin >= begin + kStoreRows) continue;
-          const PartMaps& maps = tables.maps[segment.epoch * tables.num_heads + head].of(part);
-          float sums[kStoreRows / 16][2][4] = {};
-          [[maybe_unused]] float done[two_groups ? kStoreRows / 16 : 1][2][4] = {};  // of the first scale group, with its gains
-          const int second_step = layout.first_units(part) * (kCodeUnit / 16);
-          for (int first_step = 0; first_step < steps && block < blocks; first_step += kDecodeSteps) {  // once up to 128 channels
-            if (loaded != segment.epoch || steps > kDecodeSteps) {
-              operands.load(maps, first_step, block, dim);
-              loaded = segment.epoch;
-            }
+      } else {
+        if (!__any_sync(~0U, wanted)) continue;
+        __syncwarp();
+      }
+      float sums[sixteens][kDecodeBlocks][4] = {};
+      [[maybe_unused]] float done[two_groups ? kDecodeBlocks : 1][4] = {};  // of the first scale group, with its gains
+      const int second_step = layout.first_units(part) * (kCodeUnit / 16);
+      #pragma unroll 2
+      for (int k = 0; k < steps; ++k) {
+        if constexpr (two_groups) {
+          if (k == second_step) {
             #pragma unroll
-            for (int k = 0; k < kDecodeSteps; ++k) {
-              if (first_step + k >= steps) break;
-              if constexpr (two_groups) {
-                if (first_step + k == second_step) {
-                  #pragma unroll
-                  for (int i = 0; i < kStoreRows / 2; ++i) {
-                    float& sum = sums[i / 8][i / 4 % 2][i % 4];
-                    done[i / 8][i / 4 % 2][i % 4] = sum * gains[0][16 * (i / 8) + g + 8 * (i / 2 % 2)];
-                    sum = 0.0F;
-                  }
-                }
-              }
-              #pragma unroll
-              for (int m = 0; m < kStoreRows / 16; ++m) {
-                uint4 a;
-                if constexpr (codes) {  // keys are rows x channels, values channels x rows
-                  const int lines = part == Part::key ? 16 * m : 16 * (first_step + k), columns = part == Part::key ? 16 * (first_step + k) : 16 * m, line = part == Part::key ? channels + 8 : kStoreRows + 8;
-                  const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + (lines + g) * line + columns + 2 * t);
-                  a = {own[0], own[4 * line], own[4], own[4 * line + 4]};
-                } else {
-                  a = reinterpret_cast<const uint4*>(stored)[(m * units + first_step + k) * 32 + lane];  // sixteen rows after sixteen rows
-                }
-                if (part == Part::value) a = {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
-                #pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                  #pragma unroll
-                  for (int i = detail::MapOperands<type>::parts - 1; i >= 0; --i) mma_plain<type>(sums[m][n], a, operands.words[n][k][i].x, operands.words[n][k][i].y);
-                }
-              }
+            for (int i = 0; i < 4 * kDecodeBlocks; ++i) {
+              done[i / 4][i % 4] = sums[0][i / 4][i % 4] * gains[0][16 * warp + g + 8 * (i / 2 % 2)];
+              sums[0][i / 4][i % 4] = 0.0F;
             }
           }
+        }
+        uint4 a[sixteens];
+        #pragma unroll
+        for (int m = 0; m < sixteens; ++m) {
+          if constexpr (codes) {  // keys are rows x channels, values channels x rows
+            const int row = 16 * warp % kStoreRows, line = detail::level_line(part, channels), lines = part == Part::key ? row : 16 * k, columns = part == Part::key ? 16 * k : row;
+            const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + 16 * warp / kStoreRows * detail::level_numbers(part, channels) + (lines + g) * line + columns + 2 * t);
+            a[m] = {own[0], own[4 * line], own[4], own[4 * line + 4]};
+          } else {
+            const int row = first + 16 * m;
+            a[m] = row < num_rows ? *reinterpret_cast<const uint4*>(tile_of(row) + (row % layout.rows / kPlainRows * units + k) * kPlainUnitBytes + 16 * lane) : uint4{};
+          }
+          if (part == Part::value) a[m] = {transposed(a[m].x), transposed(a[m].z), transposed(a[m].y), transposed(a[m].w)};
+        }
+        #pragma unroll
+        for (int n = 0; n < kDecodeBlocks; ++n) {
+          if (n >= blocks) break;
           #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            if (block + n >= blocks) continue;
+          for (int i = parts - 1; i >= 0; --i) {
+            const uint2 b = maps_of_block[((k * blocks + n) * parts + i) * 32 + lane];
             #pragma unroll
-            for (int m = 0; m < kStoreRows / 16; ++m) {
-              const auto put = [&](int row, float first, float second, const float* before) {
-                if (begin + row < segment.begin || begin + row >= segment.end) return;
-                const int channel = 8 * (block + n) + 2 * t;
-                if constexpr (two_groups) {
-                  const float gain = gains[second_step < steps ? 1 : 0][row];
-                  first = fmaf(first, gain, before[0]);
-                  second = fmaf(second, gain, before[1]);
-                }
-                const float scale = (scale_groups == 1 ? gains[0][row] : 1.0F) / *maps.reader_scale;  // by a power of two
-                rows.put(row, channel, first * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel]), second * scale + (maps.mean == nullptr ? 0.0F : maps.mean[channel + 1]));
-              };
-              put(16 * m + g, sums[m][n][0], sums[m][n][1], done[two_groups ? m : 0][n]);
-              put(16 * m + g + 8, sums[m][n][2], sums[m][n][3], done[two_groups ? m : 0][n] + 2);
-            }
+            for (int m = 0; m < sixteens; ++m) mma_plain<type>(sums[m][n], a[m], b.x, b.y);
           }
         }
-        __syncthreads();
-        rows.write(places, head, first_block * 8, min(dim, first_block * 8 + kStoreThreads / 2), target);
+      }
+      #pragma unroll
+      for (int m = 0; m < sixteens; ++m) {
+        if (m > 0) __syncwarp();  // the rows before these are written
+        #pragma unroll
+        for (int n = 0; n < kDecodeBlocks; ++n) {
+          if (n >= blocks) break;
+          const float2 mean = *reinterpret_cast<const float2*>(means + 8 * n + 2 * t);
+          #pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = g + 8 * half;
+            float low = sums[m][n][2 * half], high = sums[m][n][2 * half + 1], scale = inverse;
+            if constexpr (two_groups) {
+              const float gain = gains[second_step < steps ? 1 : 0][16 * warp + row];
+              low = fmaf(low, gain, done[n][2 * half]);
+              high = fmaf(high, gain, done[n][2 * half + 1]);
+            } else if constexpr (codes) {
+              scale *= gains[0][16 * warp + row];
+            }
+            stage.put(row, 8 * n + 2 * t, fmaf(low, scale, mean.x), fmaf(high, scale, mean.y));
+          }
+        }
+        __syncwarp();
+        stage.template write<16, 32>(places[warp] + 16 * m, head, first_channel, target, lane);
       }
     }
   }
 }
 
-/// @brief The same of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads.
+/// @brief The same of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads x (keys, then values).
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ std::int64_t places[2][kStoreRows];  // by part
+  __shared__ std::int64_t places[kStoreRows];
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, units = dim / kPlainUnit, thread = static_cast<int>(threadIdx.x);
+  const Part part = blockIdx.z == 0 ? Part::key : Part::value;
+  DeviceTarget target = key;  // a reference to either would be to a copy in local memory
+  if (part == Part::value) target = value;
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
   const int begin = (static_cast<int>(blockIdx.x) + (tail ? -full_pieces : range.first_piece(RowList::full))) * kStoreRows;
   const HeadRows lists = tables.rows[tables.index(slot, head)];
@@ -251,43 +267,38 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
   const int num_rows = tail ? lengths.tail_length : lists.num_full, used = min(kStoreRows, num_rows - begin);
   if (thread < kStoreRows) {
     const std::int64_t position = thread >= used ? -1 : tail ? range.first_tail + begin + thread : range.by_row ? begin + thread : detail::position_of(tables, RowList::full, slot, head, lists, begin + thread);
-    places[0][thread] = key.place_of(position - range.first, range.count);
-    places[1][thread] = value.place_of(position - range.first, range.count);
+    places[thread] = target.place_of(position - range.first, range.count);
   } else if (!tail && (thread - kStoreRows) * tables.listed.rows < used) {
     tiles[thread - kStoreRows] = tables.tile(table, tables.listed, begin / tables.listed.rows + thread - kStoreRows);
   }
   const SourceRows ring(tables, {}, slot, head);
-  const auto copy = [&](Part part, const DeviceTarget& target) {  // of each: a reference to either would be to a copy in local memory
-    const detail::RowStage rows(shared_memory, target.dtype, dim);
-    __syncthreads();
-    if (tail) {
-      for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
-        const int row = item / (dim / 2), channel = item % (dim / 2) * 2;
-        rows.put(row, channel, ring.element(part, begin + row, channel), ring.element(part, begin + row, channel + 1));
-      }
-    } else if (tables.listed.scaled) {
-      for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
-        const int row = item / (dim / 2), channel = item % (dim / 2) * 2, in_tile = row % tables.listed.rows;
-        const auto element = [&](int own) { return detail::scaled_element(tables.listed, tiles[row / tables.listed.rows], part, in_tile, own); };
-        rows.put(row, channel, element(channel), element(channel + 1));
-      }
-    } else {
-      #pragma unroll 4
-      for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
-        const int lane = item % 32, unit = item / 32 % units, row = item / 32 / units * kPlainRows;
-        const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.listed.rows] + tables.listed.offset(part) + (row % tables.listed.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
-        // Keys are rows x channels, values channels x rows; whole warps are here.
-        const std::uint32_t all[4] = {part == Part::key ? words.x : transposed(words.x), part == Part::key ? words.y : transposed(words.z), part == Part::key ? words.z : transposed(words.y),
-                                      part == Part::key ? words.w : transposed(words.w)};
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) rows.put_word(row + lane / 4 + 8 * (i % 2), unit * kPlainUnit + 2 * (lane % 4) + 8 * (i / 2), tables.full_type, all[i]);
-      }
+  const detail::RowStage rows(shared_memory, target.dtype, dim);
+  __syncthreads();
+  if (tail) {
+    for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
+      const int row = item / (dim / 2), channel = item % (dim / 2) * 2;
+      rows.put(row, channel, ring.element(part, begin + row, channel), ring.element(part, begin + row, channel + 1));
     }
-    __syncthreads();
-    rows.write(places[static_cast<int>(part)], head, 0, dim, target);
-  };
-  copy(Part::key, key);
-  if (value.data != nullptr) copy(Part::value, value);
+  } else if (tables.listed.scaled) {
+    for (int item = thread; item < used * dim / 2; item += kStoreThreads) {
+      const int row = item / (dim / 2), channel = item % (dim / 2) * 2, in_tile = row % tables.listed.rows;
+      const auto element = [&](int own) { return detail::scaled_element(tables.listed, tiles[row / tables.listed.rows], part, in_tile, own); };
+      rows.put(row, channel, element(channel), element(channel + 1));
+    }
+  } else {
+    #pragma unroll 4
+    for (int item = thread; item < (used + kPlainRows - 1) / kPlainRows * units * 32; item += kStoreThreads) {
+      const int lane = item % 32, unit = item / 32 % units, row = item / 32 / units * kPlainRows;
+      const uint4 words = *reinterpret_cast<const uint4*>(tiles[row / tables.listed.rows] + tables.listed.offset(part) + (row % tables.listed.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
+      // Keys are rows x channels, values channels x rows; whole warps are here.
+      const std::uint32_t all[4] = {part == Part::key ? words.x : transposed(words.x), part == Part::key ? words.y : transposed(words.z), part == Part::key ? words.z : transposed(words.y),
+                                    part == Part::key ? words.w : transposed(words.w)};
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) rows.put_word(row + lane / 4 + 8 * (i % 2), unit * kPlainUnit + 2 * (lane % 4) + 8 * (i / 2), tables.full_type, all[i]);
+    }
+  }
+  __syncthreads();
+  rows.template write<kStoreRows, kStoreThreads>(places, head, 0, target, thread);
 }
 
 /// @brief Zeros, where rows may have been dropped. Grid: tokens of the range x KV heads.
@@ -311,8 +322,9 @@ void copy_rows(const LayerState& layer, int slot, const TokenRange& range, const
   const bool reaches_tail = !range.by_row && range.first + range.count > range.first_tail;
   const int full = range.pieces(RowList::full), pieces = full + (reaches_tail ? (layer.sequence(slot).tail_length + kStoreRows - 1) / kStoreRows : 0);
   if (pieces == 0) return;
-  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(tables.num_heads));
-  detail::launch_kernel(copy_rows_kernel<>, grid, kStoreThreads, decode_bytes(tables.head_dim, 0, 0), "copy_rows_kernel", stream, tables, slot, range, full, key, value);
+  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(tables.num_heads), value.data == nullptr ? 1U : 2U);
+  const std::size_t stage = kStoreRows * (std::max)(detail::RowStage::bytes(key.dtype, tables.head_dim), detail::RowStage::bytes(value.dtype, tables.head_dim));
+  detail::launch_kernel(copy_rows_kernel<>, grid, kStoreThreads, stage, "copy_rows_kernel", stream, tables, slot, range, full, key, value);
 }
 
 /// @brief The same of the compressed rows (joint values: K alone). @tparam scale_groups  of tiles of codes; 0: plain ones
@@ -321,18 +333,25 @@ void decode_rows(const LayerState& layer, int slot, const TokenRange& range, con
   const Tables& tables = layer.tables();
   const int pieces = range.pieces(RowList::compressed);
   if (pieces == 0) return;
-  int channels = 0, part_bytes = 0;
+  int channels = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
-    if (!tiles.keys) continue;
-    channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
-    part_bytes = (std::max)({part_bytes, kStoreRows / tiles.rows * (tiles.value_offset - tiles.key_offset), kStoreRows / tiles.rows * (tiles.bytes - tiles.value_offset)});
+    if (tiles.keys) channels = (std::max)({channels, tiles.channels(Part::key), tiles.channels(Part::value)});
   }
-  const auto launch = [&](auto* kernel) {
-    const dim3 grid(static_cast<unsigned>((pieces + kDecodePieces - 1) / kDecodePieces), static_cast<unsigned>(tables.num_heads));
-    detail::launch_kernel(kernel, grid, kStoreThreads, decode_bytes(tables.head_dim, part_bytes, scale_groups > 0 ? channels : 0), "decode_rows_kernel", stream, tables, slot, range, part_bytes, key, value);
+  const auto launch = [&]<DType type>(std::integral_constant<DType, type>) {
+    constexpr bool codes = scale_groups > 0;
+    auto* const kernel = decode_rows_kernel<scale_groups, type>;
+    const std::size_t levels = codes ? sizeof(__half) * static_cast<std::size_t>(detail::kDecodeTogether<codes> / kStoreRows * (std::max)(detail::level_numbers(Part::key, channels), detail::level_numbers(Part::value, channels))) : 0;
+    const std::size_t most = static_cast<std::size_t>(layer.shared_bytes() - kDecodeShared);
+    int slice = kDecodeChannels;
+    const auto maps = [&] { return detail::MapOperands<type>::bytes((channels + 15) / 16, slice); };
+    const auto bytes = [&] { return maps() + kStoreThreads / 2 * (std::max)(detail::RowStage::bytes(key.dtype, slice), detail::RowStage::bytes(value.dtype, slice)) + levels; };
+    while (slice > 16 && bytes() > most) slice /= 2;
+    const int slices = (tables.head_dim + slice - 1) / slice, blocks = (pieces * kStoreRows + kDecodeRows - 1) / kDecodeRows;
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(value.data == nullptr ? slices : 2 * slices));
+    detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, slice, static_cast<int>(maps()), key, value);
   };
-  if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(decode_rows_kernel<scale_groups, DType::f16>);
-  else if constexpr (scale_groups == 0) launch(decode_rows_kernel<0, DType::bf16>);
+  if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(std::integral_constant<DType, DType::f16>{});
+  else if constexpr (scale_groups == 0) launch(std::integral_constant<DType, DType::bf16>{});
 }
 
 /// @brief Enqueues the stored K and V (joint values: but for the compressed rows' V) of a range of a sequence's tokens. @param drops  some of them may be stored nowhere

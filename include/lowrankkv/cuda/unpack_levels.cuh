@@ -18,12 +18,13 @@ __device__ __forceinline__ __half2 levels_of(std::uint32_t bytes, std::uint32_t 
 }
 
 /// Levels of a unit of codes as maps expect them, gains left out: the plane about its centre, values as often as sums count them. A word holds one byte of codes of
-/// four channels, or rows (tile_layout.cuh). keys: target [64 rows, stride], of its first channel; values: [32 channels, stride].
+/// four channels, or rows (tile_layout.cuh). keys: target [64 rows, stride], of its first channel; values: [32 channels, stride]. One warp.
 template <Part part, int bits>
-__device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stride) {
+__device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stride, int lane) {
   constexpr float centre = 0.5F * static_cast<float>((1 << bits) - 1);
   constexpr std::uint32_t mask = 0x01010101U * ((1U << bits) - 1U);
-  for (int item = static_cast<int>(threadIdx.x); item < code_unit_bytes(bits) / 4; item += kStoreThreads) {
+  #pragma unroll 4
+  for (int item = lane; item < code_unit_bytes(bits) / 4; item += 32) {
     const std::uint32_t word = reinterpret_cast<const std::uint32_t*>(unit)[item];
     #pragma unroll
     for (int q = 0; q < 8 / bits; ++q) {
@@ -45,11 +46,11 @@ __device__ void unpack_levels(const std::uint8_t* unit, __half* target, int stri
 }
 /// The same of any width.
 template <Part part>
-__device__ void unpack_levels(const std::uint8_t* unit, int bits, __half* target, int stride) {
-  if (bits == 8) unpack_levels<part, 8>(unit, target, stride);
-  else if (bits == 4) unpack_levels<part, 4>(unit, target, stride);
-  else if (bits == 2) unpack_levels<part, 2>(unit, target, stride);
-  else unpack_levels<part, 1>(unit, target, stride);
+__device__ void unpack_levels(const std::uint8_t* unit, int bits, __half* target, int stride, int lane) {
+  if (bits == 8) unpack_levels<part, 8>(unit, target, stride, lane);
+  else if (bits == 4) unpack_levels<part, 4>(unit, target, stride, lane);
+  else if (bits == 2) unpack_levels<part, 2>(unit, target, stride, lane);
+  else unpack_levels<part, 1>(unit, target, stride, lane);
 }
 
 }  // namespace detail
