@@ -99,6 +99,7 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     if (settings.form == HeavyForm::plain) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, NoQuantizer>>({});
     if (settings.form == HeavyForm::star) return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Chosen, BlockHadamard>>({});
     if (settings.form == HeavyForm::oja_codes) return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Chosen, TransformCode, KeepEpochs<3>>>({});
+    if (settings.form == HeavyForm::directions) return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Chosen, NoQuantizer, RotateNow>>({});
     if (settings.form == HeavyForm::full) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, SinkRecent, SnapKV, HeavyHitters>, NoQuantizer>>({});
     return nullptr;
   }

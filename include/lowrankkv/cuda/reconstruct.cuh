@@ -96,11 +96,7 @@ struct MapOperands {
   }
 };
 
-/// How decode_rows_kernel's block works: so many times sixteen rows a warp, and rows of all warps at a time.
-template <bool codes>
-inline constexpr int kDecodeSixteens = codes ? 1 : 2;
-template <bool codes>
-inline constexpr int kDecodeTogether = kStoreThreads / 32 * 16 * kDecodeSixteens<codes>;
+inline constexpr int kDecodeTiles = 2;  ///< of codes, that a block decodes at a time, at most: sixteen rows a warp
 
 /// Numbers of f16 of the levels of a tile of codes: keys [row, channel], values [channel, row].
 inline __host__ __device__ int level_line(Part part, int channels) { return (part == Part::key ? channels : kStoreRows) + 8; }
@@ -110,15 +106,15 @@ inline __host__ __device__ int level_numbers(Part part, int channels) { return (
 
 /// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range. A warp multiplies sixteen rows, or twice so many, with maps that its block has in shared memory; of plain tiles no
 /// warp waits for another. Grid: kDecodeRows of a list x KV heads x (slices of channels of keys, then of values).
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes  @param slice  channels  @param map_bytes  of shared memory, for maps
+/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes  @param slice  channels  @param map_bytes  of shared memory, for maps  @param tiles  of codes at a time
 template <int scale_groups, DType type>
-__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, int slice, int map_bytes, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, int slice, int map_bytes, int tiles, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
-  constexpr int sixteens = detail::kDecodeSixteens<codes>, warps = kStoreThreads / 32, own_rows = 16 * sixteens, together = detail::kDecodeTogether<codes>, parts = detail::MapOperands<type>::parts;
+  constexpr int sixteens = codes ? 1 : 2, warps = kStoreThreads / 32, own_rows = 16 * sixteens, parts = detail::MapOperands<type>::parts;
   __shared__ std::int64_t places[warps][own_rows];
-  __shared__ float means[kDecodeChannels];
-  __shared__ float gains[two_groups ? 2 : 1][codes ? together : 1];
+  __shared__ __align__(8) float means[kDecodeChannels];
+  __shared__ float gains[two_groups ? 2 : 1][codes ? detail::kDecodeTiles * kStoreRows : 1];
   if (range.wanted != nullptr && *range.wanted < 0) return;
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int slices = (dim + slice - 1) / slice, first_channel = static_cast<int>(blockIdx.z) % slices * slice, blocks = min(slice, dim - first_channel) / 8;
@@ -134,6 +130,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
   const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), channels = layout.channels(part), units = layout.units(part), steps = (channels + 15) / 16;
   const int begin = range.first_piece(RowList::compressed) * kStoreRows + static_cast<int>(blockIdx.x) * kDecodeRows, end = min(begin + kDecodeRows, min(num_rows, static_cast<int>(range.end[1])));
+  const int together = codes ? tiles * kStoreRows : warps * own_rows;  // rows at a time
+  const bool works = warp * own_rows < together;
   const auto tile_of = [&](int row) { return tables.tile(table, layout, row / layout.rows) + layout.offset(part); };
   int loaded = -1;  // epoch whose maps are there
   for (int index = 0; index < segments; ++index) {
@@ -153,7 +151,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
       const int first = base + warp * own_rows;  // of the warp's
       bool wanted = false;
       __syncwarp();  // the rows before these are written
-      if (lane < own_rows) {
+      if (works && lane < own_rows) {
         const int row = first + lane;
         const std::int64_t token = row >= from && row < until ? (range.by_row ? row : detail::position_of(tables, RowList::compressed, slot, head, lists, row)) - range.first : -1;
         const std::int64_t place = target.place_of(token, range.count);
@@ -179,6 +177,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
           }
         }
         __syncthreads();
+        if (!works) continue;
       } else {
         if (!__any_sync(~0U, wanted)) continue;
         __syncwarp();
@@ -340,15 +339,18 @@ void decode_rows(const LayerState& layer, int slot, const TokenRange& range, con
   const auto launch = [&]<DType type>(std::integral_constant<DType, type>) {
     constexpr bool codes = scale_groups > 0;
     auto* const kernel = decode_rows_kernel<scale_groups, type>;
-    const std::size_t levels = codes ? sizeof(__half) * static_cast<std::size_t>(detail::kDecodeTogether<codes> / kStoreRows * (std::max)(detail::level_numbers(Part::key, channels), detail::level_numbers(Part::value, channels))) : 0;
+    const int numbers = codes ? (std::max)(detail::level_numbers(Part::key, channels), detail::level_numbers(Part::value, channels)) : 0;  // of a tile's levels
     const std::size_t most = static_cast<std::size_t>(layer.shared_bytes() - kDecodeShared);
-    int slice = kDecodeChannels;
+    int slice = kDecodeChannels, tiles = codes ? detail::kDecodeTiles : 1;
     const auto maps = [&] { return detail::MapOperands<type>::bytes((channels + 15) / 16, slice); };
-    const auto bytes = [&] { return maps() + kStoreThreads / 2 * (std::max)(detail::RowStage::bytes(key.dtype, slice), detail::RowStage::bytes(value.dtype, slice)) + levels; };
-    while (slice > 16 && bytes() > most) slice /= 2;
+    const auto bytes = [&] { return maps() + kStoreThreads / 2 * (std::max)(detail::RowStage::bytes(key.dtype, slice), detail::RowStage::bytes(value.dtype, slice)) + sizeof(__half) * static_cast<std::size_t>(tiles * numbers); };
+    while (bytes() > most && (slice > 16 || tiles > 1)) {
+      slice = slice > 16 ? slice / 2 : kDecodeChannels;
+      if (slice == kDecodeChannels) tiles = 1;
+    }
     const int slices = (tables.head_dim + slice - 1) / slice, blocks = (pieces * kStoreRows + kDecodeRows - 1) / kDecodeRows;
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(value.data == nullptr ? slices : 2 * slices));
-    detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, slice, static_cast<int>(maps()), key, value);
+    detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, slice, static_cast<int>(maps()), tiles, key, value);
   };
   if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(std::integral_constant<DType, DType::f16>{});
   else if constexpr (scale_groups == 0) launch(std::integral_constant<DType, DType::bf16>{});

@@ -36,6 +36,11 @@ struct Warp {
 };
 /// Most shared memory of a block, and what must not be written behind what a kernel asked for.
 inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024;
+/// Shared memory of a block, at most: LOWRANKKV_EMULATED_SHARED bytes, of smaller devices.
+inline int shared_limit() {
+  const char* wish = std::getenv("LOWRANKKV_EMULATED_SHARED");
+  return wish == nullptr ? static_cast<int>(kShared) : std::atoi(wish);
+}
 
 /// A thread of a block. It begins as a context; from then on jumps, which ask nothing of the system, lead to it and back.
 struct Fiber {

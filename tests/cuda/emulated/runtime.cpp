@@ -51,7 +51,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 8 : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? static_cast<int>(emulated::kShared) : 9;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 8 : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::shared_limit() : 9;
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
@@ -59,7 +59,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->sharedSizeBytes = 4096;  // static shared memory is not counted here: as much as kernels have at most
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) { return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > emulated::shared_limit() ? cudaErrorInvalidValue : cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
