@@ -2,6 +2,8 @@
 // Heavy hitters that are compressed on the GPU head by head: plain coefficients, codes.
 #include <doctest/doctest.h>
 
+#include <string>
+
 #include "heavy_cases.cuh"
 
 using namespace lowrankkv;

@@ -217,6 +217,16 @@ TEST_CASE("bases that move: prompts of which an updater sees nothing publish not
   };
   prompt();
   check("a prompt", 0);
+  // Bases cannot have moved since they were published if they never did: somewhere in the first bytes a number says so.
+  int refused = 0;
+  const std::vector<std::byte> still = device.save(now);
+  for (std::size_t at = 0; at < 2000; at += 4) {
+    std::vector<std::byte> hostile = still;
+    std::fill_n(hostile.begin() + static_cast<std::ptrdiff_t>(at), 4, std::byte{1});
+    refused += support::message_of([&] { device.cache.load(2, support::with_checksum(hostile)); }).find("bases moved since they were published: 16843009, moved at all: 0") != std::string::npos ? 1 : 0;
+    if (device.cache.contains(2)) device.cache.erase(2);
+  }
+  CHECK(refused == 1);
   steps(10);
   check("steps", 1);
   prompt();

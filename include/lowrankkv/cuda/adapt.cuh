@@ -93,7 +93,7 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   return scores;
 }
 
-/// @brief The scores of the rows of an order of a prompt, those of the others lower than any, in the half of the scores that `scores` are not in.
+/// @brief The scores, or masses, of the rows of an order of a prompt, those of the others lower than any, in the half of the scores that `scores` are not in.
 template <class = void>
 const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
   const int heads = layer.tables().num_heads;

@@ -153,8 +153,8 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   /// Whether leaving rows may take places of stored ones: in the head whose list has the most, so that the fewest go to its end.
   bool replaces_rows(const Leaving& leaving, int i, const SequenceRows& now) const {
     const RowList weighed = layer_.tables().weighed;
-    const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed)), offered = weighed == RowList::full ? leaving.full[i] : leaving.compressed[i];
-    return Rows::keeps_masses && (stored > leaving.limit[i] || leaving.added(weighed, weighed, i, stored) < offered);
+    const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed));
+    return Rows::keeps_masses && (stored > leaving.limit[i] || leaving.added(weighed, weighed, i, stored) < leaving.offered(weighed, i));
   }
   /// Adds the rows that leave sequence `i` of a batch, as many as lists may get.
   void add_most(SequenceRows& after, const Leaving& leaving, int i, Phase phase) const {

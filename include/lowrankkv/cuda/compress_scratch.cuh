@@ -68,7 +68,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t turned = reserve(rows == 0 || (columns == 0 && layer.tables().masses == nullptr) || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
   const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
-  const bool rolls = layer.rolls().rolls(), masses = layer.tables().masses != nullptr, shares = masses && rolls && columns > 0, both = masses && columns > 0;  // an updater observes some of the rows that masses choose; scores are wanted besides
+  const bool rolls = layer.rolls().rolls(), masses = layer.tables().masses != nullptr, both = masses && columns > 0, shares = both && rolls;  // scores are wanted besides masses; an updater observes some of the rows that these choose
   const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)), own_masses = both ? reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(float)) : scores;
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t kept = reserve(keeps || shares ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0), observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);

@@ -197,7 +197,7 @@ RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_
   for (int i = 0; i < leaving.count; ++i) {
     const std::int64_t stored = layer.sequence(leaving.slots[i]).num_rows(tables.weighed);
     most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
-    replacing = (std::max)(replacing, (std::min)(std::int64_t{full ? leaving.full[i] : leaving.compressed[i]} - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored)), stored));
+    replacing = (std::max)(replacing, (std::min)(std::int64_t{leaving.offered(tables.weighed, i)} - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored)), stored));
   }
   if (joint) {
     eviction.group_masses = scratch.group_masses;

@@ -125,13 +125,11 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
   void compress_in_parts(const Leaving& leaving, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
     const std::int32_t length = config_.flush_interval;
     for_each_part(layer_, leaving, kept, length, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) -> const std::int32_t* {
-      const std::int64_t first = std::int64_t{order.part} * length;
-      [[maybe_unused]] const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
-      std::int64_t exempt = 0;
-      if constexpr (exempts_in_parts) exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
+      const std::int64_t first = std::int64_t{order.part} * length, exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
       roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, static_cast<int>(exempt), before, scratch, stream);
       const std::int64_t most = (std::min)(part.compressed[0], length);
       if constexpr (exempts_in_parts) {
+        const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
         if (exempt + pinned > 0) {
           const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), source, scratch, stream);
           launch_store<StoreForm::full, RowPath::words>(part, source, full, {}, exempt + pinned, config_.full_type, stream);

@@ -24,6 +24,7 @@ namespace cuda {
 inline constexpr int kDecodeRows = 512;     ///< of a list, that a block decodes with maps that it has in shared memory
 inline constexpr int kDecodeChannels = 64;  ///< of rows, that it has them for, at most
 inline constexpr int kDecodeBlocks = kDecodeChannels / 8;
+inline constexpr int kDecodeTiles = 2;       ///< of codes, that a block decodes at a time, at most: sixteen rows a warp
 inline constexpr int kDecodeShared = 3072;   ///< bytes of shared memory of decode_rows_kernel besides, at most
 
 namespace detail {
@@ -96,8 +97,6 @@ struct MapOperands {
   }
 };
 
-inline constexpr int kDecodeTiles = 2;  ///< of codes, that a block decodes at a time, at most: sixteen rows a warp
-
 /// Numbers of f16 of the levels of a tile of codes: keys [row, channel], values [channel, row].
 inline __host__ __device__ int level_line(Part part, int channels) { return (part == Part::key ? channels : kStoreRows) + 8; }
 inline __host__ __device__ int level_numbers(Part part, int channels) { return (part == Part::key ? kStoreRows : channels) * level_line(part, channels); }
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
   constexpr int sixteens = codes ? 1 : 2, warps = kStoreThreads / 32, own_rows = 16 * sixteens, parts = detail::MapOperands<type>::parts;
   __shared__ std::int64_t places[warps][own_rows];
   __shared__ __align__(8) float means[kDecodeChannels];
-  __shared__ float gains[two_groups ? 2 : 1][codes ? detail::kDecodeTiles * kStoreRows : 1];
+  __shared__ float gains[two_groups ? 2 : 1][codes ? kDecodeTiles * kStoreRows : 1];
   if (range.wanted != nullptr && *range.wanted < 0) return;
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int slices = (dim + slice - 1) / slice, first_channel = static_cast<int>(blockIdx.z) % slices * slice, blocks = min(slice, dim - first_channel) / 8;
@@ -341,7 +340,7 @@ void decode_rows(const LayerState& layer, int slot, const TokenRange& range, con
     auto* const kernel = decode_rows_kernel<scale_groups, type>;
     const int numbers = codes ? (std::max)(detail::level_numbers(Part::key, channels), detail::level_numbers(Part::value, channels)) : 0;  // of a tile's levels
     const std::size_t most = static_cast<std::size_t>(layer.shared_bytes() - kDecodeShared);
-    int slice = kDecodeChannels, tiles = codes ? detail::kDecodeTiles : 1;
+    int slice = kDecodeChannels, tiles = codes ? kDecodeTiles : 1;
     const auto maps = [&] { return detail::MapOperands<type>::bytes((channels + 15) / 16, slice); };
     const auto bytes = [&] { return maps() + kStoreThreads / 2 * (std::max)(detail::RowStage::bytes(key.dtype, slice), detail::RowStage::bytes(value.dtype, slice)) + sizeof(__half) * static_cast<std::size_t>(tiles * numbers); };
     while (bytes() > most && (slice > 16 || tiles > 1)) {

@@ -205,11 +205,12 @@ struct Leaving {
   std::int32_t position[kMaxBatch];  ///< of the oldest
   std::int32_t limit[kMaxBatch];     ///< RowCounts::limit
 
+  /// @brief Rows of a head that come to a list, or, where masses choose those, that they choose among.
+  __host__ __device__ std::int32_t offered(RowList list, int sequence) const { return list == RowList::full ? full[sequence] : compressed[sequence]; }
   /// @brief By how many rows a list grows. @param weighed  the list whose rows masses choose  @param stored  rows that it has
   __host__ __device__ std::int32_t added(RowList list, RowList weighed, int sequence, std::int32_t stored) const {
-    if (limit[sequence] < 0 || list != weighed) return list == RowList::full ? full[sequence] : compressed[sequence];
-    const std::int32_t offered = list == RowList::full ? full[sequence] : compressed[sequence], room = limit[sequence] > stored ? limit[sequence] - stored : 0;
-    return room < offered ? room : offered;
+    const std::int32_t most = offered(list, sequence), room = limit[sequence] > stored ? limit[sequence] - stored : 0;
+    return limit[sequence] < 0 || list != weighed || most < room ? most : room;
   }
   /// @brief Rows of a sequence that could be compressed: not pinned, nor dropped by counts or scores.
   __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
