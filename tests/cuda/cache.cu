@@ -14,6 +14,8 @@
 #include "random_layer.hpp"
 #include "random_sequences.cuh"
 
+namespace cache_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 using support::Device;
@@ -888,3 +890,5 @@ TEST_CASE("tensors and lists of more than 2^31 elements") {
     }
   }
 }
+
+}  // namespace cache_tests

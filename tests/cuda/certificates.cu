@@ -9,6 +9,8 @@
 
 #include "certified_sequences.cuh"
 
+namespace certificates_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using support::DeviceCache;
@@ -126,3 +128,5 @@ TEST_CASE("what certificates are asked for and cannot be") {
   const support::CapturedStep step([&](cudaStream_t stream) { said = message_of([&] { device.cache.certify(1, device.queries(q, 1), {lse.data(), 1, 4}, {out, 1, 4}, kUnboundedCertificate, nullptr, stream); }); });
   CHECK(said == "certify: the stream is capturing a graph; only append, attend and accumulate can be captured");
 }
+
+}  // namespace certificates_tests

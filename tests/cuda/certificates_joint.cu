@@ -4,6 +4,8 @@
 
 #include "certified_sequences.cuh"
 
+namespace certificates_joint_tests {
+
 using namespace lowrankkv;
 
 TEST_CASE("certificates of joint values: never violated, and what float64 says they are") {
@@ -22,3 +24,5 @@ TEST_CASE("certificates of heavy hitters with joint values in codes: never viola
   support::certificates<StarKVH2O<Cuda>>(DType::f16, 1212);
   support::certificates<StarKVH2O<Cuda>>(DType::bf16, 1213);
 }
+
+}  // namespace certificates_joint_tests

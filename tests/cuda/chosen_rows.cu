@@ -13,6 +13,8 @@
 #include "device_cache.cuh"
 #include "random_sequences.cuh"
 
+namespace chosen_rows_tests {
+
 using namespace lowrankkv;
 using support::Answer;
 using support::DeviceCache;
@@ -478,3 +480,5 @@ TEST_CASE("a prompt that enters sketches batch by batch demands the pages that i
   }
   CHECK(apart > 0);
 }
+
+}  // namespace chosen_rows_tests

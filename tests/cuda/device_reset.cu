@@ -7,6 +7,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace device_reset_tests {
+
 using namespace lowrankkv;
 using support::Answer;
 using support::DeviceCache;
@@ -41,3 +43,5 @@ TEST_CASE("a device that was reset: kernels are allowed their shared memory agai
   REQUIRE(cudaDeviceReset() == cudaSuccess);
   CHECK(attended() == before);
 }
+
+}  // namespace device_reset_tests

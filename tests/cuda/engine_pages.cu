@@ -9,6 +9,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace engine_pages_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using support::DeviceCache;
@@ -150,3 +152,5 @@ TEST_CASE("pages of an engine on the device: what can be told on the host is ref
   CHECK(message_of([&] { cache.ingest(0, pages.keys(table.data(), 0, 4), pages.values(table.data(), 0, 4), query); }) == "query: in pages of 4 tokens, 0 expected on this backend");
   CHECK(cache.num_tokens(0) == 0);
 }
+
+}  // namespace engine_pages_tests

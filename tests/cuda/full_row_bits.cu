@@ -11,6 +11,8 @@
 #include "device_cache.cuh"
 #include "random_sequences.cuh"
 
+namespace full_row_bits_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 using support::Answer;
@@ -189,3 +191,5 @@ TEST_CASE("full rows in 8 bits take half of the bytes, and states of 16 bits are
   wide.ingest(1, large, large);
   CHECK(wide.cache.faults() > 0);
 }
+
+}  // namespace full_row_bits_tests

@@ -6,6 +6,8 @@
 
 #include "heavy_cases.cuh"
 
+namespace heavy_compressed_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 
@@ -58,3 +60,5 @@ TEST_CASE("forks and loaded copies of compressed heavy hitters go on as the orig
   check_replays<Codes>(random);
   if (effort() > 0) check_copies<Plain>(random);
 }
+
+}  // namespace heavy_compressed_tests

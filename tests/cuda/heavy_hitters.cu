@@ -11,6 +11,8 @@
 
 #include "heavy_cases.cuh"
 
+namespace heavy_hitters_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 using support::message_of;
@@ -176,3 +178,5 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
   CHECK(loaded < 600);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
+
+}  // namespace heavy_hitters_tests

@@ -9,6 +9,8 @@
 
 #include "heavy_cases.cuh"
 
+namespace heavy_joint_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 using support::message_of;
@@ -163,3 +165,5 @@ TEST_CASE("saved compressed heavy hitters: hostile masses, positions and counts 
   CHECK(load_hostile(random, side, saved, positions, effort() == 0 ? 40 : 400) > 0);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
+
+}  // namespace heavy_joint_tests

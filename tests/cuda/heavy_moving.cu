@@ -8,6 +8,8 @@
 #include "certified_sequences.cuh"
 #include "heavy_cases.cuh"
 
+namespace heavy_moving_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 
@@ -169,3 +171,5 @@ TEST_CASE("heavy hitters under bases that they move: sequences that are maintain
   check_many<OjaCodes>(random);
   if (effort() > 0) check_many<OjaPlain>(random);
 }
+
+}  // namespace heavy_moving_tests

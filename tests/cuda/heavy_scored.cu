@@ -8,6 +8,8 @@
 
 #include "heavy_cases.cuh"
 
+namespace heavy_scored_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 
@@ -158,3 +160,5 @@ TEST_CASE("heavy hitters among rows that scores keep: of a prompt of which they 
   check_none<Star>(random);
   check_none<OjaCodes>(random);
 }
+
+}  // namespace heavy_scored_tests

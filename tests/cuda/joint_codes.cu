@@ -10,6 +10,8 @@
 
 #include "joint_sequences.cuh"
 
+namespace joint_codes_tests {
+
 using namespace lowrankkv;
 using namespace star;
 using support::Answer;
@@ -72,3 +74,5 @@ TEST_CASE("joint values in codes of their own bits: a captured step replayed bet
   settings.joint = settings.allocated = true;
   check_captured_joint_steps<JointCodes>(204, settings, 100);
 }
+
+}  // namespace joint_codes_tests

@@ -10,6 +10,8 @@
 
 #include "joint_sequences.cuh"
 
+namespace joint_outliers_tests {
+
 using namespace lowrankkv;
 using namespace star;
 using support::Answer;
@@ -118,3 +120,5 @@ TEST_CASE("outliers of joint values are the rows of the largest errors in float6
   check_chosen<TransformCode>(243, OutlierError::relative);
   check_chosen<Int8>(244, OutlierError::absolute);
 }
+
+}  // namespace joint_outliers_tests

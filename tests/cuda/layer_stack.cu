@@ -10,6 +10,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace layer_stack_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using support::Answer;
@@ -287,3 +289,5 @@ TEST_CASE("layers of a stack on the device: all of them or none") {
   CHECK(message_of([&] { Stack lent(model.config, model.bases(), model.policies, little); }) == "workspace: " + std::to_string(little.bytes) + " bytes lent, " + std::to_string(enough.bytes) + " needed");
   CHECK(Stack(model.config, model.bases(), model.policies, enough).memory().reserved_bytes + enough.bytes == Stack(model.config, model.bases(), model.policies).memory().reserved_bytes);
 }
+
+}  // namespace layer_stack_tests

@@ -7,6 +7,8 @@
 
 #include "heavy_cases.cuh"
 
+namespace masses_on_request_tests {
+
 using namespace lowrankkv;
 using namespace heavy;
 
@@ -94,3 +96,5 @@ TEST_CASE("any cache says how much attention its rows received: rows of several 
                latent = masses_on_request<StarKV<Cuda>>(random, joint, {{0, {}}, {}, {4, 20}, {}}, 4e-3, true);
   MESSAGE("and of FullKV " << whole << ", hybrid " << still << ", StarKV " << latent);
 }
+
+}  // namespace masses_on_request_tests

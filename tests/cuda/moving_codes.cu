@@ -12,6 +12,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace moving_codes_tests {
+
 using namespace lowrankkv;
 using support::Answer;
 using support::effort;
@@ -240,3 +242,5 @@ TEST_CASE("bases that move: prompts of which an updater sees nothing publish not
   CHECK(cpu->publications() > publications + 1);
   CHECK(device.cache.statistics().publications == cpu->publications());
 }
+
+}  // namespace moving_codes_tests

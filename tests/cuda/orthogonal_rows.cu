@@ -13,6 +13,8 @@
 #include "lowrankkv/cuda/orthogonal_rows.cuh"
 #include "lowrankkv/cuda/rollover.cuh"
 
+namespace orthogonal_rows_tests {
+
 using namespace support;
 
 namespace {
@@ -111,3 +113,5 @@ TEST_CASE("rows become orthogonal, and what they span and weigh stays") {
   }
   MESSAGE("largest cosine " << worst.cosine << ", largest change of a product of channels " << worst.change);
 }
+
+}  // namespace orthogonal_rows_tests

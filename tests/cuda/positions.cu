@@ -13,6 +13,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace positions_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using support::Answer;
@@ -306,3 +308,5 @@ TEST_CASE("positions that cannot be moved stay") {
   turned.cache.create(1);
   CHECK(message_of([&] { turned.cache.shift_positions(1, 0, 3); }) == "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3");
 }
+
+}  // namespace positions_tests

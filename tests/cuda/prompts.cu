@@ -14,6 +14,8 @@
 #include "device_cache.cuh"
 #include "random_layer.hpp"
 
+namespace prompts_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using support::Answer;
@@ -520,3 +522,5 @@ TEST_CASE("pages from an engine's block manager, device memory from its allocato
   }
   CHECK(memory.live == 0);
 }
+
+}  // namespace prompts_tests

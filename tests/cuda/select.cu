@@ -11,6 +11,8 @@
 #include "lowrankkv/cuda/presets.cuh"
 #include "random_layer.hpp"
 
+namespace select_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 
@@ -140,3 +142,5 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
     }
   }
 }
+
+}  // namespace select_tests

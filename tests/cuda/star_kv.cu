@@ -16,6 +16,8 @@
 #include "random_layer.hpp"
 #include "star_side.cuh"
 
+namespace star_kv_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
 using support::Answer;
@@ -603,3 +605,5 @@ TEST_CASE("joint values of the rows that scores keep: heads of a group keep the 
     CHECK(side.attend(std::span(&two, 1), query) == answer);
   }
 }
+
+}  // namespace star_kv_tests

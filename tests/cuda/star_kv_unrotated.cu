@@ -12,6 +12,8 @@
 #include "random_layer.hpp"
 #include "star_side.cuh"
 
+namespace star_kv_unrotated_tests {
+
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 using namespace star;
@@ -376,3 +378,5 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   CHECK(message_of([&] { apart.cache.load(1, side.save(1)); }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
   CHECK_FALSE(apart.cache.contains(1));
 }
+
+}  // namespace star_kv_unrotated_tests

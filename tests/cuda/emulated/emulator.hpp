@@ -7,7 +7,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <csetjmp>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -32,20 +31,20 @@ struct Warp {
   int arrived = 0, lanes = 32;
   unsigned generation = 0;
   const char* what = nullptr;
-  std::array<std::array<std::uint8_t, 64>, 32> in{}, out{};
+  alignas(64) std::array<std::uint8_t, 64 * 32> in{}, out{};  ///< as many of a type as there are lanes
 };
 /// Most shared memory of a block, and what must not be written behind what a kernel asked for.
-inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024;
+inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024 + 5 * 64, kThreads = 1024;
 /// Shared memory of a block, at most: LOWRANKKV_EMULATED_SHARED bytes, of smaller devices.
 inline int shared_limit() {
   const char* wish = std::getenv("LOWRANKKV_EMULATED_SHARED");
   return wish == nullptr ? static_cast<int>(kShared) : std::atoi(wish);
 }
 
-/// A thread of a block. It begins as a context; from then on jumps, which ask nothing of the system, lead to it and back.
+/// A thread of a block. It begins as a context, once: it does the blocks' work one after the other. From then on jumps, which ask nothing of the system, lead to it and back.
 struct Fiber {
   ucontext_t start{};
-  std::jmp_buf now{};
+  void* now[5] = {};  ///< of __builtin_setjmp
   bool begun = false;
 };
 
@@ -53,90 +52,83 @@ struct Block {
   Index block, size, grid;
   int current = 0, alive = 0, at_barrier = 0, sum = 0;
   unsigned barrier = 0;
-  std::vector<Fiber> threads;
-  std::vector<char> done, waits;
+  std::unique_ptr<Fiber[]> threads{new Fiber[kThreads]};
+  int made = 0;  ///< of them
+  std::vector<char> ended, waits;  ///< who ended waits
   std::vector<Warp> warps;
-  std::jmp_buf scheduler{};
+  void* scheduler[5] = {};
   const std::function<void()>* kernel = nullptr;
-  std::unique_ptr<std::uint8_t[]> stacks{new std::uint8_t[kStack * 1024]};
+  std::unique_ptr<std::uint8_t[]> stacks{new std::uint8_t[kStack * kThreads]};
   alignas(128) std::uint8_t shared[kShared + kGuard];
 };
-inline Block& block() {
-  static Block one;
-  return one;
-}
-inline std::uint8_t* dynamic_shared() { return block().shared; }
-inline Index& thread() {
-  static Index one;
-  return one;
-}
+inline Block running;
+inline Index thread;
+inline std::uint8_t* dynamic_shared() { return running.shared; }
 [[noreturn]] inline void fail(const char* what, const char* more = "") {
-  std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more, block().block.x, block().block.y, block().block.z, block().current);
+  std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more, running.block.x, running.block.y, running.block.z, running.current);
   std::abort();
 }
-/// To the scheduler, until it comes back.
-[[gnu::noinline]] inline void leave() {
-  if (_setjmp(block().threads[static_cast<std::size_t>(block().current)].now) == 0) _longjmp(block().scheduler, 1);
-}
-/// To the current thread, until it leaves.
-[[gnu::noinline]] inline void enter() {
-  if (_setjmp(block().scheduler) != 0) return;
-  Fiber& fiber = block().threads[static_cast<std::size_t>(block().current)];
-  if (fiber.begun) _longjmp(fiber.now, 1);
+inline void run_thread();
+/// On with the next thread that need not wait, or with the scheduler, if there is none. Never in a function that such a jump leads to.
+[[gnu::noinline, noreturn]] inline void go_on() {
+  Block& own = running;
+  const int threads = static_cast<int>(own.waits.size());
+  int next = own.current;
+  do {
+    if (++next >= threads) next = 0;
+  } while (own.waits[static_cast<std::size_t>(next)] != 0 && next != own.current);
+  if (own.waits[static_cast<std::size_t>(next)] != 0) __builtin_longjmp(own.scheduler, 1);
+  own.current = next;
+  thread.x = static_cast<unsigned>(next);
+  Fiber& fiber = own.threads[static_cast<std::size_t>(next)];
+  if (fiber.begun) __builtin_longjmp(fiber.now, 1);
   fiber.begun = true;
   setcontext(&fiber.start);
+  std::abort();
 }
 /// This thread waits until somebody lets it go on.
-inline void wait() {
-  Block& own = block();
+[[gnu::noinline]] inline void wait() {
+  Block& own = running;
   own.waits[static_cast<std::size_t>(own.current)] = 1;
-  leave();
+  if (__builtin_setjmp(own.threads[static_cast<std::size_t>(own.current)].now) == 0) go_on();
 }
 inline void run_thread() {
-  Block& own = block();
-  (*own.kernel)();
-  own.done[static_cast<std::size_t>(own.current)] = 1;
-  --own.alive;
-  Warp& warp = own.warps[static_cast<std::size_t>(own.current / 32)];
-  if (warp.arrived > 0) fail("a lane ends while others wait for it: ", warp.what);
-  --warp.lanes;
-  if (own.at_barrier > 0) fail("a thread ends while others wait at a barrier");
-  leave();
+  while (true) {  // a block each time
+    Block& own = running;
+    (*own.kernel)();
+    --own.alive;
+    Warp& warp = own.warps[static_cast<std::size_t>(own.current / 32)];
+    if (warp.arrived > 0) fail("a lane ends while others wait for it: ", warp.what);
+    --warp.lanes;
+    if (own.at_barrier > 0) fail("a thread ends while others wait at a barrier");
+    own.ended[static_cast<std::size_t>(own.current)] = 1;
+    wait();
+  }
 }
-inline void make_thread(Fiber& fiber, std::uint8_t* stack) {
-  fiber.begun = false;
-  getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = stack;
-  fiber.start.uc_stack.ss_size = kStack;
-  makecontext(&fiber.start, run_thread, 0);
-}
-inline void run_block(int threads) {
-  Block& own = block();
+[[gnu::noinline]] inline void run_block(int threads) {
+  Block& own = running;
   own.alive = threads;
   own.at_barrier = own.sum = 0;
-  own.done.assign(static_cast<std::size_t>(threads), 0);
+  own.ended.assign(static_cast<std::size_t>(threads), 0);
   own.waits.assign(static_cast<std::size_t>(threads), 0);
   own.warps.resize(static_cast<std::size_t>((threads + 31) / 32));
   for (std::size_t warp = 0; warp < own.warps.size(); ++warp) {
     own.warps[warp].arrived = 0;
     own.warps[warp].lanes = std::min(32, threads - 32 * static_cast<int>(warp));
   }
-  if (own.threads.size() < static_cast<std::size_t>(threads)) own.threads.resize(static_cast<std::size_t>(threads));
-  for (int i = 0; i < threads; ++i) make_thread(own.threads[static_cast<std::size_t>(i)], own.stacks.get() + kStack * static_cast<std::size_t>(i));
-  while (own.alive > 0) {
-    bool moved = false;
-    for (int i = 0; i < threads; ++i) {
-      if (own.done[static_cast<std::size_t>(i)] != 0 || own.waits[static_cast<std::size_t>(i)] != 0) continue;
-      own.current = i;
-      thread() = {static_cast<unsigned>(i), 0, 0};
-      moved = true;
-      enter();
-    }
-    if (!moved) fail("all threads wait");
+  for (; own.made < threads; ++own.made) {
+    ucontext_t& start = own.threads[static_cast<std::size_t>(own.made)].start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = own.stacks.get() + kStack * static_cast<std::size_t>(own.made);
+    start.uc_stack.ss_size = kStack;
+    makecontext(&start, run_thread, 0);
   }
+  own.current = threads - 1;  // the next one is the first
+  if (__builtin_setjmp(own.scheduler) == 0) go_on();
+  if (running.alive > 0) fail("all threads wait");
 }
 inline void execute(dim3 grid, dim3 size, std::size_t shared, const std::function<void()>& kernel) {
-  Block& own = block();
+  Block& own = running;
   if (shared > kShared) fail("more shared memory than there is");
   own.kernel = &kernel;
   own.size = {size.x, size.y, size.z};
@@ -173,15 +165,15 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
 }
 
 inline void synchronise() {
-  Block& own = block();
+  Block& own = running;
   if (++own.at_barrier < own.alive) return wait();
   own.at_barrier = 0;
   ++own.barrier;
-  std::fill(own.waits.begin(), own.waits.end(), char{0});
+  own.waits = own.ended;
 }
 /// The sum of a number over the threads.
 inline int sum_of_threads(int number) {
-  Block& own = block();
+  Block& own = running;
   synchronise();
   own.sum = 0;
   synchronise();
@@ -194,26 +186,23 @@ inline int sum_of_threads(int number) {
 template <class Out, class In, class All>
 Out together(const char* what, const In& mine, All&& all) {
   static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64);
-  Block& own = block();
+  Block& own = running;
   const std::size_t lane = static_cast<std::size_t>(own.current % 32), first = static_cast<std::size_t>(own.current / 32 * 32);
   Warp& warp = own.warps[first / 32];
   if (warp.arrived == 0) warp.what = what;
-  if (std::strcmp(warp.what, what) != 0) fail("a lane comes for another instruction than ", warp.what);
-  std::memcpy(warp.in[lane].data(), &mine, sizeof(In));
+  if (warp.what != what && std::strcmp(warp.what, what) != 0) fail("a lane comes for another instruction than ", warp.what);
+  using Inputs = std::array<In, 32>;
+  using Outputs = std::array<Out, 32>;
+  Outputs& results = *reinterpret_cast<Outputs*>(warp.out.data());  // everybody has read the last ones who comes for these
+  std::memcpy(warp.in.data() + sizeof(In) * lane, &mine, sizeof(In));
   if (++warp.arrived == warp.lanes) {
-    std::array<In, 32> in{};
-    std::array<Out, 32> out{};
-    for (std::size_t i = 0; i < 32; ++i) std::memcpy(&in[i], warp.in[i].data(), sizeof(In));
-    all(in, out);
-    for (std::size_t i = 0; i < 32; ++i) std::memcpy(warp.out[i].data(), &out[i], sizeof(Out));
+    all(*reinterpret_cast<const Inputs*>(warp.in.data()), results);
     warp.arrived = 0;
-    for (std::size_t i = first; i < std::min(first + 32, own.waits.size()); ++i) own.waits[i] = 0;
+    for (std::size_t i = first; i < std::min(first + 32, own.waits.size()); ++i) own.waits[i] = own.ended[i];
   } else {
     wait();
   }
-  Out result;
-  std::memcpy(&result, warp.out[lane].data(), sizeof(Out));
-  return result;
+  return results[lane];
 }
 
 template <class T, class Source>
@@ -261,23 +250,30 @@ inline double element(const __half2& a, int place) { return static_cast<double>(
 struct Operands {
   std::uint32_t a[4], b[2];
 };
-/// mma.m16n8k16 of 16-bit numbers: use(lane, half of the rows, column of two, sum).
+/// Sums of products, as many as `depth` at a time in this order. Compiled with all optimisation, whatever the tests are.
+template <class Sum, int depth>
+void sum_products(const Sum (&a)[16][depth], const Sum (&b)[depth][8], Sum (&sums)[16][8]);
+extern template void sum_products(const double (&)[16][8], const double (&)[8][8], double (&)[16][8]);
+extern template void sum_products(const double (&)[16][16], const double (&)[16][8], double (&)[16][8]);
+extern template void sum_products(const int (&)[16][32], const int (&)[32][8], int (&)[16][8]);
+/// mma.m16n8kN: use(lane, half of the rows, column of two, sum), of sums of left(row, k) right(k, column).
+template <int depth, class Sum, class Left, class Right, class Use>
+void multiply(Left&& left, Right&& right, Use&& use) {
+  Sum a[16][depth], b[depth][8], sums[16][8];
+  for (int k = 0; k < depth; ++k) {
+    for (int row = 0; row < 16; ++row) a[row][k] = left(row, k);
+    for (int column = 0; column < 8; ++column) b[k][column] = right(k, column);
+  }
+  sum_products(a, b, sums);
+  for (int row = 0; row < 16; ++row) {
+    for (int column = 0; column < 8; ++column) use(row % 8 * 4 + column / 2, row / 8, column % 2, sums[row][column]);
+  }
+}
+/// mma.m16n8k16 of 16-bit numbers.
 template <class Number, class Use>
 void products(const std::array<Operands, 32>& in, Number&& number, Use&& use) {
-  float a[16][16], b[8][16];
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 16; ++k) a[row][k] = number(in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], k % 2);
-  }
-  for (int column = 0; column < 8; ++column) {
-    for (int k = 0; k < 16; ++k) b[column][k] = number(in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8], k % 2);
-  }
-  for (int row = 0; row < 16; ++row) {
-    for (int column = 0; column < 8; ++column) {
-      double sum = 0.0;
-      for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * static_cast<double>(b[column][k]);
-      use(row % 8 * 4 + column / 2, row / 8, column % 2, sum);
-    }
-  }
+  multiply<16, double>([&](int row, int k) { return number(in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], k % 2); },
+                       [&](int k, int column) { return number(in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8], k % 2); }, use);
 }
 
 }  // namespace emulated
@@ -288,10 +284,10 @@ void products(const std::array<Operands, 32>& in, Number&& number, Use&& use) {
 #define __shared__ static
 #define cudaLaunchKernelEx ::emulated::launch
 
-inline ::emulated::Index& threadIdx = ::emulated::thread();
-inline ::emulated::Index& blockIdx = ::emulated::block().block;
-inline ::emulated::Index& blockDim = ::emulated::block().size;
-inline ::emulated::Index& gridDim = ::emulated::block().grid;
+inline constexpr const ::emulated::Index& threadIdx = ::emulated::thread;
+inline constexpr const ::emulated::Index& blockIdx = ::emulated::running.block;
+inline constexpr const ::emulated::Index& blockDim = ::emulated::running.size;
+inline constexpr const ::emulated::Index& gridDim = ::emulated::running.grid;
 
 inline void __syncthreads() { emulated::synchronise(); }
 inline int __syncthreads_or(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0) > 0; }

@@ -6,6 +6,22 @@ namespace {
 cudaError_t last = cudaSuccess;
 }
 
+namespace emulated {
+template <class Sum, int depth>
+void sum_products(const Sum (&a)[16][depth], const Sum (&b)[depth][8], Sum (&sums)[16][8]) {
+  for (int row = 0; row < 16; ++row) {
+    Sum own[8] = {};
+    for (int k = 0; k < depth; ++k) {
+      for (int column = 0; column < 8; ++column) own[column] += a[row][k] * b[k][column];
+    }
+    std::copy_n(own, 8, sums[row]);
+  }
+}
+template void sum_products(const double (&)[16][8], const double (&)[8][8], double (&)[16][8]);
+template void sum_products(const double (&)[16][16], const double (&)[16][8], double (&)[16][8]);
+template void sum_products(const int (&)[16][32], const int (&)[32][8], int (&)[16][8]);
+}  // namespace emulated
+
 extern "C" {
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);

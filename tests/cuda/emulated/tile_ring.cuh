@@ -76,13 +76,9 @@ inline void mma_tf32(float (&c)[4], const float4& a, float b0, float b1) {
   const auto read = [](std::uint32_t bits) { return static_cast<double>(__uint_as_float(bits & ~0x1fffU)); };
   const emulated::Operands mine{{__float_as_uint(a.x), __float_as_uint(a.y), __float_as_uint(a.z), __float_as_uint(a.w)}, {__float_as_uint(b0), __float_as_uint(b1)}};
   const Sums d = emulated::together<Sums>("mma.tf32", mine, [&](const auto& in, auto& out) {
-    for (int row = 0; row < 16; ++row) {
-      for (int column = 0; column < 8; ++column) {
-        double sum = 0.0;
-        for (int k = 0; k < 8; ++k) sum += read(in[static_cast<std::size_t>(row % 8 * 4 + k % 4)].a[row / 8 + 2 * (k / 4)]) * read(in[static_cast<std::size_t>(column * 4 + k % 4)].b[k / 4]);
-        out[static_cast<std::size_t>(row % 8 * 4 + column / 2)][static_cast<std::size_t>(2 * (row / 8) + column % 2)] = static_cast<float>(sum);
-      }
-    }
+    emulated::multiply<8, double>([&](int row, int k) { return read(in[static_cast<std::size_t>(row % 8 * 4 + k % 4)].a[row / 8 + 2 * (k / 4)]); },
+                                  [&](int k, int column) { return read(in[static_cast<std::size_t>(column * 4 + k % 4)].b[k / 4]); },
+                                  [&](int lane, int half, int column, double sum) { out[static_cast<std::size_t>(lane)][static_cast<std::size_t>(2 * half + column)] = static_cast<float>(sum); });
   });
   for (std::size_t i = 0; i < 4; ++i) c[i] += d[i];
 }
@@ -106,16 +102,10 @@ uint4 load_matrices(const std::uint16_t* row) {
 inline void mma_codes(int (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
   using Sums = std::array<int, 4>;
   const Sums d = emulated::together<Sums>("mma.s8", emulated::Operands{{a0, a1, a2, a3}, {b0, b1}}, [](const auto& in, auto& out) {
-    for (int row = 0; row < 16; ++row) {
-      for (int column = 0; column < 8; ++column) {
-        int sum = 0;
-        for (int k = 0; k < 32; ++k) {
-          const std::uint32_t a = in[static_cast<std::size_t>(row % 8 * 4 + k % 16 / 4)].a[row / 8 + 2 * (k / 16)], b = in[static_cast<std::size_t>(column * 4 + k % 16 / 4)].b[k / 16];
-          sum += static_cast<int>(a >> (8 * (k % 4)) & 0xffU) * static_cast<std::int8_t>(b >> (8 * (k % 4)) & 0xffU);
-        }
-        out[static_cast<std::size_t>(row % 8 * 4 + column / 2)][static_cast<std::size_t>(2 * (row / 8) + column % 2)] = sum;
-      }
-    }
+    const auto byte = [](std::uint32_t word, int k) { return word >> (8 * (k % 4)) & 0xffU; };
+    emulated::multiply<32, int>([&](int row, int k) { return static_cast<int>(byte(in[static_cast<std::size_t>(row % 8 * 4 + k % 16 / 4)].a[row / 8 + 2 * (k / 16)], k)); },
+                                [&](int k, int column) { return static_cast<int>(static_cast<std::int8_t>(byte(in[static_cast<std::size_t>(column * 4 + k % 16 / 4)].b[k / 16], k))); },
+                                [&](int lane, int half, int column, int sum) { out[static_cast<std::size_t>(lane)][static_cast<std::size_t>(2 * half + column)] = sum; });
   });
   for (std::size_t i = 0; i < 4; ++i) c[i] += d[i];
 }
