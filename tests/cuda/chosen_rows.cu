@@ -235,6 +235,55 @@ TEST_CASE("tokens go from among rows that scores kept and errors exempted: each 
   for (const int bits : {0, 8}) check_tokens_go<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.4F}, ResidualOutliers{.share = 0.1F}), {}}, bits);
 }
 
+namespace {
+
+/// A relative error that a share of the rows of check_tokens_go() exceeds, of those that are compressed without exemptions.
+template <class Cache>
+float error_exceeded_by(double share, typename Cache::PolicySet policies) {
+  policies.token_policy.template get<ResidualOutliers>().share = 0.0F;
+  Random random(41);
+  const CacheConfig config = config_of(1200);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 48);
+  DeviceCache<Cache> device(config, layer.basis, policies);
+  device.cache.create(1);
+  const std::vector<float> key = layer.rows(random, 500, true), value = layer.rows(random, 500, false);
+  device.ingest(1, key, value, layer.queries(random, 32));
+  const Stored now = stored(device, 1);
+  std::vector<double> errors;
+  for (std::size_t row = 0; row < 500 * 3; ++row) {
+    if (now.states[row % 3][row / 3] != RowState::compressed) continue;
+    const HeadBasis& basis = layer.basis.heads[row % 3];
+    double error = 0.0;
+    for (const bool keys : {true, false}) {
+      const std::vector<float>&exact = keys ? key : value, &kept = keys ? now.key : now.value, &mean = keys ? basis.key_mean : basis.value_mean;
+      double lost = 0.0, energy = 0.0;
+      for (std::size_t i = 0; i < 64; ++i) {
+        const double x = round_to(config.full_type, exact[row * 64 + i]), away = x - kept[row * 64 + i], centred = x - (mean.empty() ? 0.0F : mean[i]);
+        lost += away * away;
+        energy += centred * centred;
+      }
+      error += lost / energy;
+    }
+    errors.push_back(error);
+  }
+  std::sort(errors.begin(), errors.end());
+  return static_cast<float>(errors[static_cast<std::size_t>((1.0 - share) * static_cast<double>(errors.size()))]);
+}
+
+}  // namespace
+
+TEST_CASE("rows stay full where errors exceed a threshold: each head keeps its own number of them, tokens go from among them, copies go on as the original") {
+  const auto check = []<class Cache>(typename Cache::PolicySet policies, int bits) {
+    ResidualOutliers& outliers = policies.token_policy.template get<ResidualOutliers>();
+    outliers.error = OutlierError::relative;
+    outliers.share = 0.5F;
+    outliers.threshold = error_exceeded_by<Cache>(0.2, policies);
+    check_tokens_go<Cache>(policies, bits);
+  };
+  for (const int bits : {0, 8}) check.operator()<ByErrors>(by_errors(0.5F), bits);
+  check.operator()<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
+}
+
 TEST_CASE("full rows that were all early, and are kept when later ones go, have room for as many again; beyond that truncate() says so and changes nothing") {
   Random random(42);
   const CacheConfig config = config_of(800);

@@ -31,15 +31,15 @@ TEST_CASE("random sequences of joint values with outliers: rows as on the CPU, a
 
 namespace {
 
-/// The rows that stay full are those of the largest errors in float64, of what a cache without outliers makes of the same rows; those of all heads of a group.
+/// The rows that stay full are those of the largest errors in float64, if those exceed the threshold, of what a cache without outliers makes of the same rows; those of all heads of a group. Returns an error that half of those rows exceed.
 template <class Quantizer>
-void check_chosen(std::uint64_t seed, OutlierError error) {
+float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
   Random random(seed);
   StarSettings settings = random_settings(random);
   const int members = seed == 241 ? 4 : 2;
   settings.heads_per_group = members;
   settings.tokens = {3, 20};
-  settings.errors = {error, 0.1F, 0.0F};
+  settings.errors = {error, 0.1F, threshold};
   CacheConfig config;
   config.shape = {8, 4, 128};
   config.max_tokens = 700;
@@ -69,6 +69,7 @@ void check_chosen(std::uint64_t seed, OutlierError error) {
   std::vector<float> stored[2];
   const int heads = config.shape.num_kv_heads, dim = config.shape.head_dim;
   std::int64_t first = settings.tokens.sinks, kept = 0;
+  std::vector<double> errors_of_full;
   const auto check_rows = [&](std::int64_t end) {
     without.reconstruct(1, stored[0], stored[1]);
     for (int leader = 0; leader < heads; leader += members) {
@@ -77,6 +78,7 @@ void check_chosen(std::uint64_t seed, OutlierError error) {
       side.cache.row_states(1, leader + members - 1, first, others);
       CHECK(states == others);
       double least_full = INFINITY, most_compressed = 0.0;
+      std::int64_t full_rows = 0;
       for (std::int64_t token = first; token < end; ++token) {
         double sum = 0.0;
         for (int head = leader; head < leader + members; ++head) {
@@ -94,31 +96,39 @@ void check_chosen(std::uint64_t seed, OutlierError error) {
           }
         }
         const bool full = states[static_cast<std::size_t>(token - first)] == RowState::full;
-        kept += full ? 1 : 0;
+        full_rows += full ? 1 : 0;
+        if (full) errors_of_full.push_back(sum);
         if (full) least_full = std::min(least_full, sum);
         else most_compressed = std::max(most_compressed, sum);
       }
       CHECK(least_full > most_compressed * (1.0 - 2e-3));  // of f32 sums, and of codes that are one apart where a coefficient is between two
+      CHECK(least_full > static_cast<double>(threshold) * (1.0 - 2e-3));
+      if (most_compressed > static_cast<double>(threshold) * (1.0 + 2e-3)) CHECK(full_rows == share_of_rows(settings.errors.share, first, end - first));
+      kept += full_rows;
     }
     first = end;
   };
   add(300, true);
   check_rows(side.cache.rollback_limit(1));
-  CHECK(kept >= heads / members * 25);
+  CHECK((kept >= heads / members * 25) == (threshold == 0.0F));
+  CHECK(kept > 0);
   const std::int64_t before = kept;
   for (int step = 0; step < 80; ++step) add(1, false);
   check_rows(side.cache.rollback_limit(1));
   CHECK(kept > before);
   CHECK(side.cache.faults() == 0);
+  std::sort(errors_of_full.begin(), errors_of_full.end());
+  return static_cast<float>(errors_of_full[errors_of_full.size() / 2]);
 }
 
 }  // namespace
 
-TEST_CASE("outliers of joint values are the rows of the largest errors in float64, the same in all heads of a group") {
-  check_chosen<NoQuantizer>(241, OutlierError::relative);
-  check_chosen<BlockHadamard>(242, OutlierError::absolute);
-  check_chosen<TransformCode>(243, OutlierError::relative);
-  check_chosen<Int8>(244, OutlierError::absolute);
+TEST_CASE("outliers of joint values are the rows of the largest errors in float64, if those exceed the threshold, the same in all heads of a group") {
+  const auto check = []<class Quantizer>(std::uint64_t seed, OutlierError error, Quantizer) { check_chosen<Quantizer>(seed, error, check_chosen<Quantizer>(seed, error, 0.0F)); };
+  check(241, OutlierError::relative, NoQuantizer{});
+  check(242, OutlierError::absolute, BlockHadamard{});
+  check(243, OutlierError::relative, TransformCode{});
+  check(244, OutlierError::absolute, Int8{});
 }
 
 }  // namespace joint_outliers_tests

@@ -304,10 +304,10 @@ void enqueue_errors(const LayerState& layer, const Leaving& leaving, const Error
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
-/// sequence's count of full rows is reached. Returns the orders of the two lists, full and compressed.
+/// sequence's count of full rows is reached, or fewer, if no more errors exceed `least`: how many there are stands in scratch.exempt then. Returns the orders of the two lists, full and compressed.
 /// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
-std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
+std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
   const Tables& tables = layer.tables();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
@@ -331,13 +331,16 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
     candidates.first[0] = 0;
     candidates.end[0] = count;
   }
+  candidates.above = least;
+  candidates.counts = least > 0.0F ? scratch.exempt : nullptr;
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), nullptr, scratch.chosen, scratch.rest, scratch.rows);
+    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
     check(cudaGetLastError(), "name_rows_kernel");
   }
-  return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
+  if (candidates.counts == nullptr) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
+  return {{scratch.chosen, scratch.rows, candidates.counts, 1, 0}, {scratch.rest, scratch.rows, candidates.counts + heads * sequences, 1, 0}};
 }
 
 }  // namespace cuda

@@ -156,10 +156,14 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed));
     return Rows::keeps_masses && (stored > leaving.limit[i] || leaving.added(weighed, weighed, i, stored) < leaving.offered(weighed, i));
   }
+  /// Whether how many rows stay full for their errors, only values say: of no part of a prompt might a head keep one, and none might have a large enough error.
+  bool counts_vary(Phase phase) const { return (Known::exempts_in_parts && phase == Phase::prefill) || least_error(policies_.token_policy) > 0.0F; }
+  /// How many rows of a head come to the compressed list, at most.
+  std::int32_t most_compressed(const Leaving& leaving, int i, Phase phase) const { return counts_vary(phase) ? leaving.candidates(i) : leaving.compressed[i]; }
   /// Adds the rows that leave sequence `i` of a batch, as many as lists may get.
   void add_most(SequenceRows& after, const Leaving& leaving, int i, Phase phase) const {
     after.add_rows(leaving, i, layer_.tables().weighed);
-    if (Known::exempts_in_parts && phase == Phase::prefill) after.rows.num_compressed += leaving.candidates(i) - leaving.compressed[i];  // of no part might a head keep one that stays full
+    after.rows.num_compressed += most_compressed(leaving, i, phase) - leaving.compressed[i];
   }
   /// Adds the pages for rows that leave in turns. Returns the rows of the lists then. @param turn  gives how many leave next; 0: no more do
   template <class Turn>

@@ -33,7 +33,7 @@ struct CompressScratch {
   std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score; where masses drop them, those that updaters observe
   std::int32_t* observed = nullptr;  ///< [lists]: how many of those there are
   std::int32_t* part_ends = nullptr; ///< of part_ends_kernel
-  std::int32_t* exempt = nullptr;    ///< of exempt_of_part(): [2, heads]
+  std::int32_t* exempt = nullptr;    ///< of exempt_outliers() and exempt_of_part(): [2, lists]
   float* moments = nullptr;          ///< of moment_kernel
   float* metric_moments = nullptr;   ///< of metric_moments_kernel
   float* transitions = nullptr;      ///< of transition_kernel
@@ -72,7 +72,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)), own_masses = both ? reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(float)) : scores;
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
   const std::size_t kept = reserve(keeps || shares ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0), observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);
-  const std::size_t part_ends = reserve((keeps || masses) && rolls ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0), exempt = reserve(keeps && rolls ? 2 * heads * sizeof(std::int32_t) : 0);
+  const std::size_t part_ends = reserve((keeps || masses) && rolls ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0), exempt = reserve(2 * lists * sizeof(std::int32_t));
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const bool sketches = layer.rolls().sketches_rows(), orders = layer.epochs().axis_store().any();
   const std::size_t together = static_cast<std::size_t>((std::min)(kAdaptBatch, layer.config().max_sequences));

@@ -116,7 +116,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// rounded to full_type. HeavyHitters: what rows receive from these queries counts.
   ///
   /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
-  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device; so does the end of a chunk whose rows scores and errors choose under FrequentDirections.
+  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device; so does the end of a chunk whose rows scores and errors choose under FrequentDirections, or where ResidualOutliers has a threshold.
   /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused
   /// @throws as ingest()
@@ -170,7 +170,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
-  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing.
+  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but where ResidualOutliers has a threshold, for counts.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     Base::refuse_capture("maintain", stream);
     this->flush(seqs, stream);

@@ -52,7 +52,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         layer_.add_pages(slot, after, stream);
         const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
         most_full = (std::max)(most_full, most_added(RowList::full));
-        most_compressed = (std::max)(most_compressed, Rows::keeps_masses && rolls ? std::int64_t{leaving.compressed[i]} : most_added(RowList::compressed));
+        most_compressed = (std::max)(most_compressed, (Rows::keeps_masses && rolls) || this->counts_vary(phase) ? std::int64_t{this->most_compressed(leaving, i, phase)} : most_added(RowList::compressed));
       }
       std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
       [[maybe_unused]] std::int64_t replacing = 0;
@@ -69,6 +69,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         order = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), masses, source, scratch, replacing, stream);
       }
       const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr, counted = in_parts && exempts_in_parts;
+      const std::int32_t* counts = nullptr;  // of rows that come to the lists, where only the device knows
       if constexpr (Rule::adapts && Rows::compresses) {
         if constexpr (sketches) {
           if (in_parts) compress_in_parts(leaving, orders.second, source, scratch, stream);
@@ -81,7 +82,10 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       }
       if constexpr (Rows::by_errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any && !counted) orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), orders.second, source, scratch, stream);
+        if (any && !counted) {
+          orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), least_error(policies_.token_policy), orders.second, source, scratch, stream);
+          counts = orders.first.ends;
+        }
       }
       if (most_full > 0 && !counted) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
       if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
@@ -91,16 +95,18 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
           place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
         }
       }
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, !counted, !in_parts);
+      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, !counted, !in_parts, counts);
       check(cudaGetLastError(), "note_stored_kernel");
+      if (counted || counts != nullptr) read_rows(layer_, {leaving.slots, static_cast<std::size_t>(leaving.count)}, stream);
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
-        if (!counted) now.add_rows(leaving, i, layer_.tables().weighed);
+        if (!counted && counts == nullptr) now.add_rows(leaving, i, layer_.tables().weighed);
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
         if (config_.keep_residuals) {
           const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
-          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], counted ? leaving.candidates(i) : leaving.compressed[i], scratch.decoded, stream);
+          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], this->most_compressed(leaving, i, phase), scratch.decoded, stream);
         }
+        if (counts != nullptr && source.packed == nullptr) layer_.settle(leaving.slots[i], stream);  // pages that lists might have taken; of a prompt, at its end
       }
       statistics_.flushes += leaving.count;
     }
@@ -140,7 +146,6 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       store_compressed(part, source, scratch, order, {}, most, stream);
       return nullptr;
     });
-    if constexpr (exempts_in_parts) read_rows(layer_, leaving.slots[0], stream);
   }
   void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const ScoreQueries& queries, cudaStream_t stream) {
     const PromptSelection selection = Rule::prompt_selection(policies_.updater);
@@ -160,7 +165,8 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
     }
     for (int i = 0; i < leaving.count; ++i) {
       if constexpr (!rolls) {
-        if (leaving.compressed[i] > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
+        // Where it might turn out that all rows stay full, too: settle() closes a segment of none.
+        if (this->most_compressed(leaving, i, phase) > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
       }
     }
   }

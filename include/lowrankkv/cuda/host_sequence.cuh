@@ -16,7 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads differ after tokens have gone from among rows that values chose, and where errors choose among those that scores left of a part of a prompt.
+/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads differ after tokens have gone from among rows that values chose, where errors choose among those that scores left of a part of a prompt, and where errors must exceed a threshold.
 struct SequenceRows {
   HeadRows rows;                  ///< the most of a head
   std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none

@@ -251,7 +251,7 @@ class PromptCalls : public FlushCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     if constexpr (Rows::keeps_masses) renew_masses(layer_, slot, scratch, static_cast<int>(leaving), kept, stream);
     now.tail_length = kept;
     now.num_tokens = tokens + n;
-    if (Base::exempts_in_parts) layer_.settle(slot, stream);  // pages that lists might have taken
+    if (this->counts_vary(Phase::prefill)) layer_.settle(slot, stream);  // pages that lists might have taken
   }
   /// What scores a chunk of n tokens, packed behind its sequence's tail.
   ScoreQueries score_queries(int slot, const QueryView& window, std::int64_t n) const {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -95,13 +96,17 @@ std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const Leav
   return {{scratch.chosen, scratch.rows, scratch.exempt, 1, 0}, {scratch.rest, scratch.rows, scratch.exempt + heads, 1, 0}};
 }
 
-/// @brief The host learns how many rows heads have of the lists, and waits for that.
-template <class = void>
-void read_rows(LayerState& layer, int slot, cudaStream_t stream) {
-  std::vector<HeadRows> rows(static_cast<std::size_t>(layer.tables().num_heads));
-  check(cudaMemcpyAsync(rows.data(), layer.tables().rows + static_cast<std::ptrdiff_t>(slot) * layer.tables().num_heads, rows.size() * sizeof(HeadRows), cudaMemcpyDeviceToHost, stream), "rows");
+/// @brief The host learns how many rows heads of some sequences have of the lists, and waits for that.
+inline void read_rows(LayerState& layer, std::span<const std::int32_t> slots, cudaStream_t stream) {
+  const auto [first, last] = std::minmax_element(slots.begin(), slots.end());
+  const std::ptrdiff_t heads = layer.tables().num_heads;
+  std::vector<HeadRows> rows(static_cast<std::size_t>((*last + 1 - *first) * heads));  // those between them too: one copy
+  check(cudaMemcpyAsync(rows.data(), layer.tables().rows + *first * heads, rows.size() * sizeof(HeadRows), cudaMemcpyDeviceToHost, stream), "rows");
   check(cudaStreamSynchronize(stream), "rows");
-  layer.sequence(slot).set_rows(std::move(rows));
+  for (const std::int32_t slot : slots) {
+    const auto own = rows.begin() + (slot - *first) * heads;
+    layer.sequence(slot).set_rows({own, own + heads});
+  }
 }
 
 }  // namespace cuda

@@ -307,8 +307,9 @@ __global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
 }
 
 /// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
+/// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than the host knows; else null
 template <class = void>
-__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed) {
+__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
@@ -320,8 +321,11 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
-    if (adds_full) rows.num_full += leaving.added(RowList::full, tables.weighed, i, rows.num_full);
-    if (adds_compressed) rows.num_compressed += leaving.added(RowList::compressed, tables.weighed, i, rows.num_compressed);
+    const auto added = [&](RowList list, std::int32_t stored) {
+      return counts == nullptr ? leaving.added(list, tables.weighed, i, stored) : counts[((list == RowList::full ? 0 : leaving.count) + i) * tables.num_heads + head];
+    };
+    if (adds_full) rows.num_full += added(RowList::full, rows.num_full);
+    if (adds_compressed) rows.num_compressed += added(RowList::compressed, rows.num_compressed);
   }
 }
 

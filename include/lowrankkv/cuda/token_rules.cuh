@@ -6,7 +6,8 @@
 /// - optional `static int recent(const P&)`: rows that never leave the tail;
 /// - optional `static std::int64_t pinned_rows(const P&, first_position, count)`: of so many rows from a position on, the first so many are full in any case;
 /// - optional `static constexpr RowChoice choice` and `static std::int64_t chosen_rows(const P&, first_position, count, Phase)`: so many rows are chosen
-///   among those that are not pinned. By errors: the chosen ones are full; with `static bool relative_errors(const P&)`. By scores: the others are dropped; with
+///   among those that are not pinned. By errors: the chosen ones are full; with `static bool relative_errors(const P&)` and optional
+///   `static float least_error(const P&)`: above 0, only those whose error exceeds it, so that heads have other numbers of rows, which the host has to read. By scores: the others are dropped; with
 ///   `static AttentionScores attention_scores(const P&)`. By masses, the attention that rows have received: chosen among all rows that have left the tail, `count` from
 ///   position 0 on, and that are still stored; the others are dropped, also such as were stored before;
 /// - optional `static void validate(const P&)`.
@@ -77,10 +78,8 @@ template <>
 struct Impl<ResidualOutliers, Cuda> {
   static constexpr RowFate fate = RowFate::compressed;
   static constexpr cuda::RowChoice choice = cuda::RowChoice::errors;
-  static void validate(const ResidualOutliers& policy) {
-    check_residual_outliers(policy);
-    if (policy.threshold != 0.0F) ::lowrankkv::detail::fail<ValueError>("ResidualOutliers: threshold ", policy.threshold, ", 0 expected on this backend, where counts are known beforehand");
-  }
+  static void validate(const ResidualOutliers& policy) { check_residual_outliers(policy); }
+  static float least_error(const ResidualOutliers& policy) { return policy.threshold; }
   static bool relative_errors(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
   static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position, std::int64_t count, Phase) { return share_of_rows(policy.share, first_position, count); }
 };
@@ -200,6 +199,15 @@ bool relative_errors(const Policy& policy) {
     if constexpr (requires { Impl<Member, Cuda>::relative_errors(member); }) relative = Impl<Member, Cuda>::relative_errors(member);
   });
   return relative;
+}
+/// @brief What errors of rows that stay full for them exceed, where rows are chosen by them; 0: they are the largest, whatever they are.
+template <class Policy>
+float least_error(const Policy& policy) {
+  float least = 0.0F;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::least_error(member); }) least = Impl<Member, Cuda>::least_error(member);
+  });
+  return TokenRules<Policy>::by_errors ? least : 0.0F;
 }
 /// @brief The scores that rows are chosen by; a window of 0: they are not.
 template <class Policy>

@@ -22,7 +22,8 @@ struct Candidates {
   std::int32_t wanted[kMaxBatch];                 ///< of them
   RowOrder among = {};                            ///< where heads have different numbers of rows, [sequences]: no more are chosen than are meant of it; null: no such limit
   bool numbers = false;                           ///< rows are the numbers of those, from `first` on; else, rows that are not among them have scores below all others
-  std::int32_t* counts = nullptr;                 ///< then [sequences, heads]: how many were chosen
+  std::int32_t* counts = nullptr;                 ///< if heads have different numbers, [2, sequences, heads]: how many stand in the two orders
+  float above = 0.0F;                             ///< above 0: only rows whose scores exceed it are chosen
 };
 
 /// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads, stride], and those of the other
@@ -42,9 +43,8 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   const int2 among = all.among.meant(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]);
   struct {
     int first, end, wanted;
-  } const from{all.first[blockIdx.y], all.numbers ? all.first[blockIdx.y] + among.y - among.x : all.end[blockIdx.y], min(all.wanted[blockIdx.y], among.y - among.x)};
+  } from{all.first[blockIdx.y], all.numbers ? all.first[blockIdx.y] + among.y - among.x : all.end[blockIdx.y], min(all.wanted[blockIdx.y], among.y - among.x)};
   const int thread = static_cast<int>(threadIdx.x);
-  if (all.counts != nullptr && thread == 0) all.counts[blockIdx.y * gridDim.x + blockIdx.x] = from.wanted;
   // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
   const auto key_of = [&](int row) {
     const float score = __ldg(scores + row);
@@ -75,9 +75,25 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
       function(base + thread * kItems, keys);
     }
   };
+  if (all.above > 0.0F) {
+    const std::uint32_t limit = __float_as_uint(all.above) + 1U;
+    int own = 0, before = 0, above = 0;
+    for_each_round([&](int row, const std::uint32_t (&keys)[kItems]) {
+      #pragma unroll
+      for (int i = 0; i < kItems; ++i) own += row + i < from.end && keys[i] > limit ? 1 : 0;
+    });
+    Scan(storage).ExclusiveSum(own, before, above);
+    from.wanted = min(from.wanted, above);
+  }
+  const int earlier = all.keeps_earlier ? from.first : 0;
   if (thread == 0) {
     prefix = 0;
     still_wanted = from.wanted;
+    if (all.counts != nullptr) {
+      const unsigned own = blockIdx.y * gridDim.x + blockIdx.x;
+      all.counts[own] = earlier + from.wanted;
+      all.counts[gridDim.x * gridDim.y + own] = from.end - from.first - from.wanted;
+    }
   }
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int item = thread; item < 256 * (kCopies + 1); item += kSelectThreads) reinterpret_cast<int*>(histogram)[item] = 0;
@@ -120,7 +136,6 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   }
   const std::uint32_t smallest = prefix;
   const int equals_wanted = still_wanted;  // of the smallest score only so many, the first ones, are chosen
-  const int earlier = all.keeps_earlier ? from.first : 0;
   std::int32_t* own = chosen + list;
   std::int32_t* own_rest = rest == nullptr ? nullptr : rest + list;
   for (int row = thread; row < earlier; row += kSelectThreads) own[row] = row;
