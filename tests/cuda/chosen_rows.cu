@@ -270,18 +270,20 @@ float error_exceeded_by(double share, typename Cache::PolicySet policies) {
   return static_cast<float>(errors[static_cast<std::size_t>((1.0 - share) * static_cast<double>(errors.size()))]);
 }
 
+template <class Cache>
+void check_threshold(typename Cache::PolicySet policies, int full_row_bits) {
+  ResidualOutliers& outliers = policies.token_policy.template get<ResidualOutliers>();
+  outliers.error = OutlierError::relative;
+  outliers.share = 0.5F;
+  outliers.threshold = error_exceeded_by<Cache>(0.2, policies);
+  check_tokens_go<Cache>(policies, full_row_bits);
+}
+
 }  // namespace
 
 TEST_CASE("rows stay full where errors exceed a threshold: each head keeps its own number of them, tokens go from among them, copies go on as the original") {
-  const auto check = []<class Cache>(typename Cache::PolicySet policies, int bits) {
-    ResidualOutliers& outliers = policies.token_policy.template get<ResidualOutliers>();
-    outliers.error = OutlierError::relative;
-    outliers.share = 0.5F;
-    outliers.threshold = error_exceeded_by<Cache>(0.2, policies);
-    check_tokens_go<Cache>(policies, bits);
-  };
-  for (const int bits : {0, 8}) check.operator()<ByErrors>(by_errors(0.5F), bits);
-  check.operator()<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
+  for (const int bits : {0, 8}) check_threshold<ByErrors>(by_errors(0.5F), bits);
+  check_threshold<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
 }
 
 TEST_CASE("full rows that were all early, and are kept when later ones go, have room for as many again; beyond that truncate() says so and changes nothing") {

@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/row_stage.cuh"
 #include "lowrankkv/cuda/scaled_tiles.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/token_range.cuh"
@@ -21,56 +23,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kDecodeRows = 512;     ///< of a list, that a block decodes with maps that it has in shared memory
+inline constexpr int kDecodeRows = 256;     ///< of a list, of which a block decodes a multiple with maps that it has in shared memory
+inline constexpr int kMostDecodeRows = 2048;  ///< that it decodes at most
 inline constexpr int kDecodeChannels = 64;  ///< of rows, that it has them for, at most
 inline constexpr int kDecodeBlocks = kDecodeChannels / 8;
 inline constexpr int kDecodeTiles = 2;       ///< of codes, that a block decodes at a time, at most: sixteen rows a warp
 inline constexpr int kDecodeShared = 3072;   ///< bytes of shared memory of decode_rows_kernel besides, at most
 
 namespace detail {
-
-/// Rows in shared memory as the target has them, before they go there 16 bytes at a time.
-struct RowStage {
-  std::uint8_t* base;
-  DType dtype;
-  int channels;
-  int stride;  ///< bytes from a row to the next: no two rows of a product meet in a bank
-
-  __device__ RowStage(std::uint8_t* memory, DType type, int row_channels) : base(memory), dtype(type), channels(row_channels), stride(static_cast<int>(bytes(type, row_channels))) {}
-  static __host__ __device__ std::size_t bytes(DType type, int channels) { return static_cast<std::size_t>(channels) * (type == DType::f32 ? 4 : 2) + 16; }
-  /// Two neighbouring channels of a row, the first even.
-  __device__ void put(int row, int channel, float first, float second) const {
-    std::uint8_t* at = base + row * stride;
-    if (dtype == DType::f32) *reinterpret_cast<float2*>(at + 4 * channel) = {first, second};
-    else *reinterpret_cast<std::uint32_t*>(at + 2 * channel) = static_cast<std::uint32_t>(to_bits(dtype, first)) | static_cast<std::uint32_t>(to_bits(dtype, second)) << 16;
-  }
-  /// The same of two numbers of a type of 16 bits.
-  __device__ void put_word(int row, int channel, DType type, std::uint32_t word) const {
-    if (dtype == type) *reinterpret_cast<std::uint32_t*>(base + row * stride + 2 * channel) = word;
-    else put(row, channel, from_bits(type, static_cast<std::uint16_t>(word)), from_bits(type, static_cast<std::uint16_t>(word >> 16)));
-  }
-  /// Writes rows to the target, its channels from `first` on; row i to its place places[i], if it has one. Of so many threads this one is number `thread`.
-  template <int rows, int threads>
-  __device__ void write(const std::int64_t* places, int head, int first, const DeviceTarget& target, int thread) const {
-    const int size = dtype == DType::f32 ? 4 : 2, per_row = channels * size / 16, at_once = threads / per_row, byte = thread % per_row * 16;
-    const bool wide = target.wide();
-    if (thread >= at_once * per_row) return;
-    for (int row = thread / per_row; row < rows; row += at_once) {
-      if (places[row] == kNowhere) continue;
-      const uint4 words = *reinterpret_cast<const uint4*>(base + row * stride + byte);
-      std::uint8_t* at = static_cast<std::uint8_t*>(target.data) + (places[row] + head * target.head_stride + first) * size + byte;
-      if (wide) {
-        *reinterpret_cast<uint4*>(at) = words;
-      } else {
-        const std::uint32_t all[4] = {words.x, words.y, words.z, words.w};
-        for (int i = 0; i < 16 / size; ++i) {
-          if (size == 4) reinterpret_cast<std::uint32_t*>(at)[i] = all[i];
-          else reinterpret_cast<std::uint16_t*>(at)[i] = static_cast<std::uint16_t>(all[i / 2] >> (16 * (i % 2)));
-        }
-      }
-    }
-  }
-};
 
 /// Operands of the products with maps, in shared memory: [step of 16 channels of tiles, block of eight row channels, part, lane]; sums of parts.
 template <DType type>
@@ -104,22 +64,26 @@ inline __host__ __device__ int level_numbers(Part part, int channels) { return (
 }  // namespace detail
 
 /// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range. A warp multiplies sixteen rows, or twice so many, with maps that its block has in shared memory; of plain tiles no
-/// warp waits for another. Grid: kDecodeRows of a list x KV heads x (slices of channels of keys, then of values).
+/// warp waits for another. Grid: (pieces of `block_rows` rows of a list x slices of channels) x KV heads x (keys, then values).
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes  @param slice  channels  @param map_bytes  of shared memory, for maps  @param tiles  of codes at a time
 template <int scale_groups, DType type>
-__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, int slice, int map_bytes, int tiles, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, int block_rows, int slice, int map_bytes, int tiles, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
   constexpr int sixteens = codes ? 1 : 2, warps = kStoreThreads / 32, own_rows = 16 * sixteens, parts = detail::MapOperands<type>::parts;
   __shared__ std::int64_t places[warps][own_rows];
   __shared__ __align__(8) float means[kDecodeChannels];
   __shared__ float gains[two_groups ? 2 : 1][codes ? kDecodeTiles * kStoreRows : 1];
+  __shared__ int unit_places[codes ? kMaxUnits : 1], unit_bits[codes ? kMaxUnits : 1];
   if (range.wanted != nullptr && *range.wanted < 0) return;
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-  const int slices = (dim + slice - 1) / slice, first_channel = static_cast<int>(blockIdx.z) % slices * slice, blocks = min(slice, dim - first_channel) / 8;
-  const Part part = static_cast<int>(blockIdx.z) < slices ? Part::key : Part::value;
+  // Slices of the same rows stand side by side, so that what they read is in the cache.
+  const int slices = (dim + slice - 1) / slice, piece = static_cast<int>(blockIdx.x) / slices, first_channel = static_cast<int>(blockIdx.x) % slices * slice, blocks = min(slice, dim - first_channel) / 8;
+  const Part part = blockIdx.z == 0 ? Part::key : Part::value;
   const HeadTiles& layout = tables.compressed[head];
   if (part == Part::value && !layout.values) return;
+  // What is asked for over and over: stores to shared memory would have it read again each time.
+  const int tile_rows = layout.rows, tile_bytes = layout.bytes, tiles_per_page = layout.tiles_per_page, part_offset = layout.offset(part);
   DeviceTarget target = key;
   if (part == Part::value) target = value;
   uint2* maps_of_block = reinterpret_cast<uint2*>(shared_memory);
@@ -128,10 +92,23 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
   const int num_rows = lists.num_compressed, segments = tables.num_segments(slot, num_rows), channels = layout.channels(part), units = layout.units(part), steps = (channels + 15) / 16;
-  const int begin = range.first_piece(RowList::compressed) * kStoreRows + static_cast<int>(blockIdx.x) * kDecodeRows, end = min(begin + kDecodeRows, min(num_rows, static_cast<int>(range.end[1])));
+  const int begin = range.first_piece(RowList::compressed) * kStoreRows + piece * block_rows, end = min(begin + block_rows, min(num_rows, static_cast<int>(range.end[1])));
   const int together = codes ? tiles * kStoreRows : warps * own_rows;  // rows at a time
   const bool works = warp * own_rows < together;
-  const auto tile_of = [&](int row) { return tables.tile(table, layout, row / layout.rows) + layout.offset(part); };
+  const int first_tile = begin / tile_rows, first_page = first_tile / tiles_per_page, first_in_page = first_tile % tiles_per_page, log_rows = tile_rows == 64 ? 6 : tile_rows == 32 ? 5 : 4;
+  const auto tile_of = [&](int row) {  // without a division
+    int page = first_page, tile = first_in_page + (row >> log_rows) - first_tile;
+    for (; tile >= tiles_per_page; tile -= tiles_per_page) ++page;
+    return tables.pool + static_cast<std::size_t>(table[page]) * tables.page_bytes + static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes);
+  };
+  const detail::RowWriter writer(stage, target, head, first_channel, lane, 32);
+  if constexpr (codes) {
+    if (thread < units) {
+      unit_bits[thread] = layout.width(part, thread);
+      unit_places[thread] = part_offset;
+      for (int before = 0; before < thread; ++before) unit_places[thread] += code_unit_bytes(layout.width(part, before));
+    }
+  }
   int loaded = -1;  // epoch whose maps are there
   for (int index = 0; index < segments; ++index) {
     const SegmentRows segment = tables.segment(slot, head, num_rows, index, 0);
@@ -162,17 +139,16 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
         for (int item = warp; item < together / kStoreRows * units; item += warps) {
           const int tile = item / units, unit = item % units, row = base + tile * kStoreRows;
           if (row >= num_rows) continue;
-          const std::uint8_t* unit_codes = tile_of(row);
-          for (int before = 0; before < unit; ++before) unit_codes += code_unit_bytes(layout.width(part, before));
+          const std::uint8_t* unit_codes = tile_of(row) + unit_places[unit];
           __half* unpacked = levels + tile * detail::level_numbers(part, channels);
           const int line = detail::level_line(part, channels);
-          if (part == Part::key) detail::unpack_levels<Part::key>(unit_codes, layout.width(part, unit), unpacked + unit * kCodeUnit, line, lane);
-          else detail::unpack_levels<Part::value>(unit_codes, layout.width(part, unit), unpacked + unit * kCodeUnit * line, line, lane);
+          if (part == Part::key) detail::unpack_levels<Part::key>(unit_codes, unit_bits[unit], unpacked + unit * kCodeUnit, line, lane);
+          else detail::unpack_levels<Part::value>(unit_codes, unit_bits[unit], unpacked + unit * kCodeUnit * line, line, lane);
         }
         for (int item = thread; item < together; item += kStoreThreads) {
           #pragma unroll
           for (int group = 0; group < scale_groups; ++group) {
-            if (base + item < num_rows) gains[group][item] = detail::stored_gain(tables.tile(table, layout, (base + item) / kCodeRows), layout, part, (base + item) % kCodeRows, group);
+            if (base + item < num_rows) gains[group][item] = detail::stored_gain(tile_of(base + item), layout, part, (base + item) % kCodeRows, group);
           }
         }
         __syncthreads();
@@ -183,7 +159,34 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
       }
       float sums[sixteens][kDecodeBlocks][4] = {};
       [[maybe_unused]] float done[two_groups ? kDecodeBlocks : 1][4] = {};  // of the first scale group, with its gains
-      const int second_step = layout.first_units(part) * (kCodeUnit / 16);
+      const int second_step = two_groups ? layout.first_units(part) * (kCodeUnit / 16) : 0;
+      // Of plain rows that are not there, others are multiplied, and written nowhere. Levels of keys are rows x channels, of values channels x rows.
+      const uint4* rows_of[sixteens];
+      const std::uint32_t* levels_of_warp = nullptr;
+      int line = 0, levels_step = 0;
+      if constexpr (codes) {
+        const int row = 16 * warp % kStoreRows;
+        line = detail::level_line(part, channels);
+        levels_of_warp = reinterpret_cast<const std::uint32_t*>(levels + 16 * warp / kStoreRows * detail::level_numbers(part, channels) + (part == Part::key ? (row + g) * line : g * line + row) + 2 * t);
+        levels_step = part == Part::key ? 8 : 8 * line;
+      } else {
+        #pragma unroll
+        for (int m = 0; m < sixteens; ++m) {
+          const int row = first + 16 * m < num_rows ? first + 16 * m : begin;
+          rows_of[m] = reinterpret_cast<const uint4*>(tile_of(row) + part_offset + (row & (tile_rows - 1)) / kPlainRows * units * kPlainUnitBytes) + lane;
+        }
+      }
+      const auto load = [&](int k, uint4 (&own)[sixteens]) {
+        if constexpr (codes) {
+          const std::uint32_t* words = levels_of_warp + k * levels_step;
+          own[0] = {words[0], words[4 * line], words[4], words[4 * line + 4]};
+        } else {
+          #pragma unroll
+          for (int m = 0; m < sixteens; ++m) own[m] = rows_of[m][k * (kPlainUnitBytes / 16)];
+        }
+      };
+      uint4 a[sixteens], next[sixteens];
+      if (steps > 0) load(0, next);
       #pragma unroll 2
       for (int k = 0; k < steps; ++k) {
         if constexpr (two_groups) {
@@ -195,53 +198,50 @@ __global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables ta
             }
           }
         }
-        uint4 a[sixteens];
         #pragma unroll
-        for (int m = 0; m < sixteens; ++m) {
-          if constexpr (codes) {  // keys are rows x channels, values channels x rows
-            const int row = 16 * warp % kStoreRows, line = detail::level_line(part, channels), lines = part == Part::key ? row : 16 * k, columns = part == Part::key ? 16 * k : row;
-            const std::uint32_t* own = reinterpret_cast<const std::uint32_t*>(levels + 16 * warp / kStoreRows * detail::level_numbers(part, channels) + (lines + g) * line + columns + 2 * t);
-            a[m] = {own[0], own[4 * line], own[4], own[4 * line + 4]};
-          } else {
-            const int row = first + 16 * m;
-            a[m] = row < num_rows ? *reinterpret_cast<const uint4*>(tile_of(row) + (row % layout.rows / kPlainRows * units + k) * kPlainUnitBytes + 16 * lane) : uint4{};
-          }
-          if (part == Part::value) a[m] = {transposed(a[m].x), transposed(a[m].z), transposed(a[m].y), transposed(a[m].w)};
-        }
-        #pragma unroll
-        for (int n = 0; n < kDecodeBlocks; ++n) {
-          if (n >= blocks) break;
+        for (int m = 0; m < sixteens; ++m) a[m] = part == Part::key ? next[m] : uint4{transposed(next[m].x), transposed(next[m].z), transposed(next[m].y), transposed(next[m].w)};
+        if (k + 1 < steps) load(k + 1, next);
+        const uint2* own_maps = maps_of_block + k * blocks * parts * 32 + lane;
+        const auto multiply = [&](auto all) {
           #pragma unroll
-          for (int i = parts - 1; i >= 0; --i) {
-            const uint2 b = maps_of_block[((k * blocks + n) * parts + i) * 32 + lane];
+          for (int n = 0; n < kDecodeBlocks; ++n) {
+            if (!decltype(all)::value && n >= blocks) break;
             #pragma unroll
-            for (int m = 0; m < sixteens; ++m) mma_plain<type>(sums[m][n], a[m], b.x, b.y);
+            for (int i = parts - 1; i >= 0; --i) {
+              const uint2 b = own_maps[(n * parts + i) * 32];
+              #pragma unroll
+              for (int m = 0; m < sixteens; ++m) mma_plain<type>(sums[m][n], a[m], b.x, b.y);
+            }
           }
-        }
+        };
+        if (blocks == kDecodeBlocks) multiply(std::true_type{});
+        else multiply(std::false_type{});
       }
       #pragma unroll
       for (int m = 0; m < sixteens; ++m) {
         if (m > 0) __syncwarp();  // the rows before these are written
-        #pragma unroll
-        for (int n = 0; n < kDecodeBlocks; ++n) {
-          if (n >= blocks) break;
-          const float2 mean = *reinterpret_cast<const float2*>(means + 8 * n + 2 * t);
+        stage.with_type([&](auto target_type) {
           #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = g + 8 * half;
-            float low = sums[m][n][2 * half], high = sums[m][n][2 * half + 1], scale = inverse;
-            if constexpr (two_groups) {
-              const float gain = gains[second_step < steps ? 1 : 0][16 * warp + row];
-              low = fmaf(low, gain, done[n][2 * half]);
-              high = fmaf(high, gain, done[n][2 * half + 1]);
-            } else if constexpr (codes) {
-              scale *= gains[0][16 * warp + row];
+          for (int n = 0; n < kDecodeBlocks; ++n) {
+            if (n >= blocks) break;
+            const float2 mean = *reinterpret_cast<const float2*>(means + 8 * n + 2 * t);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int row = g + 8 * half;
+              float low = sums[m][n][2 * half], high = sums[m][n][2 * half + 1], scale = inverse;
+              if constexpr (two_groups) {
+                const float gain = gains[second_step < steps ? 1 : 0][16 * warp + row];
+                low = fmaf(low, gain, done[n][2 * half]);
+                high = fmaf(high, gain, done[n][2 * half + 1]);
+              } else if constexpr (codes) {
+                scale *= gains[0][16 * warp + row];
+              }
+              stage.template put_as<decltype(target_type)::value>(row, 8 * n + 2 * t, fmaf(low, scale, mean.x), fmaf(high, scale, mean.y));
             }
-            stage.put(row, 8 * n + 2 * t, fmaf(low, scale, mean.x), fmaf(high, scale, mean.y));
           }
-        }
+        });
         __syncwarp();
-        stage.template write<16, 32>(places[warp] + 16 * m, head, first_channel, target, lane);
+        writer.template write<16>(places[warp] + 16 * m);
       }
     }
   }
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables,
     }
   }
   __syncthreads();
-  rows.template write<kStoreRows, kStoreThreads>(places, head, 0, target, thread);
+  detail::RowWriter(rows, target, head, 0, thread, kStoreThreads).template write<kStoreRows>(places);
 }
 
 /// @brief Zeros, where rows may have been dropped. Grid: tokens of the range x KV heads.
@@ -312,6 +312,23 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
     }
   }
 }
+
+namespace detail {
+
+/// Rows that a block of decode_rows_kernel has: so many that the fewest are waited for, of blocks that run side by side, two on a multiprocessor, and that load their maps first. @param lists  that have `rows` rows
+inline int decode_block_rows(std::int64_t rows, int lists, int multiprocessors) {
+  constexpr int kLoad = 128;  // maps, in rows
+  int best = kDecodeRows;
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  for (int own = kDecodeRows; own <= kMostDecodeRows; own += kDecodeRows) {
+    const std::int64_t blocks = (rows + own - 1) / own * lists, rounds = (blocks - 1) / (2 * multiprocessors) + 1, cost = rounds * (own + kLoad);
+    if (cost < least) best = own;
+    least = (std::min)(least, cost);
+  }
+  return best;
+}
+
+}  // namespace detail
 
 /// @brief Enqueues the stored K and V, or K alone, of the full rows of a range, and of those that are in the tail.
 template <class = void>
@@ -347,9 +364,9 @@ void decode_rows(const LayerState& layer, int slot, const TokenRange& range, con
       slice = slice > 16 ? slice / 2 : kDecodeChannels;
       if (slice == kDecodeChannels) tiles = 1;
     }
-    const int slices = (tables.head_dim + slice - 1) / slice, blocks = (pieces * kStoreRows + kDecodeRows - 1) / kDecodeRows;
-    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(value.data == nullptr ? slices : 2 * slices));
-    detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, slice, static_cast<int>(maps()), tiles, key, value);
+    const int slices = (tables.head_dim + slice - 1) / slice, parts = value.data == nullptr ? 1 : 2, block_rows = detail::decode_block_rows(std::int64_t{pieces} * kStoreRows, tables.num_heads * slices * parts, layer.multiprocessors());
+    const dim3 grid(static_cast<unsigned>((pieces * kStoreRows + block_rows - 1) / block_rows * slices), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(parts));
+    detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, block_rows, slice, static_cast<int>(maps()), tiles, key, value);
   };
   if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(std::integral_constant<DType, DType::f16>{});
   else if constexpr (scale_groups == 0) launch(std::integral_constant<DType, DType::bf16>{});
