@@ -246,25 +246,17 @@ float error_exceeded_by(double share, typename Cache::PolicySet policies) {
   const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 48);
   DeviceCache<Cache> device(config, layer.basis, policies);
   device.cache.create(1);
-  const std::vector<float> key = layer.rows(random, 500, true), value = layer.rows(random, 500, false);
+  std::vector<float> key = layer.rows(random, 500, true), value = layer.rows(random, 500, false);
   device.ingest(1, key, value, layer.queries(random, 32));
+  for (std::vector<float>* rows : {&key, &value}) {
+    for (float& x : *rows) x = round_to(config.full_type, x);
+  }
   const Stored now = stored(device, 1);
   std::vector<double> errors;
   for (std::size_t row = 0; row < 500 * 3; ++row) {
     if (now.states[row % 3][row / 3] != RowState::compressed) continue;
     const HeadBasis& basis = layer.basis.heads[row % 3];
-    double error = 0.0;
-    for (const bool keys : {true, false}) {
-      const std::vector<float>&exact = keys ? key : value, &kept = keys ? now.key : now.value, &mean = keys ? basis.key_mean : basis.value_mean;
-      double lost = 0.0, energy = 0.0;
-      for (std::size_t i = 0; i < 64; ++i) {
-        const double x = round_to(config.full_type, exact[row * 64 + i]), away = x - kept[row * 64 + i], centred = x - (mean.empty() ? 0.0F : mean[i]);
-        lost += away * away;
-        energy += centred * centred;
-      }
-      error += lost / energy;
-    }
-    errors.push_back(error);
+    errors.push_back(support::row_error(basis.key_mean, key.data() + row * 64, now.key.data() + row * 64, 64, true) + support::row_error(basis.value_mean, value.data() + row * 64, now.value.data() + row * 64, 64, true));
   }
   std::sort(errors.begin(), errors.end());
   return static_cast<float>(errors[static_cast<std::size_t>((1.0 - share) * static_cast<double>(errors.size()))]);

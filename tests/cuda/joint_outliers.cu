@@ -84,15 +84,8 @@ float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
         for (int head = leader; head < leader + members; ++head) {
           for (int part = 0; part < 2; ++part) {
             const HeadBasis& basis = layer.basis.heads[static_cast<std::size_t>(head)];
-            const std::vector<float>& mean = part == 0 ? basis.key_mean : basis.value_mean;
-            double lost = 0.0, energy = 0.0;
-            for (int i = 0; i < dim; ++i) {
-              const std::size_t at = static_cast<std::size_t>((token * heads + head) * dim + i);
-              const double x = static_cast<double>(exact[part][at]), centred = x - (mean.empty() ? 0.0 : static_cast<double>(mean[static_cast<std::size_t>(i)])), away = x - static_cast<double>(stored[part][at]);
-              lost += away * away;
-              energy += centred * centred;
-            }
-            sum += error == OutlierError::relative ? lost / energy : lost;
+            const std::size_t at = static_cast<std::size_t>((token * heads + head) * dim);
+            sum += support::row_error(part == 0 ? basis.key_mean : basis.value_mean, exact[part].data() + at, stored[part].data() + at, dim, error == OutlierError::relative);
           }
         }
         const bool full = states[static_cast<std::size_t>(token - first)] == RowState::full;

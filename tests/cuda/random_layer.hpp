@@ -274,4 +274,15 @@ inline void attend_f64(const lowrankkv::CacheShape& shape, double scale, const s
   }
 }
 
+/// What ResidualOutliers calls a row's error of one part, in the plain metric and float64: rows [head_dim], exact and as it is stored.
+inline double row_error(const std::vector<float>& mean, const float* exact, const float* stored, int head_dim, bool relative) {
+  double lost = 0.0, energy = 0.0;
+  for (int i = 0; i < head_dim; ++i) {
+    const double x = static_cast<double>(exact[i]), away = x - static_cast<double>(stored[i]), centred = x - (mean.empty() ? 0.0 : static_cast<double>(mean[static_cast<std::size_t>(i)]));
+    lost += away * away;
+    energy += centred * centred;
+  }
+  return relative ? lost / energy : lost;
+}
+
 }  // namespace support

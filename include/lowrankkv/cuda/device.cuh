@@ -169,7 +169,7 @@ __device__ inline std::uint16_t to_bits(DType type, float value) {
   const bool overflowed = (bits & 0x7fffU) == 0x7f80U && fabsf(value) <= 3.40282347e38F;
   return overflowed ? static_cast<std::uint16_t>(bits - 1U) : bits;
 }
-/// @brief Two numbers as neighbours of a word: to_bits() of each, the first in the low half; infinite ones become finite.
+/// @brief Two numbers as neighbours of a word: to_bits() of each, the first in the low half; of f16 infinite ones become the largest.
 __device__ __forceinline__ std::uint32_t to_word(DType type, float first, float second) {
   if (type != DType::f16) return static_cast<std::uint32_t>(to_bits(type, first)) | static_cast<std::uint32_t>(to_bits(type, second)) << 16;
   const __half2 both = __hmin2_nan(__hmax2_nan(__floats2half2_rn(first, second), __float2half2_rn(-65504.0F)), __float2half2_rn(65504.0F));

@@ -97,16 +97,17 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       }
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, !counted, !in_parts, counts);
       check(cudaGetLastError(), "note_stored_kernel");
-      if (counted || counts != nullptr) read_rows(layer_, {leaving.slots, static_cast<std::size_t>(leaving.count)}, stream);
+      const bool asks = counted || counts != nullptr;  // the host does not know how many rows came
+      if (asks) read_rows(layer_, {leaving.slots, static_cast<std::size_t>(leaving.count)}, stream);
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
-        if (!counted && counts == nullptr) now.add_rows(leaving, i, layer_.tables().weighed);
+        if (!asks) now.add_rows(leaving, i, layer_.tables().weighed);
         if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
         if (config_.keep_residuals) {
           const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
           note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], this->most_compressed(leaving, i, phase), scratch.decoded, stream);
         }
-        if (counts != nullptr && source.packed == nullptr) layer_.settle(leaving.slots[i], stream);  // pages that lists might have taken; of a prompt, at its end
+        if (asks && source.packed == nullptr) layer_.settle(leaving.slots[i], stream);  // pages that lists might have taken; of a prompt, at its end
       }
       statistics_.flushes += leaving.count;
     }

@@ -364,8 +364,10 @@ void decode_rows(const LayerState& layer, int slot, const TokenRange& range, con
       slice = slice > 16 ? slice / 2 : kDecodeChannels;
       if (slice == kDecodeChannels) tiles = 1;
     }
-    const int slices = (tables.head_dim + slice - 1) / slice, parts = value.data == nullptr ? 1 : 2, block_rows = detail::decode_block_rows(std::int64_t{pieces} * kStoreRows, tables.num_heads * slices * parts, layer.multiprocessors());
-    const dim3 grid(static_cast<unsigned>((pieces * kStoreRows + block_rows - 1) / block_rows * slices), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(parts));
+    const int slices = (tables.head_dim + slice - 1) / slice, parts = value.data == nullptr ? 1 : 2;
+    const std::int64_t rows = std::int64_t{pieces} * kStoreRows;
+    const int block_rows = detail::decode_block_rows(rows, tables.num_heads * slices * parts, layer.multiprocessors());
+    const dim3 grid(static_cast<unsigned>((rows + block_rows - 1) / block_rows * slices), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(parts));
     detail::launch_kernel(kernel, grid, kStoreThreads, bytes(), "decode_rows_kernel", stream, tables, slot, range, block_rows, slice, static_cast<int>(maps()), tiles, key, value);
   };
   if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(std::integral_constant<DType, DType::f16>{});

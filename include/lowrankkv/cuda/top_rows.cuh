@@ -26,10 +26,10 @@ struct Candidates {
   float above = 0.0F;                             ///< above 0: only rows whose scores exceed it are chosen
 };
 
-/// @brief Writes the numbers of the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads, stride], and those of the other
+/// @brief Writes the numbers of the `wanted` rows with the largest scores, or of fewer, where no more exceed `above`, ascending, to chosen [sequences, heads, stride], and those of the other
 /// candidates, ascending, to rest (if not null). Grid: heads x sequences.
 ///
-/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores once where there are at most 32768, else five times.
+/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass writes. Reads the scores once where there are at most 32768, else five times, or six, if they must exceed something.
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
