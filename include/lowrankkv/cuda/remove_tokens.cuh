@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up, and the tokens behind take their places.
 ///
-/// Rows keep their codes and move up in order, a block a list, at most as many at a time as were removed, so that none is overwritten before it has moved. Floor: the rows behind, read and written once; a block moves them with one multiprocessor's bandwidth.
+/// Rows keep their codes and move up in order (cuda/close_up.cuh), but for those that masses chose, whose order is nobody's (cuda/keep_rows.cuh).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "lowrankkv/cuda/close_up.cuh"
 #include "lowrankkv/cuda/cut_rows.cuh"
 #include "lowrankkv/cuda/keep_rows.cuh"
 #include "lowrankkv/cuda/layer.cuh"
@@ -49,33 +50,7 @@ struct RemovedRows {
   }
 };
 
-/// @brief What goes of some lists, given to a kernel by value: rows [begin, end) of so many.
-struct ListCuts {
-  static constexpr int kMost = 128;
-  std::int32_t first = 0, count = 0;  ///< lists
-  std::int32_t begin[kMost], end[kMost], rows[kMost];
-};
-
-/// @brief Rows [end, rows) of lists become rows [begin, ...), in order. Grid: lists.
-template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) close_up_kernel(Tables tables, int slot, RowList list, ListCuts cuts) {
-  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x];
-  const int index = cuts.first + static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32, at_once = min(kMoveThreads / 32, end - begin);
-  if (begin == end) return;
-  const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
-  const std::int32_t* table = tables.page_table(list, slot, index);
-  for (int first = end; first < rows; first += at_once) {
-    const int from = first + warp, to = from - (end - begin);
-    if (warp < at_once && from < rows) {
-      const std::uint8_t* source = tables.tile(table, layout, from / layout.rows);
-      std::uint8_t* target = tables.tile(table, layout, to / layout.rows);
-      detail::move_row(layout, source, from % layout.rows, target, to % layout.rows);
-    }
-    __syncthreads();
-  }
-}
-
-/// @brief The same of the positions of rows, which are so many less then, and of their residuals, where they are kept. Grid: heads.
+/// @brief Closes up, as close_up() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
 template <class = void>
 __global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
   const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
@@ -122,25 +97,6 @@ __global__ void cut_rolls_kernel(Tables tables, int slot, ListCuts cuts) {
   }
 }
 
-/// @brief Adds the pages that remove_tokens() has to copy, since forks share them.
-inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
-  const HostSequence& now = layer.sequence(slot);
-  for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (const std::int64_t first = rows.first_moved(now, list, layer.is_weighed(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
-  }
-}
-
-/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be those that are left.
-/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
-inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
-  using ::lowrankkv::detail::fail;
-  const bool turns = layer.tables().rotary.turns();
-  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
-  PositionShifts left = now.shifts;
-  left.remove(first, count);
-  if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
-}
-
 /// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of joint values too
 template <class Function>
 void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows, RowList list, int lists, Function&& function) {
@@ -156,6 +112,26 @@ void for_each_cut(const LayerState& layer, const HostSequence& now, const Remove
     }
     function(cuts);
   }
+}
+
+/// @brief Adds the pages that remove_tokens() has to copy, since forks share them. Makes sure of its scratch memory, which may allocate and wait.
+inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
+  const HostSequence& now = layer.sequence(slot);
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    if (!layer.is_weighed(list)) for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { reserve_close_up(layer, list, cuts); });
+    if (const std::int64_t first = rows.first_moved(now, list, layer.is_weighed(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
+  }
+}
+
+/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be those that are left.
+/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
+inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
+  using ::lowrankkv::detail::fail;
+  const bool turns = layer.tables().rotary.turns();
+  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
+  PositionShifts left = now.shifts;
+  left.remove(first, count);
+  if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
 }
 
 /// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens
@@ -176,10 +152,7 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
     }
     if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
-      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) {
-        close_up_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts);
-        check(cudaGetLastError(), "close_up_kernel");
-      });
+      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { close_up(layer, slot, list, cuts, stream); });
     }
     if ((tables.positions[static_cast<int>(list)] == nullptr && tables.residuals[static_cast<int>(list)] == nullptr) || count == 0) continue;
     for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {

@@ -49,8 +49,8 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   void check_truncate(SequenceId seq, std::int64_t length) const { static_cast<void>(kept_below(seq, length, nullptr)); }
 
   /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do: shift_positions()
-  /// may close the gap where keys are stored unrotated. What bases learnt stays. Up to ten launches, one more for every 32 heads where they differ, and one for every page that forks share; replayed steps see it. Waits for the stream where values chose
-  /// among rows that go or move, else for nothing.
+  /// may close the gap where keys are stored unrotated. What bases learnt stays. About ten launches, two more for every 32 MiB of rows that move, one for every 32 heads where they differ, and one for every page that forks share; replayed steps see it.
+  /// Rows that move pass through scratch memory, which may be allocated, which waits. Waits for the stream where values chose among rows that go or move, else for nothing.
   /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others; before the tail CapacityError as of truncate(), StateError where counts
   /// say which rows are at full rank and fewer tokens would be left than the policy keeps so, compressed ones among them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, cudaStream_t stream = nullptr) {
@@ -62,7 +62,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     layer_.pool().allocator().require(demand.total());
     remove_tokens(layer_, slot, first, count, rows, stream);
   }
-  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise. Waits for the device where values chose among rows that go or move.
+  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise, and allocates the scratch memory that it takes. Waits for the device where values chose among rows that go or move.
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
     PageDemand demand;
     demand_removal(layer_, this->idle_slot(seq), removed_rows(seq, first, count, nullptr), demand);
