@@ -242,7 +242,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.recent = 4 + static_cast<int>(random() % 60);
     settings.outliers = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute, 0.02F * static_cast<float>(random() % 6), 0.0F};
     // From what nearly all errors exceed to what few do.
-    if (thresholds() % 2 == 0 && !support::rolls(settings.method)) settings.outliers.threshold = std::exp2(-static_cast<float>(thresholds() % 8)) * (settings.outliers.error == OutlierError::relative ? 1.0F : static_cast<float>(config.shape.head_dim));
+    if (thresholds() % 2 == 0) settings.outliers.threshold = std::exp2(-static_cast<float>(thresholds() % 8)) * (settings.outliers.error == OutlierError::relative ? 1.0F : static_cast<float>(config.shape.head_dim));
     const bool metrics = adapts(settings.method) ? metric_forms() % 2 == 0 : by_errors(settings.method) && random() % 2 == 0;
     settings.basis.key_metric = metrics ? KeyMetric::query_aware : KeyMetric::plain;
     settings.basis.value_metric = metrics ? ValueMetric::output_aware : ValueMetric::plain;

@@ -456,6 +456,35 @@ TEST_CASE("joint values of 32 heads of their own queries in a latent of 1024: at
   }
 }
 
+TEST_CASE("joint values of as many splits as there can be: attention is that of float64") {
+  if (effort() == 0) return;
+  Random random(82);
+  StarSettings settings;
+  settings.joint = true;
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  const int tokens = gpu::kMaxJointSplits * gpu::kJointSplitRows + 700;
+  config.max_tokens = tokens + 64;
+  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 24, 70);
+  const auto key_rows = joint_rows(random, layer, tokens, true), value_rows = joint_rows(random, layer, tokens, false);
+  const auto query = layer.queries(random, 1);
+  const auto check = [&](auto& side, double limit) {
+    side.cache.create(1);
+    side.ingest(1, key_rows, value_rows);
+    const SequenceId one = 1;
+    const Answer answer = side.attend(std::span(&one, 1), query);
+    std::vector<float> key, value;
+    side.reconstruct(1, key, value);
+    std::vector<double> expected, expected_lse;
+    support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse);
+    CHECK(distance(answer.out, expected) < limit);
+  };
+  Side<Joint> plain(config, layer.basis, settings);
+  check(plain, 3e-5);
+  Side<StarKV<Cuda>> coded(config, layer.basis, settings);
+  check(coded, 1e-3);
+}
+
 TEST_CASE("joint values: a captured step replayed between calls that compress is what the same calls make") {
   StarSettings settings;
   settings.joint = true;

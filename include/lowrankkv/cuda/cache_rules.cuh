@@ -58,9 +58,6 @@ struct CacheRules {
     using ::lowrankkv::detail::fail;
     ::lowrankkv::detail::validate(config);
     validate_tokens(policies.token_policy);
-    if (const float least = least_error(policies.token_policy); sketches && least > 0.0F) {
-      fail<ValueError>("ResidualOutliers: threshold ", least, ", 0 expected together with FrequentDirections on this backend, where epochs begin before it is known how many rows go to them");
-    }
     Codec::validate(policies.quantizer);
     if constexpr (Rule::adapts) Rule::validate(policies.updater);
     const int dim = config.shape.head_dim;

@@ -18,7 +18,6 @@
 #include "lowrankkv/cuda/layer_memory.cuh"
 #include "lowrankkv/cuda/merge_states.cuh"
 #include "lowrankkv/cuda/reconstruct.cuh"
-#include "lowrankkv/cuda/reconstruct_joint.cuh"
 #include "lowrankkv/cuda/reconstruct_waiting.cuh"
 #include "lowrankkv/cuda/row_states.cuh"
 #include "lowrankkv/cuda/saved_state.cuh"
@@ -321,8 +320,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const cuda::DeviceTarget keys = cuda::device_target(key), values = cuda::device_target(value);
     if (stored > 0) {
       const cuda::TokenRange range = cuda::token_range(layer_, slot, first, stored);
-      cuda::reconstruct_rows<Base::coded_groups>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
-      if constexpr (Base::joins) cuda::reconstruct_joint<Base::coded_groups>(layer_, slot, range, values, stream);
+      cuda::reconstruct_rows<Base::coded_groups, Base::joins>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
     }
     if (count > stored) cuda::reconstruct_waiting(config_, this->prompts_.of(slot), first + stored - in_lists, stored, count - stored, keys, values, stream);
   }

@@ -73,8 +73,13 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       if constexpr (Rule::adapts && Rows::compresses) {
         if constexpr (sketches) {
           if (in_parts) compress_in_parts(leaving, orders.second, source, scratch, stream);
+          Leaving rolling = leaving;
+          for (int i = 0; i < leaving.count && least_error(policies_.token_policy) > 0.0F; ++i) {  // it may turn out that all of them are compressed
+            rolling.full[i] = leaving.pinned[i];
+            rolling.compressed[i] = leaving.candidates(i);
+          }
           for (int one = 0; one < leaving.count && most_candidates > 0 && !in_parts; one += kAdaptBatch) {
-            roll_over<coded_groups>(layer_, policies_.updater, leaving, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, 0, scratch, stream);
+            roll_over<coded_groups>(layer_, policies_.updater, rolling, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, 0, scratch, stream);
           }
         } else {
           if (most_candidates > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
@@ -133,12 +138,13 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const std::int32_t length = config_.flush_interval;
     for_each_part(layer_, leaving, kept, length, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) -> const std::int32_t* {
       const std::int64_t first = std::int64_t{order.part} * length, exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
-      roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, static_cast<int>(exempt), before, scratch, stream);
+      const float least = least_error(policies_.token_policy);
+      roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, least > 0.0F ? 0 : static_cast<int>(exempt), before, scratch, stream);
       const std::int64_t most = (std::min)(part.compressed[0], length);
       if constexpr (exempts_in_parts) {
         const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
         if (exempt + pinned > 0) {
-          const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), source, scratch, stream);
+          const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), least, source, scratch, stream);
           launch_store<StoreForm::full, RowPath::words>(part, source, full, {}, exempt + pinned, config_.full_type, stream);
           store_compressed(part, source, scratch, compressed, {}, most, stream);
           return scratch.exempt;

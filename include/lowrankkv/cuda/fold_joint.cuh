@@ -49,37 +49,53 @@ __global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(Tables tabl
   }
   __syncthreads();
   if (!there) return;
-  const auto folded = [&](const float (&counts)[kMaxJointSplits][kJointColumns], int line) {
-    float total = 0.0F;
-    #pragma unroll 8
-    for (int split = 0; split < splits; ++split) {
-      const float factor = counts[split][lane];
-      total = factor == 0.0F ? total : fmaf(factor, states[static_cast<std::size_t>(split) * apart + static_cast<std::size_t>(line * kJointColumns)], total);
+  // Sums over the splits, in order, of some lines that have one factor: those of eight splits are on their way at a time.
+  const auto fold_lines = [&]<int count>(const float (&counts)[kMaxJointSplits][kJointColumns], const int (&which)[count], float (&totals)[count]) {
+    constexpr int at_once = 8;
+    #pragma unroll
+    for (float& total : totals) total = 0.0F;
+    for (int first = 0; first < splits; first += at_once) {
+      float values[at_once][count];
+      #pragma unroll
+      for (int i = 0; i < at_once * count; ++i) values[i / count][i % count] = states[static_cast<std::size_t>(min(first + i / count, splits - 1)) * apart + static_cast<std::size_t>(which[i % count] * kJointColumns)];
+      #pragma unroll
+      for (int i = 0; i < at_once; ++i) {
+        const float own = counts[min(first + i, splits - 1)][lane], factor = first + i < splits ? own : 0.0F;  // 0: nothing was written there. Compilers ask for the next one before they know that there is one
+        #pragma unroll
+        for (int line = 0; line < count; ++line) totals[line] = factor == 0.0F ? totals[line] : fmaf(factor, values[i][line], totals[line]);
+      }
     }
-    return total;
   };
   const int head = leader + column / columns, in_head = column % columns, block = in_head / kBlockColumns, t = in_head % kBlockColumns;
   float* target = step.joint_state(static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head), block) + t;
   if (blockIdx.x == 0 && warp == 0) {
     // The means of keys shift every logit of a column alike; those of keys that are turned when they are read are in the logits.
-    const float shift = tables.rotary.turns() ? 0.0F : step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift, sum = folded(factors, 1);
+    const float shift = tables.rotary.turns() ? 0.0F : step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift;
+    const int sum_line[1] = {1};
+    float sum[1];
+    fold_lines(factors, sum_line, sum);
     target[0] = top + shift;
-    target[kBlockColumns] = sum;
-    target[2 * kBlockColumns] = sum;
+    target[kBlockColumns] = sum[0];
+    target[2 * kBlockColumns] = sum[0];
   }
   const HeadTiles& layout = tables.compressed[heads + group];
   const int first_blocks = scale_groups > 0 ? joint_blocks(layout, 0) : 0, blocks = first_blocks + (scale_groups == 2 ? joint_blocks(layout, 1) : 0);
-  const float first_weight = scale_groups > 0 ? folded(references[0], 2) : 0.0F, second_weight = scale_groups == 2 ? folded(references[groups - 1], 3) : 0.0F;
   const int channels = scale_groups > 0 ? kCodeUnit * blocks : layout.channels(Part::value), begin = static_cast<int>(blockIdx.x) * kFoldChannels;
   static_assert(kCodeUnit % kFoldChannels == 0);  // they are of one block
-  const int bits = scale_groups > 0 && begin < channels ? joint_block(layout, begin / kCodeUnit).bits : 0;
-  for (int channel = begin + warp; channel < min(begin + kFoldChannels, channels); channel += kFoldWarps) {
-    const bool in_second = scale_groups == 2 && channel >= kCodeUnit * first_blocks;
-    float total = folded(references[in_second ? groups - 1 : 0], kJointLines + channel);
-    if constexpr (scale_groups > 0) {  // mid-rise: codes of b bits are centred at (2^b - 1) / 2
-      total = fmaf(-0.5F * static_cast<float>((1 << bits) - 1), in_second ? second_weight : first_weight, total * exp2f(kCodeUnitExponent));
-    }
-    target[(3 + channel) * kBlockColumns] = total;
+  if (begin >= channels) return;
+  const bool in_second = scale_groups == 2 && begin >= kCodeUnit * first_blocks;
+  constexpr int mine = kFoldChannels / kFoldWarps;
+  int which[mine + (scale_groups > 0 ? 1 : 0)];  // besides, of codes, the sum of weights with their gains
+  float totals[mine + (scale_groups > 0 ? 1 : 0)];
+  which[mine - 1 + (scale_groups > 0 ? 1 : 0)] = in_second ? 3 : 2;
+  #pragma unroll
+  for (int i = 0; i < mine; ++i) which[i] = kJointLines + min(begin + warp + i * kFoldWarps, channels - 1);  // a line that is there
+  fold_lines(references[in_second ? groups - 1 : 0], which, totals);
+  const float centre = scale_groups > 0 ? -0.5F * static_cast<float>((1 << joint_block(layout, begin / kCodeUnit).bits) - 1) : 0.0F;  // mid-rise: codes of b bits are centred at (2^b - 1) / 2
+  #pragma unroll
+  for (int i = 0; i < mine; ++i) {
+    const int channel = begin + warp + i * kFoldWarps;
+    if (channel < channels) target[(3 + channel) * kBlockColumns] = scale_groups > 0 ? fmaf(centre, totals[scale_groups > 0 ? mine : 0], totals[i] * exp2f(kCodeUnitExponent)) : totals[i];
   }
 }
 

@@ -72,11 +72,11 @@ void for_each_part(const LayerState& layer, const Leaving& leaving, RowOrder ord
   }
 }
 
-/// @brief Of the rows of a part, those with the largest errors under the maps that would store them stay full, so many of the prompt's as `wanted` says, as far as a head keeps any. Returns the orders of the full list, the prompt's pinned
+/// @brief Of the rows of a part, those with the largest errors under the maps that would store them stay full, so many of the prompt's as `wanted` says, as far as a head keeps any and they exceed `least`, if that is above 0. Returns the orders of the full list, the prompt's pinned
 /// rows before those of the first part, and of the compressed one; how many there are stands in scratch.exempt. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
 template <int coded_groups>
-std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const Leaving& part, const RowOrder& order, std::int32_t length, std::int64_t wanted, bool relative, const RowSource& source, const CompressScratch& scratch,
-                                             cudaStream_t stream) {
+std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const Leaving& part, const RowOrder& order, std::int32_t length, std::int64_t wanted, bool relative, float least, const RowSource& source,
+                                             const CompressScratch& scratch, cudaStream_t stream) {
   const unsigned heads = static_cast<unsigned>(layer.tables().num_heads);
   const std::int32_t first = (std::max)(part.pinned[0], order.part * length), end = (std::min)(part.rows[0], (order.part + 1) * length);
   ErrorRows rows{};
@@ -87,7 +87,7 @@ std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const Leav
   float* own_errors = scratch.second_scores(layer.tables().num_heads);
   gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, 0, own_errors);
   check(cudaGetLastError(), "gather_scores_kernel");
-  Candidates candidates{own_errors, scratch.rows, false, {}, {}, {}, order, true, scratch.exempt};
+  Candidates candidates{own_errors, scratch.rows, false, {}, {}, {}, order, true, scratch.exempt, least};
   candidates.wanted[0] = static_cast<std::int32_t>(wanted);
   top_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");

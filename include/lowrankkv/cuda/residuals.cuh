@@ -9,7 +9,6 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/reconstruct.cuh"
-#include "lowrankkv/cuda/reconstruct_joint.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -107,7 +106,7 @@ void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t 
       if (list == RowList::full) copy_rows(layer, left.slot, range, key, value, stream);
       else decode_rows<scale_groups>(layer, left.slot, range, key, value, stream);
       if constexpr (joint) {
-        if (list == RowList::compressed) reconstruct_joint<scale_groups>(layer, left.slot, range, value, stream);
+        if (list == RowList::compressed) decode_rows<scale_groups, true>(layer, left.slot, range, key, value, stream);
       }
       note_residuals_kernel<><<<detail::rows_in_eights(tables, range.count), kStoreThreads, 0, stream>>>(tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded, values);
       check(cudaGetLastError(), "note_residuals_kernel");

@@ -62,6 +62,7 @@ class RowWriter {
   /// Row i to its place places[i], if it has one.
   template <int rows>
   __device__ void write(const std::int64_t* places) const {
+    #pragma unroll 1  // registers are what its callers are short of
     for (int row = row_; row < rows; row += at_once_) {
       const std::int64_t place = places[row];
       if (place == kNowhere) continue;
