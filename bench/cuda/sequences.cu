@@ -137,4 +137,7 @@ int main(int count, char** arguments) {
   OjaKVv2<Cuda>::PolicySet outliers;
   outliers.token_policy.get<SinkRecent>() = {4, 32};
   measure<OjaKVv2<Cuda>>("OjaKVv2, rank 80", bench::basis(kHeads, 80, 80), outliers);
+  const LayerBasis joint = bench::joint_basis(kHeads, 32, 32 * kHeads);
+  measure<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>("joint, rank 32", joint, {{}, {}, {4, 32}, {}});
+  measure<StarKV<Cuda>>("STAR-KV", joint, {{}, {}, {4, 32}, {}});
 }
