@@ -418,6 +418,21 @@ void check_joint(bool coded, std::uint64_t seed) {
   CHECK(free_pages() == all);
 }
 
+/// Attention of one query over rows of joint values, as float64 makes it of the rows that are stored.
+template <class Cache>
+void check_joint_attention(const CacheConfig& config, const support::RandomLayer& layer, const StarSettings& settings, const std::vector<float>& keys, const std::vector<float>& values, const std::vector<float>& query, double limit) {
+  Side<Cache> side(config, layer.basis, settings);
+  side.cache.create(1);
+  side.ingest(1, keys, values);
+  const SequenceId one = 1;
+  const Answer answer = side.attend(std::span(&one, 1), query);
+  std::vector<float> key, value;
+  side.reconstruct(1, key, value);
+  std::vector<double> expected, expected_lse;
+  support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse);
+  CHECK(distance(answer.out, expected) < limit);
+}
+
 }  // namespace
 
 TEST_CASE("joint values: stored as in float64, prompts exact over the stored form, copies that go on as the original") {
@@ -437,22 +452,9 @@ TEST_CASE("joint values of 32 heads of their own queries in a latent of 1024: at
   for (const int rank : {32, 60}) {
     CAPTURE(rank);
     const support::RandomLayer layer = joint_layer(random, config.shape, settings, rank, 1024);
-    const auto check = [&](auto& side, double limit) {
-      side.cache.create(1);
-      side.ingest(1, joint_rows(random, layer, 300, true), joint_rows(random, layer, 300, false));
-      const auto query = layer.queries(random, 1);
-      const SequenceId one = 1;
-      const Answer answer = side.attend(std::span(&one, 1), query);
-      std::vector<float> key, value;
-      side.reconstruct(1, key, value);
-      std::vector<double> expected, expected_lse;
-      support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse);
-      CHECK(distance(answer.out, expected) < limit);
-    };
-    Side<Joint> plain(config, layer.basis, settings);
-    check(plain, 3e-5);
-    Side<StarKV<Cuda>> coded(config, layer.basis, settings);
-    check(coded, 1e-3);
+    const auto keys = joint_rows(random, layer, 300, true), values = joint_rows(random, layer, 300, false), query = layer.queries(random, 1);
+    check_joint_attention<Joint>(config, layer, settings, keys, values, query, 3e-5);
+    check_joint_attention<StarKV<Cuda>>(config, layer, settings, keys, values, query, 1e-3);
   }
 }
 
@@ -466,23 +468,9 @@ TEST_CASE("joint values of as many splits as there can be: attention is that of 
   const int tokens = gpu::kMaxJointSplits * gpu::kJointSplitRows + 700;
   config.max_tokens = tokens + 64;
   const support::RandomLayer layer = joint_layer(random, config.shape, settings, 24, 70);
-  const auto key_rows = joint_rows(random, layer, tokens, true), value_rows = joint_rows(random, layer, tokens, false);
-  const auto query = layer.queries(random, 1);
-  const auto check = [&](auto& side, double limit) {
-    side.cache.create(1);
-    side.ingest(1, key_rows, value_rows);
-    const SequenceId one = 1;
-    const Answer answer = side.attend(std::span(&one, 1), query);
-    std::vector<float> key, value;
-    side.reconstruct(1, key, value);
-    std::vector<double> expected, expected_lse;
-    support::attend_f64(config.shape, config.scale(), key, value, query, expected, expected_lse);
-    CHECK(distance(answer.out, expected) < limit);
-  };
-  Side<Joint> plain(config, layer.basis, settings);
-  check(plain, 3e-5);
-  Side<StarKV<Cuda>> coded(config, layer.basis, settings);
-  check(coded, 1e-3);
+  const auto keys = joint_rows(random, layer, tokens, true), values = joint_rows(random, layer, tokens, false), query = layer.queries(random, 1);
+  check_joint_attention<Joint>(config, layer, settings, keys, values, query, 3e-5);
+  check_joint_attention<StarKV<Cuda>>(config, layer, settings, keys, values, query, 1e-3);
 }
 
 TEST_CASE("joint values: a captured step replayed between calls that compress is what the same calls make") {

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kStoreThreads) close_up_kernel(Tables tables, 
 inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& cuts) {
   std::size_t row_bytes = 1;  // of the largest list
   for (int i = 0; i < cuts.count; ++i) {
-    const HeadTiles& layout = list == RowList::full ? layer.tiles().listed : layer.tiles().compressed[static_cast<std::size_t>(cuts.first + i)];
+    const HeadTiles& layout = layer.layout(list, cuts.first + i);
     row_bytes = (std::max)(row_bytes, static_cast<std::size_t>(layout.bytes / layout.rows));
   }
   const std::int64_t most = (cuts.most_behind() + kStoreRows - 1) / kStoreRows * kStoreRows, wanted = static_cast<std::int64_t>(kShiftBytes / (static_cast<std::size_t>(cuts.count) * row_bytes)) / kStoreRows * kStoreRows;
@@ -119,7 +119,7 @@ void close_up(const LayerState& layer, int slot, RowList list, const ListCuts& c
   RowShift shift = shift_of(layer, list, cuts);
   shift.scratch = layer.pool().scratch(static_cast<std::size_t>(cuts.count) * shift.stride);
   int tile_rows = kStoreRows;  // the fewest
-  for (int i = 0; i < cuts.count; ++i) tile_rows = (std::min)(tile_rows, static_cast<int>((list == RowList::full ? layer.tiles().listed : layer.tiles().compressed[static_cast<std::size_t>(cuts.first + i)]).rows));
+  for (int i = 0; i < cuts.count; ++i) tile_rows = (std::min)(tile_rows, static_cast<int>(layer.layout(list, cuts.first + i).rows));
   const dim3 grid(static_cast<unsigned>(shift.count / tile_rows + 1), static_cast<unsigned>(cuts.count));
   for (; shift.first < most; shift.first += shift.count) {
     copy_out_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
