@@ -141,6 +141,10 @@ int main(int count, char** arguments) {
   heavy_codes.token_policy.get<SinkRecent>() = {4, 32};
   measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2 bits, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_codes);
   measure<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>>("H2O in 2 bits unrotated, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_codes, Rope::pre);
+  using HeavyOutliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers, HeavyHitters>, TransformCode>;
+  HeavyOutliers::PolicySet heavy_outliers;
+  heavy_outliers.token_policy.get<SinkRecent>() = {4, 32};
+  measure<HeavyOutliers>("H2O in 2 bits and outliers, 25 %", bench::basis(kHeads, kDim, kDim, two, two), heavy_outliers);
   using MovingHeavy = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, HeavyHitters>, NoQuantizer>;
   MovingHeavy::PolicySet moving_heavy;
   moving_heavy.token_policy.get<SinkRecent>() = {4, 32};
@@ -162,4 +166,6 @@ int main(int count, char** arguments) {
   Budgeted<Cuda>::PolicySet budgeted;
   budgeted.token_policy.get<SinkRecent>() = {4, 32};
   measure<Budgeted<Cuda>>("2 bits and outliers", bench::basis(kHeads, kDim, kDim, two, two), budgeted);
+  budgeted.token_policy.get<ResidualOutliers>().threshold = 0.3F;
+  measure<Budgeted<Cuda>>("2 bits and outliers over a threshold", bench::basis(kHeads, kDim, kDim, two, two), budgeted);
 }

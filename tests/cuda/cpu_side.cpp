@@ -70,6 +70,11 @@ class HeavyCache : public HeavySide {
     value.resize(key.size());
     cache_.reconstruct(1, 0, {key.data(), tokens, shape().num_kv_heads, shape().head_dim}, {value.data(), tokens, shape().num_kv_heads, shape().head_dim});
   }
+  std::vector<RowState> states(int head) const override {
+    std::vector<RowState> all(static_cast<std::size_t>(cache_.num_tokens(1)));
+    cache_.row_states(1, head, 0, all);
+    return all;
+  }
   std::size_t updater_bytes() const override { return cache_.memory(1).updater_bytes; }
   std::int64_t publications() const override { return cache_.statistics().publications; }
   std::int64_t merges() const override { return cache_.statistics().merges; }
@@ -88,12 +93,28 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     policies.token_policy.template get<SinkRecent>() = settings.sinks;
     policies.token_policy.template get<HeavyHitters>() = settings.heavy;
     if constexpr (has_member<decltype(policies.token_policy), SnapKV>) policies.token_policy.template get<SnapKV>() = settings.scores;
+    if constexpr (has_member<decltype(policies.token_policy), ResidualOutliers>) policies.token_policy.template get<ResidualOutliers>() = settings.outliers;
     if constexpr (has_member<decltype(policies.token_policy), KeepFull>) policies.token_policy.template get<KeepFull>().recent = 0;
     if constexpr (requires { policies.basis.heads_per_group; }) policies.basis.heads_per_group = settings.heads_per_group;
     if constexpr (requires { policies.quantizer.type; }) policies.quantizer.type = settings.coefficients;
     configure(policies.updater, settings);
     return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
   };
+  if (settings.exempts && settings.scored) {
+    using Chosen = Compose<SinkRecent, SnapKV, ResidualOutliers, HeavyHitters>;
+    if (settings.form == HeavyForm::plain) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, NoQuantizer>>({});
+    if (settings.form == HeavyForm::directions) return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Chosen, NoQuantizer, RotateNow>>({});
+    return nullptr;
+  }
+  if (settings.exempts) {
+    using Chosen = Compose<SinkRecent, ResidualOutliers, HeavyHitters>;
+    if (settings.form == HeavyForm::plain) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, NoQuantizer>>({});
+    if (settings.form == HeavyForm::codes) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, TransformCode>>({});
+    if (settings.form == HeavyForm::joint_codes) return make.template operator()<CompressedKVCache<Cpu, JointValues, Static, Chosen, TransformCode>>({});
+    if (settings.form == HeavyForm::oja) return make.template operator()<CompressedKVCache<Cpu, PerHead, Oja, Chosen, NoQuantizer, KeepEpochs<2>>>({});
+    if (settings.form == HeavyForm::directions) return make.template operator()<CompressedKVCache<Cpu, PerHead, FrequentDirections, Chosen, NoQuantizer, RotateNow>>({});
+    return nullptr;
+  }
   if (settings.scored) {
     using Chosen = Compose<SinkRecent, SnapKV, HeavyHitters>;
     if (settings.form == HeavyForm::plain) return make.template operator()<CompressedKVCache<Cpu, PerHead, Static, Chosen, NoQuantizer>>({});

@@ -11,6 +11,7 @@
 #include "lowrankkv/basis/per_head.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/quantizer/block_hadamard.hpp"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/heavy_hitters.hpp"
@@ -125,6 +126,8 @@ struct HeavySettings {
   lowrankkv::SnapKV scores{};
   float share = 1.0F;       ///< of a prompt's heavy hitters, what an updater observes
   int chunk_length = 150;   ///< of sketches
+  bool exempts = false;     ///< errors say which rows are full
+  lowrankkv::ResidualOutliers outliers{};
 };
 
 /// One sequence in a CPU cache that keeps heavy hitters, and sinks.
@@ -139,6 +142,7 @@ class HeavySide {
   virtual void remove(std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length() const = 0;
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
+  virtual std::vector<lowrankkv::RowState> states(int head) const = 0;
   virtual std::size_t updater_bytes() const = 0;
   virtual std::int64_t publications() const = 0;
   virtual std::int64_t merges() const = 0;

@@ -21,6 +21,9 @@ using Plain = CompressedKVCache<Cuda, PerHead, Static, Tokens, NoQuantizer>;
 using Star = CompressedKVCache<Cuda, JointValues, Static, Tokens, BlockHadamard>;
 using OjaCodes = CompressedKVCache<Cuda, PerHead, Oja, Tokens, TransformCode, KeepEpochs<3>>;
 using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
+using Outliers = Compose<SinkRecent, SnapKV, ResidualOutliers, HeavyHitters>;
+using PlainOutliers = CompressedKVCache<Cuda, PerHead, Static, Outliers, NoQuantizer>;
+using DirectionsOutliers = CompressedKVCache<Cuda, PerHead, FrequentDirections, Outliers, NoQuantizer, RotateNow>;
 
 /// Trials [first, last): prompts and steps keep the CPU's rows, as many in every head, and the same but for few whose scores or masses are almost equal. Copies go on as the original.
 template <class Cache>
@@ -40,6 +43,9 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
     settings.scored = true;
     settings.scores = {0.35F, 0, 16, 3, Pooling::average};
     settings.share = trial % 4 < 2 ? 1.0F : 0.0F;
+    settings.exempts = exempts<Cache>;
+    settings.outliers.share = 0.25F;
+    if (trial % 3 == 1) settings.outliers.threshold = 0.8F;
     settings.chunk_length = 40;
     const RandomLayer layer = layer_of<Cache>(random, config.shape, settings);
     Side<Cache> side(config, layer, settings);
@@ -62,6 +68,12 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
       int different = 0;
       for (std::size_t i = 0; i < own.size(); ++i) different += own[i] != others[i] ? 1 : 0;
       CHECK(different <= 4 * heads);
+      int other_states = 0;
+      for (int head = 0; head < heads; ++head) {
+        const std::vector<RowState> own_states = side.states(1, head), cpu_states = cpu->states(head);
+        for (std::size_t t = 0; t < own_states.size(); ++t) other_states += own_states[t] != cpu_states[t] ? 1 : 0;
+      }
+      CHECK(other_states <= different + (exempts<Cache> ? 4 * heads : 0));
       return counts_of(own).front();
     };
     const auto prompt = [&](int tokens, const char* when) {
@@ -150,6 +162,8 @@ TEST_CASE("heavy hitters among rows that scores keep: the CPU's rows, in prompts
   check_scored<OjaCodes>(random, 0, last(1));
   check_scored<Directions>(random, first(1), last(2));
   check_scored<Plain>(random, first(1), last(2), true);
+  check_scored<PlainOutliers>(random, 0, last(2));
+  check_scored<DirectionsOutliers>(random, first(1), last(2));
   if (effort() > 0) check_scored<Star>(random, 0, last(1), true);
 }
 

@@ -37,6 +37,8 @@ inline constexpr bool compresses = gpu::TokenRules<decltype(Parts<Cache>::token_
 template <class Cache>
 inline constexpr bool moves = !std::is_same_v<decltype(Parts<Cache>::updater), Static>;
 template <class Cache>
+inline constexpr bool exempts = gpu::TokenRules<decltype(Parts<Cache>::token_policy)>::weighs_both;
+template <class Cache>
 constexpr HeavyForm form_of() {
   if (!compresses<Cache>) return HeavyForm::full;
   if (moves<Cache>) return std::is_same_v<decltype(Parts<Cache>::updater), FrequentDirections> ? HeavyForm::directions : coded<Cache> ? HeavyForm::oja_codes : HeavyForm::oja;
@@ -86,6 +88,7 @@ Parts<Cache> policies_of(const HeavySettings& settings) {
   if constexpr (support::has_member<Tokens, KeepFull>) policies.token_policy.template get<KeepFull>().recent = 0;
   policies.token_policy.template get<HeavyHitters>() = settings.heavy;
   if constexpr (support::has_member<Tokens, SnapKV>) policies.token_policy.template get<SnapKV>() = settings.scores;
+  if constexpr (support::has_member<Tokens, ResidualOutliers>) policies.token_policy.template get<ResidualOutliers>() = settings.outliers;
   if constexpr (support::has_member<Tokens, SinkRecent>) policies.token_policy.template get<SinkRecent>() = settings.sinks;
   if constexpr (joins<Cache>) policies.basis.heads_per_group = settings.heads_per_group;
   if constexpr (compresses<Cache> && !coded<Cache>) policies.quantizer.type = settings.coefficients;
@@ -132,6 +135,11 @@ class Side : public support::DeviceCache<Cache> {
     answer.mass = host(mass);
     if (with_lse) answer.lse = host(lse);
     return answer;
+  }
+  std::vector<RowState> states(SequenceId seq, int head) const {
+    std::vector<RowState> all(static_cast<std::size_t>(cache.num_tokens(seq)));
+    cache.row_states(seq, head, 0, all);
+    return all;
   }
   void accumulate(std::span<const SequenceId> seqs, const std::vector<float>& mass, std::int64_t positions) {
     const gpu::DeviceArray<float> received(mass);

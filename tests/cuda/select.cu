@@ -91,7 +91,7 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
       for (float& x : query) x = 2.0F * normal(random);
       const gpu::DeviceArray<float> k(key), q(query);
       const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
-      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0);
+      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0, 0);
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
       gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), slot, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);

@@ -304,8 +304,8 @@ void enqueue_errors(const LayerState& layer, const Leaving& leaving, const Error
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
-/// sequence's count of full rows is reached, or fewer, if no more errors exceed `least`: how many there are stands in scratch.exempt then. Returns the orders of the two lists, full and compressed.
-/// @param kept  the rows of a prompt that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+/// sequence's count of full rows is reached, or fewer, if no more errors exceed `least`, or a head keeps no more: how many there are stands in scratch.exempt then. Returns the orders of the two lists, full and compressed.
+/// @param kept  the rows that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
 std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
@@ -321,25 +321,29 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
     candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
   }
   enqueue_errors<coded_groups, joint>(layer, leaving, wanted, relative, source, scratch, stream);
-  if (kept.rows != nullptr) {  // a prompt is alone: its kept rows are numbered anew, chosen among, and named again
-    const int count = leaving.candidates(0);
-    float* own_errors = scratch.second_scores(tables.num_heads);
-    gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, count, own_errors);
+  const bool counted = least > 0.0F || kept.ends != nullptr;  // values say how many rows the lists get
+  if (kept.rows != nullptr) {  // these rows are numbered anew, chosen among, and named again
+    float* own_errors = scratch.second_scores(static_cast<int>(heads * sequences));
+    gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, leaving, own_errors);
     check(cudaGetLastError(), "gather_scores_kernel");
     candidates.scores = own_errors;
     candidates.keeps_earlier = false;
-    candidates.first[0] = 0;
-    candidates.end[0] = count;
+    for (int i = 0; i < leaving.count; ++i) {
+      candidates.first[i] = 0;
+      candidates.end[i] = leaving.candidates(i);
+    }
+    candidates.numbers = kept.ends != nullptr;
+    if (candidates.numbers) candidates.among = kept;
   }
   candidates.above = least;
-  candidates.counts = least > 0.0F ? scratch.exempt : nullptr;
+  candidates.counts = counted ? scratch.exempt : nullptr;
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(kept, leaving.pinned[0], candidates.wanted[0], leaving.candidates(0), candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
+    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(kept, leaving, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
     check(cudaGetLastError(), "name_rows_kernel");
   }
-  if (candidates.counts == nullptr) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
+  if (!counted) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
   return {{scratch.chosen, scratch.rows, candidates.counts, 1, 0}, {scratch.rest, scratch.rows, candidates.counts + heads * sequences, 1, 0}};
 }
 

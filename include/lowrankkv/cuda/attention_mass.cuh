@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attenti
       const int place = lengths.tail_first + at, before = place < ring ? place : place - ring;
       prompt.masses[static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.rows) + static_cast<std::size_t>(at)] = (at < prompt.tail ? tables.tail_row_masses(slot, head)[before] : 0.0F) + own[half];
     } else if (prompt.packed != nullptr) {
-      tables.row_masses(slot, head)[at] += own[half];
+      tables.row_masses(RowList::full, slot, head)[at] += own[half];
     } else if (listed || at < lengths.tail_length) {
       const std::int64_t position = listed ? detail::position_of(tables, RowList::full, slot, head, tables.rows[tables.index(slot, head)], at) : lengths.tail_position + at;
       if (position < target.positions) target.row(sequence, tables.num_heads, head)[position] = own[half];
@@ -230,9 +230,10 @@ template <class = void>
 __global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(Tables tables, Batch batch, DeviceMasses source, int first_sequence) {
   const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z], row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const DeviceLengths lengths = tables.lengths[slot];
-  const int of_tail = row - tables.num_rows(tables.weighed, slot, head);
+  const WeighedRows stored(tables, slot, head);
+  const int of_tail = row - stored.count();
   if (of_tail >= lengths.tail_length) return;
-  const std::int64_t position = of_tail < 0 ? tables.row_positions(tables.weighed, slot, head)[row] : lengths.tail_position + of_tail;
+  const std::int64_t position = of_tail < 0 ? stored.position(row) : lengths.tail_position + of_tail;
   if (position >= source.positions) return;
   const float received = source.row(first_sequence + static_cast<int>(blockIdx.z), tables.num_heads, head)[position];
   if (!(received >= 0.0F && received <= kMostMass)) {
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(Tables tables
     return;
   }
   const int place = lengths.tail_first + of_tail, ring = tables.ring_rows();
-  float& mass = of_tail < 0 ? tables.row_masses(slot, head)[row] : tables.tail_row_masses(slot, head)[place < ring ? place : place - ring];
+  float& mass = of_tail < 0 ? stored.mass(row) : tables.tail_row_masses(slot, head)[place < ring ? place : place - ring];
   mass = fminf(mass + received, 3e38F);  // stays finite
 }
 
@@ -268,7 +269,7 @@ void clear_masses(const MassView& mass, cudaStream_t stream) {
 template <class = void>
 void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
   const Tables& tables = layer.tables();
-  const bool listed = prompt.packed == nullptr || tables.weighed == RowList::full;  // what rows that never go receive of a prompt, nobody asks for
+  const bool listed = prompt.packed == nullptr || tables.weighs(RowList::full);  // what rows that never go receive of a prompt, nobody asks for
   const int list_pieces = listed ? static_cast<int>((full_rows + kMassRows - 1) / kMassRows) : 0, units = tables.full.key_units;
   const int own_pieces = ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kMassRows - 1) / kMassRows;
   const DeviceRows& rows = queries.rows;
@@ -288,7 +289,7 @@ void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueri
   });
 }
 
-/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a list that is weighed and a tail of the batch
+/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a head's that are weighed and a tail of the batch
 template <class = void>
 void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceMasses& source, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));

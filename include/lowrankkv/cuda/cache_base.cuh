@@ -41,9 +41,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
       : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
         sequences_(config_), prompts_(config.max_sequences) {
     // Flushes of all sequences at once find their scratch memory there.
-    compress_scratch(layer_, 0, 0, lists_of(static_cast<std::size_t>(config_.max_sequences), Phase::decode), config_.flush_interval, layer_.max_rows(layer_.tables().weighed));
+    compress_scratch(layer_, 0, 0, lists_of(static_cast<std::size_t>(config_.max_sequences), Phase::decode), config_.flush_interval, layer_.max_rows(layer_.tables().weighed), ever_pinned());
   }
 
+  /// Rows of a sequence that are pinned, at most.
+  std::int64_t ever_pinned() const { return pinned_rows(policies_.token_policy, 0, config_.max_tokens); }
   /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
   std::size_t lists_of(std::size_t sequences, Phase phase) const {
     const bool any = Rows::by_errors || Rows::keeps_masses || (phase == Phase::prefill && Known::scoring_window(policies_) > 0);
@@ -129,11 +131,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const bool replayed = capturing(stream);
     check_masses(seqs, mass, replayed);
     check_distinct("accumulate", seqs);
-    const RowList weighed = layer_.tables().weighed;
-    std::int64_t rows = replayed ? layer_.max_rows(weighed) + config_.tail_capacity : 0;
+    const auto rows_of = [&](std::int64_t full, std::int64_t compressed, std::int32_t tail) { return (layer_.is_weighed(RowList::full) ? full : 0) + (layer_.is_weighed(RowList::compressed) ? compressed : 0) + tail; };
+    std::int64_t rows = replayed ? rows_of(layer_.max_rows(RowList::full), layer_.max_rows(RowList::compressed), config_.tail_capacity) : 0;
     for (const SequenceId seq : seqs) {
       const HostSequence& now = layer_.sequence(sequences_.find(seq));
-      rows = (std::max)(rows, now.num_rows(weighed) + now.tail_length);
+      rows = (std::max)(rows, rows_of(now.rows.num_full, now.rows.num_compressed, now.tail_length));
     }
     if (rows == 0) return;
     for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
@@ -153,15 +155,17 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
   /// Whether leaving rows may take places of stored ones: in the head whose list has the most, so that the fewest go to its end.
   bool replaces_rows(const Leaving& leaving, int i, const SequenceRows& now) const {
     const RowList weighed = layer_.tables().weighed;
-    const std::int32_t stored = static_cast<std::int32_t>(now.num_rows(weighed));
+    const std::int32_t stored = layer_.tables().weighed_rows(now.rows);
+    if (Rows::weighs_both) return stored + leaving.candidates(i) > leaving.limit[i];
     return Rows::keeps_masses && (stored > leaving.limit[i] || leaving.added(weighed, weighed, i, stored) < leaving.offered(weighed, i));
   }
-  /// Whether how many rows stay full for their errors, only values say: of no part of a prompt might a head keep one, and none might have a large enough error.
-  bool counts_vary(Phase phase) const { return (Known::exempts_in_parts && phase == Phase::prefill) || least_error(policies_.token_policy) > 0.0F; }
+  /// Whether how many rows stay full for their errors, only values say: of no part of a prompt might a head keep one, none might have a large enough error, and masses might keep none.
+  bool counts_vary(Phase phase) const { return Rows::weighs_both || (Known::exempts_in_parts && phase == Phase::prefill) || least_error(policies_.token_policy) > 0.0F; }
   /// How many rows of a head come to the compressed list, at most.
   std::int32_t most_compressed(const Leaving& leaving, int i, Phase phase) const { return counts_vary(phase) ? leaving.candidates(i) : leaving.compressed[i]; }
   /// Adds the rows that leave sequence `i` of a batch, as many as lists may get.
   void add_most(SequenceRows& after, const Leaving& leaving, int i, Phase phase) const {
+    if (Rows::weighs_both) return after.add_weighed(leaving, i, leaving.limit[i] + static_cast<std::int32_t>(ever_pinned()));
     after.add_rows(leaving, i, layer_.tables().weighed);
     after.rows.num_compressed += most_compressed(leaving, i, phase) - leaving.compressed[i];
   }
@@ -175,7 +179,7 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     for (std::int64_t count = turn(); count > 0; before += count, count = turn()) {
       describe(leaving, 0, slot, count, phase, before);
       replaces = replaces || replaces_rows(leaving, 0, after);
-      after.limit_rows(leaving.limit[0], layer_.tables().weighed);
+      if (!Rows::weighs_both) after.limit_rows(leaving.limit[0], layer_.tables().weighed);
       add_most(after, leaving, 0, phase);
     }
     layer_.demand_rows(slot, after, replaces, demand);

@@ -37,7 +37,7 @@ struct CacheRules {
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(!Rule::adapts || Codec::form == CodedForm::plain || requires(const Quantizer& quantizer) { Codec::moving_tiles(quantizer, 1); } || requires { Codec::orders_channels; },
                 "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
-  static constexpr bool exempts_in_parts = requires { Rule::rolls; } && Rows::by_scores && Rows::by_errors;  ///< how many rows of a prompt stay full, heads differ in
+  static constexpr bool exempts_in_parts = requires { Rule::rolls; } && (Rows::by_scores || Rows::keeps_masses) && Rows::by_errors;  ///< how many rows of a prompt stay full, heads differ in
   static constexpr bool sketches = requires { Rule::rolls; } && Rows::compresses;  ///< rows enter sketches, whose chunks end when values say so
   static constexpr bool rolls = sketches || (Rule::adapts && Rows::compresses && Rows::keeps_masses);  ///< epochs begin when values say so
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments, "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
@@ -87,6 +87,10 @@ struct CacheRules {
   /// The same of a sequence of which so many tokens have left the tail.
   static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill), steps = row_counts(policy, 0, tokens, Phase::decode);
+    if (Rows::weighs_both) {  // one list may have all rows that masses keep; errors leave so many at full rank, unless rows that are not go
+      const std::int64_t listed = steps.pinned + steps.limit, full = (std::min)(listed, (std::max)(prompt.full, steps.full));
+      return {full, listed, listed - full};
+    }
     if (Rows::keeps_masses) return {Rows::compresses ? steps.pinned : steps.limit, Rows::compresses ? steps.limit : 0, 0};
     const std::int64_t full = (std::max)(prompt.full, steps.full);
     // What a prompt's scores keep, and what errors leave, depends on how tokens come. Where errors choose, a head that keeps its earliest rows when later ones go has room for twice as many.

@@ -23,15 +23,15 @@ namespace detail {
 
 using PlaceScan = cub::BlockScan<int, kEvictThreads>;
 
-/// Segments of a weighed list: of one epoch where bases do not move.
-__device__ inline int weighed_segments(const Tables& tables, int slot) { return tables.segments == nullptr ? 1 : tables.lengths[slot].num_segments; }
+/// Segments of a list: of one epoch where rows are full, or bases do not move.
+__device__ inline int list_segments(const Tables& tables, RowList list, int slot) { return list == RowList::full || tables.segments == nullptr ? 1 : tables.lengths[slot].num_segments; }
 
 /// Plans the moves of a head's list of `rows` rows, and lets its segments begin where they will. All threads of a block of kEvictThreads call it. Returns how many rows stay.
-/// @param stays  stays(row)
+/// @param stays  stays(row of the list)
 template <class Stays>
-__device__ int plan_moves(const Tables& tables, int slot, int head, int rows, Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
-  const int thread = static_cast<int>(threadIdx.x), segments = weighed_segments(tables, slot);
-  DeviceSegment* own = tables.segments == nullptr ? nullptr : tables.segments_of(slot, head);
+__device__ int plan_moves(const Tables& tables, RowList list, int slot, int head, int rows, Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
+  const int thread = static_cast<int>(threadIdx.x), segments = list_segments(tables, list, slot);
+  DeviceSegment* own = list == RowList::full || tables.segments == nullptr ? nullptr : tables.segments_of(slot, head);
   int target = 0, total = 0;  // where the segment will begin, moves before
   for (int segment = 0; segment < segments; ++segment) {
     const int begin = own == nullptr ? 0 : own[segment].first_row, end = segment + 1 < segments ? own[segment + 1].first_row : rows;
@@ -69,12 +69,21 @@ __device__ int plan_moves(const Tables& tables, int slot, int head, int rows, St
   return target;
 }
 
-/// Moves positions, masses and residuals of a head's rows. All threads of a block call it, and are synchronised at the end.
-__device__ inline void move_numbers(const Tables& tables, int slot, int head, const RowMoves& moves) {
-  std::int32_t* positions = tables.row_positions(tables.weighed, slot, head);
-  float* masses = tables.row_masses(slot, head);
-  std::uint32_t* residuals = tables.residuals[static_cast<int>(tables.weighed)] == nullptr ? nullptr : tables.row_residuals(tables.weighed, slot, head);
-  for (int segment = 0, begin = 0; segment < weighed_segments(tables, slot); ++segment) {
+/// Another head of a group, whose values are joint, moves the same rows. All threads of a block call it.
+__device__ inline void copy_moves(const RowMoves& planned, const RowMoves& own) {
+  for (int i = static_cast<int>(threadIdx.x); i < planned.ends[0]; i += static_cast<int>(blockDim.x)) {  // of one segment
+    own.from[i] = planned.from[i];
+    own.to[i] = planned.to[i];
+  }
+  if (threadIdx.x == 0) own.ends[0] = planned.ends[0];
+}
+
+/// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call it, and are synchronised at the end.
+__device__ inline void move_numbers(const Tables& tables, RowList list, int slot, int head, const RowMoves& moves) {
+  std::int32_t* positions = tables.row_positions(list, slot, head);
+  float* masses = tables.row_masses(list, slot, head);
+  std::uint32_t* residuals = tables.residuals[static_cast<int>(list)] == nullptr ? nullptr : tables.row_residuals(list, slot, head);
+  for (int segment = 0, begin = 0; segment < list_segments(tables, list, slot); ++segment) {
     for (int i = begin + static_cast<int>(threadIdx.x); i < moves.ends[segment]; i += static_cast<int>(blockDim.x)) {
       const int from = moves.from[i], to = moves.to[i];
       positions[to] = positions[from];
@@ -90,12 +99,12 @@ __device__ inline void move_numbers(const Tables& tables, int slot, int head, co
 
 /// @brief Moves what is stored of the rows. Grid: pieces of as many moves as a block has warps, one where a list may have several segments, x lists, those of joint values too, x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(Tables tables, Batch batch, RowMoves moves) {
-  const int list = static_cast<int>(blockIdx.y), head = list < tables.num_heads ? list : (list - tables.num_heads) * tables.joint_heads, slot = batch.slots[blockIdx.z];
-  const HeadTiles& layout = tables.weighed == RowList::full ? tables.listed : tables.compressed[list];
-  const std::int32_t* table = tables.page_table(tables.weighed, slot, list);
+__global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(Tables tables, RowList list, Batch batch, RowMoves moves) {
+  const int index = static_cast<int>(blockIdx.y), head = index < tables.num_heads ? index : (index - tables.num_heads) * tables.joint_heads, slot = batch.slots[blockIdx.z];
+  const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
+  const std::int32_t* table = tables.page_table(list, slot, index);
   const RowMoves own = moves.of(static_cast<int>(blockIdx.z) * tables.num_heads + head);
-  for (int segment = 0, begin = 0; segment < detail::weighed_segments(tables, slot); ++segment) {
+  for (int segment = 0, begin = 0; segment < detail::list_segments(tables, list, slot); ++segment) {
     for (int i = begin + static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32; i < own.ends[segment]; i += static_cast<int>(gridDim.x * blockDim.x) / 32) {
       detail::move_row(layout, tables.tile(table, layout, own.from[i] / layout.rows), own.from[i] % layout.rows, tables.tile(table, layout, own.to[i] / layout.rows), own.to[i] % layout.rows);
     }
@@ -104,12 +113,12 @@ __global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(Tables tables, 
   }
 }
 
-/// @brief Enqueues move_rows_kernel. @param lists  of the weighed kind  @param most  moves of a list, at most
+/// @brief Enqueues move_rows_kernel. @param lists  of the kind  @param most  moves of a list, at most
 template <class = void>
-void move_rows(const Tables& tables, const Batch& batch, const RowMoves& moves, int lists, std::int64_t most, cudaStream_t stream) {
-  const std::int64_t pieces = tables.segments != nullptr ? 1 : (std::min)(std::int64_t{1024}, (most + kMoveThreads / 32 - 1) / (kMoveThreads / 32));
+void move_rows(const Tables& tables, RowList list, const Batch& batch, const RowMoves& moves, int lists, std::int64_t most, cudaStream_t stream) {
+  const std::int64_t pieces = list == RowList::compressed && tables.segments != nullptr ? (std::min)(most, std::int64_t{1}) : (std::min)(std::int64_t{1024}, (most + kMoveThreads / 32 - 1) / (kMoveThreads / 32));
   if (pieces == 0) return;
-  move_rows_kernel<><<<dim3(static_cast<unsigned>(pieces), static_cast<unsigned>(lists), static_cast<unsigned>(batch.count)), kMoveThreads, 0, stream>>>(tables, batch, moves);
+  move_rows_kernel<><<<dim3(static_cast<unsigned>(pieces), static_cast<unsigned>(lists), static_cast<unsigned>(batch.count)), kMoveThreads, 0, stream>>>(tables, list, batch, moves);
   check(cudaGetLastError(), "move_rows_kernel");
 }
 

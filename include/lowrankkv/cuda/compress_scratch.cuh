@@ -30,7 +30,7 @@ struct CompressScratch {
   float* masses = nullptr;           ///< [lists, rows]: what rows of a prompt have received; scores, where nobody wants both
   std::int32_t* chosen = nullptr;    ///< [lists, rows]
   std::int32_t* rest = nullptr;      ///< the same
-  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score; where masses drop them, those that updaters observe
+  std::int32_t* kept = nullptr;      ///< the same, of prompts whose rows are dropped by score; where masses drop them, those that updaters observe, or those that masses keep and errors choose among
   std::int32_t* observed = nullptr;  ///< [lists]: how many of those there are
   std::int32_t* part_ends = nullptr; ///< of part_ends_kernel
   std::int32_t* exempt = nullptr;    ///< of exempt_outliers() and exempt_of_part(): [2, lists]
@@ -39,8 +39,8 @@ struct CompressScratch {
   float* transitions = nullptr;      ///< of transition_kernel
   float* latents = nullptr;          ///< of project_latents_kernel
   float* group_masses = nullptr;     ///< of group_masses_kernel
-  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others; where bases move, that stay
-  RowMoves moves;                    ///< of stored rows then
+  std::int32_t* replaced = nullptr;  ///< [sequences, heads]: rows that take the places of others; where lists close up, that stay
+  ListMoves moves;                   ///< of stored rows then
   LooseTiles loose;                  ///< that they wait in, if they are compressed
   Rollover rollover;                 ///< of roll_over_kernel
   float* sketch_buffers = nullptr;   ///< of sketch_kernel, where shared memory is too small
@@ -48,14 +48,14 @@ struct CompressScratch {
   float* decoded = nullptr;          ///< rows that note_residuals() compares, keys, then values; where bases move, those that merge_noting_moves() does
   std::int32_t rows = 0;             ///< of the prompt, the tail's included; of tails, those that leave
 
-  /// @brief The second half of a prompt's scores.
-  float* second_scores(int heads) const { return scores + static_cast<std::size_t>(heads) * static_cast<std::size_t>(rows); }
+  /// @brief The second half of the scores of so many lists: of a prompt's heads, or of some sequences'.
+  float* second_scores(int lists) const { return scores + static_cast<std::size_t>(lists) * static_cast<std::size_t>(rows); }
 };
 
 /// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows leave tails  @param columns of the queries that score it
 /// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be  @param keeps  rows are dropped by score
-/// @param weighed  stored rows of a list that is weighed, of which others may take the places
-inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, std::int64_t weighed, bool keeps = false) {
+/// @param weighed  stored rows of a list that is weighed, of which others may take the places  @param pinned  as many rows more may go from both lists than come, where both are weighed
+inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns, std::size_t lists, std::int64_t list_rows, std::int64_t weighed, std::int64_t pinned, bool keeps = false) {
   const std::size_t heads = static_cast<std::size_t>(layer.tables().num_heads), dim = static_cast<std::size_t>(layer.tables().head_dim), count = static_cast<std::size_t>(rows);
   const std::size_t pieces = (count + kScorePiece - 1) / kScorePiece, most = static_cast<std::size_t>(layer.epochs().most());
   std::size_t end = 0;
@@ -65,13 +65,13 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
     return begin;
   };
   const std::size_t packed = reserve(rows == 0 ? 0 : heads * static_cast<std::size_t>(layer.packed_tiles(rows)) * static_cast<std::size_t>(layer.tiles().full.bytes));
-  const std::size_t turned = reserve(rows == 0 || (columns == 0 && layer.tables().masses == nullptr) || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
+  const std::size_t turned = reserve(rows == 0 || (columns == 0 && layer.tables().tail_masses == nullptr) || !layer.tables().rotary.turns() ? 0 : turned_bytes(layer.tables(), layer.packed_tiles(rows)));
   const std::size_t groups = static_cast<std::size_t>((columns + kScoreColumns - 1) / kScoreColumns), operands = reserve(heads * groups * score_bytes(layer.tables().head_dim));
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces * sizeof(float2)), lse = reserve(heads * groups * kScoreColumns * sizeof(float));
-  const bool rolls = layer.rolls().rolls(), masses = layer.tables().masses != nullptr, both = masses && columns > 0, shares = both && rolls;  // scores are wanted besides masses; an updater observes some of the rows that these choose
-  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)), own_masses = both ? reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(float)) : scores;
+  const bool rolls = layer.rolls().rolls(), masses = layer.tables().tail_masses != nullptr, both = layer.tables().weighs_both(), scored = masses && columns > 0, shares = scored && rolls;  // scores are wanted besides masses; an updater observes some of the rows that these choose
+  const std::size_t scores = reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)), own_masses = scored || (both && rows > 0) ? reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(float)) : scores;
   const std::size_t chosen = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t)), rest = reserve(lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t));
-  const std::size_t kept = reserve(keeps || shares ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0), observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);
+  const std::size_t kept = reserve(keeps || shares || both ? lists * static_cast<std::size_t>(list_rows) * sizeof(std::int32_t) : 0), observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);
   const std::size_t part_ends = reserve((keeps || masses) && rolls ? heads * static_cast<std::size_t>(list_rows / layer.config().flush_interval + 1) * sizeof(std::int32_t) : 0), exempt = reserve(2 * lists * sizeof(std::int32_t));
   const std::size_t sets = static_cast<std::size_t>((std::max)(kMomentSplits, (std::min)(kAdaptBatch, layer.config().max_sequences)));
   const bool sketches = layer.rolls().sketches_rows(), orders = layer.epochs().axis_store().any();
@@ -80,18 +80,18 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t metric_moments = reserve(layer.epochs().metrics().any() && (!sketches || orders) ? together * heads * 2 * dim * dim * sizeof(float) : 0);
   const std::size_t joint = layer.tables().joint_heads == 0 ? 0 : latent_floats(layer.tables().num_heads / layer.tables().joint_heads, layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
-  const bool weighs = masses && layer.tables().weighed == RowList::compressed, places = weighs && !rolls;
+  const bool weighs = masses && layer.tables().weighed == RowList::compressed, closes = weighs && (rolls || both);
   const std::size_t fates = joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
   // As many as there can ever be: scratch that grows while a sequence does would make flushes wait.
-  const std::size_t group_masses = reserve(weighs ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
+  const std::size_t group_masses = reserve(weighs ? fates * static_cast<std::size_t>(layer.max_rows(RowList::compressed) + (both ? layer.max_rows(RowList::full) : 0) + list_rows) * sizeof(float) : 0), replaced = reserve(masses ? lists * sizeof(std::int32_t) : 0);
   LooseTiles loose;
-  if (places) {
+  if (weighs && !closes) {
     loose.pieces = static_cast<std::int32_t>(((std::min)(weighed, list_rows) + kStoreRows - 1) / kStoreRows);
     for (const HeadTiles& tiles : layer.tiles().compressed) loose.piece_bytes = (std::max)(loose.piece_bytes, kStoreRows / tiles.rows * tiles.bytes);
   }
   const std::size_t loose_tiles = reserve(lists / heads * static_cast<std::size_t>(layer.tables().num_lists) * static_cast<std::size_t>(loose.pieces) * static_cast<std::size_t>(loose.piece_bytes));
-  const std::size_t segments = static_cast<std::size_t>(layer.tables().max_segments), most_moves = !weighs || !rolls ? 0 : (std::min)(static_cast<std::size_t>(weighed), segments * static_cast<std::size_t>(list_rows));
-  const std::size_t moves = reserve(weighs && rolls ? lists * (2 * most_moves + segments) * sizeof(std::int32_t) : 0);
+  const std::size_t segments = static_cast<std::size_t>(layer.tables().max_segments), going = static_cast<std::size_t>(list_rows + (both ? pinned : 0)), most_moves = closes ? (std::min)(static_cast<std::size_t>(weighed), segments * going) : 0, full_moves = both ? going : 0;
+  const std::size_t moves = reserve(closes ? lists * (2 * most_moves + segments) * sizeof(std::int32_t) : 0), moves_of_full = reserve(both ? lists * (2 * full_moves + 1) * sizeof(std::int32_t) : 0);
   const std::size_t rolled = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), written = reserve(rolls ? kAdaptBatch * sizeof(std::int32_t) : 0), plans = reserve(rolls ? kAdaptBatch * sizeof(MergePlan) : 0);
   const std::size_t buffers = reserve(sketches && layer.sketches_apart() ? together * heads * 2 * layer.rolls().buffer_bytes() : 0);
   const std::size_t decoded = reserve(layer.config().keep_residuals ? (layer.epochs().adapts() ? 4 : 2) * heads * dim * sizeof(float) * static_cast<std::size_t>(kDecodedRows) : 0);
@@ -101,7 +101,10 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   std::uint8_t* base = layer.pool().scratch(end);
   loose.data = base + loose_tiles;
   loose.counts = reinterpret_cast<const std::int32_t*>(base + replaced);
-  std::int32_t* const moved = reinterpret_cast<std::int32_t*>(base + moves);
+  const auto moves_at = [&](std::size_t begin, std::size_t most_of_list, std::size_t segments_of_list) {
+    std::int32_t* const moved = reinterpret_cast<std::int32_t*>(base + begin);
+    return RowMoves{moved, moved + lists * most_of_list, moved + 2 * lists * most_of_list, static_cast<std::int32_t>(most_of_list), static_cast<std::int32_t>(segments_of_list)};
+  };
   return {base + packed,
           base + turned,
           reinterpret_cast<uint2*>(base + operands),
@@ -121,7 +124,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
           reinterpret_cast<float*>(base + latents),
           reinterpret_cast<float*>(base + group_masses),
           reinterpret_cast<std::int32_t*>(base + replaced),
-          {moved, moved + lists * most_moves, moved + 2 * lists * most_moves, static_cast<std::int32_t>(most_moves), static_cast<std::int32_t>(segments)},
+          {{moves_at(moves_of_full, full_moves, 1), moves_at(moves, most_moves, segments)}},
           loose,
           {reinterpret_cast<std::int32_t*>(base + rolled), reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
           reinterpret_cast<float*>(base + buffers),

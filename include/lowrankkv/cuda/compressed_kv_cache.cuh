@@ -169,7 +169,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
-  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but where ResidualOutliers has a threshold, for counts.
+  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but where ResidualOutliers has a threshold or goes with HeavyHitters, for counts.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     Base::refuse_capture("maintain", stream);
     this->flush(seqs, stream);

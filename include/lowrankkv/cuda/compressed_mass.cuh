@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(Tables t
     const int row = first + 16 * (i / 2) + 8 * (i % 2) + g;
     if (t != 0 || row >= count) continue;
     if (target.data == nullptr) {
-      tables.row_masses(slot, head)[row] += mass;
+      tables.row_masses(RowList::compressed, slot, head)[row] += mass;
       continue;
     }
     const std::int32_t position = detail::position_of(tables, RowList::compressed, slot, head, tables.rows[tables.index(slot, head)], row);

@@ -16,7 +16,7 @@ namespace cuda {
 class RowCuts {
  public:
   /// @param chosen  values decided which rows are stored how: positions are read, if any from `first` on has left the tail, and the stream is waited for; the device, if that is null
-  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), weighed_(layer.tables().masses != nullptr) {
+  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), weighed_(layer.tables().tail_masses != nullptr) {
     if (!chosen || first >= now_.first_tail()) return;
     if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const Tables& tables = layer.tables();

@@ -15,6 +15,7 @@
 #include "lowrankkv/cuda/merge_segments.cuh"
 #include "lowrankkv/cuda/metric_bases.cuh"
 #include "lowrankkv/cuda/oja.cuh"
+#include "lowrankkv/cuda/write_tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

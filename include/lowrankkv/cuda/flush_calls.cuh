@@ -45,8 +45,8 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         most_candidates = (std::max)(most_candidates, std::int64_t{leaving.candidates(i)});
         const HostSequence& now = layer_.sequence(slot);
         const RowList weighed = layer_.tables().weighed;
-        if (this->replaces_rows(leaving, i, now)) layer_.own_pages(slot, weighed, 0, now.num_rows(weighed), stream);
-        if constexpr (Rows::keeps_masses) limit_rows(layer_, slot, leaving.limit[i], pinned_rows(policies_.token_policy, 0, config_.max_tokens), stream);
+        if (this->replaces_rows(leaving, i, now)) own_weighed_pages(layer_, slot, stream);
+        if constexpr (Rows::keeps_masses) limit_rows(layer_, slot, leaving.limit[i], this->ever_pinned(), stream);
         SequenceRows after = now;
         this->add_most(after, leaving, i, phase);
         layer_.add_pages(slot, after, stream);
@@ -63,38 +63,42 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
           order = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
         }
       }
+      [[maybe_unused]] const float* const own_masses = source.packed == nullptr ? nullptr : scratch.masses;
       if constexpr (Rows::keeps_masses) {
-        const float* masses = source.packed == nullptr ? nullptr : scratch.masses;
+        const float* masses = own_masses;
         if (order.rows != nullptr) masses = mask_scores(layer_, scratch, masses, order, leaving.candidates(0) + (Rows::compresses ? 0 : leaving.pinned[0]), leaving.rows[0], stream);
-        order = evict_rows<rolls>(layer_, leaving, pinned_rows(policies_.token_policy, 0, config_.max_tokens), masses, source, scratch, replacing, stream);
+        order = evict_rows<rolls || Rows::weighs_both>(layer_, leaving, this->ever_pinned(), masses, source, scratch, replacing, stream);
       }
       const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr, counted = in_parts && exempts_in_parts;
       const std::int32_t* counts = nullptr;  // of rows that come to the lists, where only the device knows
       if constexpr (Rule::adapts && Rows::compresses) {
+        Leaving rolling = leaving;
+        for (int i = 0; i < leaving.count && rolls && least_error(policies_.token_policy) > 0.0F; ++i) {  // it may turn out that all of them are compressed
+          rolling.full[i] = leaving.pinned[i];
+          rolling.compressed[i] = leaving.candidates(i);
+        }
         if constexpr (sketches) {
           if (in_parts) compress_in_parts(leaving, orders.second, source, scratch, stream);
-          Leaving rolling = leaving;
-          for (int i = 0; i < leaving.count && least_error(policies_.token_policy) > 0.0F; ++i) {  // it may turn out that all of them are compressed
-            rolling.full[i] = leaving.pinned[i];
-            rolling.compressed[i] = leaving.candidates(i);
-          }
           for (int one = 0; one < leaving.count && most_candidates > 0 && !in_parts; one += kAdaptBatch) {
             roll_over<coded_groups>(layer_, policies_.updater, rolling, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, 0, scratch, stream);
           }
         } else {
-          if (most_candidates > 0) adapt_leaving(leaving, source, scratch, phase, orders.second, queries, stream);
+          if (most_candidates > 0) adapt_leaving(rolling, source, scratch, phase, orders.second, queries, stream);
         }
       }
       if constexpr (Rows::by_errors) {
         const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if (any && !counted) {
+        if ((any || (Rows::weighs_both && most_candidates > 0)) && !counted) {
           orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), least_error(policies_.token_policy), orders.second, source, scratch, stream);
           counts = orders.first.ends;
         }
       }
+      if constexpr (Rows::weighs_both) {
+        if (!in_parts) note_masses(layer_, leaving, own_masses, scratch.rows, orders.first, orders.second, stream);
+      }
       if (most_full > 0 && !counted) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
       if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
-      if constexpr (Rows::keeps_masses && Rows::compresses && !rolls) {
+      if constexpr (Rows::keeps_masses && Rows::compresses && !rolls && !Rows::weighs_both) {
         if (replacing > 0) {
           store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
           place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
@@ -102,7 +106,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       }
       note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, !counted, !in_parts, counts);
       check(cudaGetLastError(), "note_stored_kernel");
-      const bool asks = counted || counts != nullptr;  // the host does not know how many rows came
+      const bool asks = counted || counts != nullptr || Rows::weighs_both;  // the host does not know how many rows came
       if (asks) read_rows(layer_, {leaving.slots, static_cast<std::size_t>(leaving.count)}, stream);
       for (int i = 0; i < leaving.count; ++i) {
         HostSequence& now = layer_.sequence(leaving.slots[i]);
@@ -128,7 +132,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
       std::int64_t weighed = 0;
       for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
       const int interval = config_.flush_interval;
-      compress(slots, interval, {}, compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed), Phase::decode, {}, stream);
+      compress(slots, interval, {}, compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed, this->ever_pinned()), Phase::decode, {}, stream);
     }
   }
 
@@ -145,10 +149,16 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
         const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
         if (exempt + pinned > 0) {
           const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), least, source, scratch, stream);
+          if constexpr (Rows::weighs_both) note_masses(layer_, part, scratch.masses, scratch.rows, full, compressed, stream);
           launch_store<StoreForm::full, RowPath::words>(part, source, full, {}, exempt + pinned, config_.full_type, stream);
           store_compressed(part, source, scratch, compressed, {}, most, stream);
           return scratch.exempt;
         }
+      }
+      if constexpr (Rows::weighs_both) {
+        Leaving none = part;
+        none.full[0] = 0;
+        note_masses(layer_, none, scratch.masses, scratch.rows, {}, order, stream);
       }
       store_compressed(part, source, scratch, order, {}, most, stream);
       return nullptr;

@@ -31,9 +31,9 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
     copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
     copy(tables.residuals[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+    copy(tables.masses[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
   }
   copy(tables.largest_values, heads);
-  copy(tables.masses, heads * static_cast<std::size_t>(tables.max_rows[static_cast<int>(tables.weighed)]));
   copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   copy(tables.lengths, 1);  // where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());

@@ -16,7 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads differ after tokens have gone from among rows that values chose, where errors choose among those that scores left of a part of a prompt, and where errors must exceed a threshold.
+/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads differ after tokens have gone from among rows that values chose, where errors choose among those that masses keep or that scores left of a part of a prompt, and where errors must exceed a threshold.
 struct SequenceRows {
   HeadRows rows;                  ///< the most of a head
   std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none
@@ -67,6 +67,16 @@ struct SequenceRows {
     }
     std::vector<HeadRows> own;
     for (std::size_t head = 0; head < missing.size(); ++head) own.push_back(grown(rows_of(static_cast<int>(head))));
+    set_rows(std::move(own));
+  }
+  /// @brief Adds the rows that leave sequence `i` of a batch, as many as lists may get where masses choose among those of both. @param most  of a list, then
+  void add_weighed(const Leaving& leaving, int i, std::int32_t most) {
+    std::vector<HeadRows> own;
+    const auto grown = [&](std::int32_t now, std::int32_t offered) { return (std::max)(now, (std::min)(now + offered, most)); };
+    for (std::size_t head = 0; head < (std::max)(missing.size(), std::size_t{1}); ++head) {
+      const HeadRows now = rows_of(static_cast<int>(head));
+      own.push_back({grown(now.num_full, leaving.full[i]), grown(now.num_compressed, leaving.candidates(i))});
+    }
     set_rows(std::move(own));
   }
   /// @brief Sets the rows of every head, of which there is at least one.

@@ -137,6 +137,7 @@ void add_latent_errors(const LayerState& layer, const Leaving& leaving, const Er
   for (int i = 0; i < leaving.count; ++i) {
     all.full[i] = wanted.first[i];
     all.compressed[i] = wanted.count[i];
+    all.limit[i] = -1;  // nor does it matter for how many there is room
   }
   detail::for_each_portion(layer, all, source, most, {}, {}, scratch, stream, [&](const LatentPortion& portion, const dim3& pieces) {
     detail::with_type(layer.tables().full_type, [&](auto type) {

@@ -94,13 +94,14 @@ class LayerState {
       positions_[list] = DeviceArray<std::int32_t>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
+      if (!listed.weighs(static_cast<RowList>(list))) continue;
+      masses_[list] = DeviceArray<float>(positions_[list].size());
+      tables_.masses[list] = masses_[list].data();
     }
     residuals_ = ResidualStore(config, max_rows_, tables_);
     if (listed.masses) {
       tables_.weighed = listed.weighed();
-      masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[static_cast<int>(tables_.weighed)])));  // also of a list that stays empty
       tail_masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
-      tables_.masses = masses_.data();
       tables_.tail_masses = tail_masses_.data();
     }
     sequences_.resize(slots);
@@ -155,7 +156,7 @@ class LayerState {
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
   /// @brief Whether masses choose the rows of a list, which may stand in any order.
-  bool is_weighed(RowList list) const { return tables_.masses != nullptr && tables_.weighed == list; }
+  bool is_weighed(RowList list) const { return tables_.weighs(list); }
   /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them; rows are counted as in the head that has the most, in others from their ends. Pages were checked.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
@@ -190,11 +191,11 @@ class LayerState {
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]); });
   }
   /// @brief Adds the pages that a sequence's lists take when they have the rows of `after`, copies of shared ones that are written to included.
-  /// @param replaces  any row of the list whose rows are weighed may be replaced
+  /// @param replaces  any row that is weighed may be replaced
   void demand_rows(int slot, const SequenceRows& after, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      const bool grows = now.grows(after, list), rewrites = (replaces && tables_.weighed == list) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
+      const bool grows = now.grows(after, list), rewrites = (replaces && is_weighed(list)) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
       if (grows || rewrites) demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1, demand);
       for (int index = 0; index < num_lists(list); ++index) {
         const std::int64_t pages = pages_for(list, index, after.num_rows(list, index)), own = static_cast<std::int64_t>(now.pages[static_cast<int>(list)][static_cast<std::size_t>(index)].size());
@@ -315,7 +316,7 @@ class LayerState {
   int shared_bytes() const { return shared_bytes_; }
   /// @brief Whether maps from tiles to rows are f32, in all heads and epochs; else 16 bits.
   bool wide_maps(Part part) const { return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32; }
-  /// @brief Memory for the moves of a weighed list (cuda/keep_rows.cuh), empty until rows go from one.
+  /// @brief Memory for the moves of weighed lists (cuda/keep_rows.cuh), empty until rows go from one.
   DeviceArray<std::int32_t>& moves() { return moves_; }
   /// @brief Memory that attention works in.
   Workspace& workspace() { return workspace_; }
@@ -337,7 +338,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_.bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_[0].bytes() + masses_[1].bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -385,7 +386,7 @@ class LayerState {
   RollStore rolls_;
   DeviceArray<std::int32_t> positions_[2];
   ResidualStore residuals_;
-  DeviceArray<float> masses_, tail_masses_;
+  DeviceArray<float> masses_[2], tail_masses_;
   std::vector<HostSequence> sequences_;
   Workspace workspace_;
   PageEdits edits_;

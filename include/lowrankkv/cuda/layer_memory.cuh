@@ -44,7 +44,7 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
   usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
-  for (int head = 0; listed.masses && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(now.num_rows(listed.weighed(), head) + now.tail_length) * sizeof(float);
+  for (int head = 0; listed.masses && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(tables.weighed_rows(now.rows_of(head)) + now.tail_length) * sizeof(float);
   return usage;
 }
 

@@ -57,8 +57,10 @@ struct LayerTiles {
 /// @brief Of which lists the positions of rows are kept, since they do not follow from counts; whether errors of rows are wanted, or the attention that they have received.
 struct ListedRows {
   bool full = false, compressed = false, errors = false, masses = false;
-  /// @brief Where masses are kept: the list whose rows go when others have received more.
+  /// @brief Where masses are kept: the list of rows that they choose.
   constexpr RowList weighed() const { return compressed ? RowList::compressed : RowList::full; }
+  /// @brief Whether rows of a list go when others have received more: full ones too, where errors choose them among those that masses do.
+  constexpr bool weighs(RowList list) const { return masses && (list == weighed() || errors); }
 };
 
 /// @brief Rows that the lists of a sequence may have at most.

@@ -141,7 +141,7 @@ class PromptCalls : public FlushCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
       rows = tail + waiting.room(config_.shape);  // as much as will be asked for before more has to wait
     }
     const int columns = static_cast<int>((std::min)(window, chunk)) * config_.shape.group_size();
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, rows_in(after, layer_.tables().weighed), Rows::by_scores);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, rows_in(after, layer_.tables().weighed), this->ever_pinned(), Rows::by_scores);
     if (!tokens.attends) return;
     layer_.workspace().prompt_step(after, static_cast<int>((std::min)(tokens.count(), kQueriesAtOnce)), layer_.packed_tiles(rows), scratch.packed);
     if (Rows::keeps_masses) layer_.workspace().prompt_lse(chunk);
@@ -201,7 +201,7 @@ class PromptCalls : public FlushCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   /// Packs rows of a prompt behind those that are still in its sequence's tail. Returns where.
   CompressScratch pack(int slot, const KeyView& key, const ValueView& value, int columns, cudaStream_t stream) const {
     const std::int64_t tail = layer_.sequence(slot).tail_length, rows = tail + key.num_tokens;
-    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), Rows::by_scores);
+    const CompressScratch scratch = compress_scratch(layer_, rows, columns, this->lists_of(1, Phase::prefill), rows, layer_.sequence(slot).num_rows(layer_.tables().weighed), this->ever_pinned(), Rows::by_scores);
     const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(config_.shape.num_kv_heads));
     with_rows(key, value, [&](auto keys, auto values) {
       detail::launch_kernel(pack_rows_kernel<decltype(keys)>, pieces, kStoreThreads, pack_rows_bytes(config_.shape.head_dim), "pack_rows_kernel", stream, layer_.tables(), slot, keys, values, static_cast<int>(tail),

@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <utility>
-#include <vector>
 
 #include "lowrankkv/cuda/adapt.cuh"
 #include "lowrankkv/cuda/compress_scratch.cuh"
@@ -85,28 +83,17 @@ std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const Leav
   rows.count[0] = (std::max)(0, end - first);
   if (rows.count[0] > 0) enqueue_errors<coded_groups, false>(layer, part, rows, relative, source, scratch, stream);
   float* own_errors = scratch.second_scores(layer.tables().num_heads);
-  gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, 0, own_errors);
+  gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, part, own_errors);
   check(cudaGetLastError(), "gather_scores_kernel");
   Candidates candidates{own_errors, scratch.rows, false, {}, {}, {}, order, true, scratch.exempt, least};
   candidates.wanted[0] = static_cast<std::int32_t>(wanted);
   top_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
-  name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(order, order.part == 0 ? part.pinned[0] : 0, 0, 0, scratch.exempt, scratch.chosen, scratch.rest, scratch.rows);
+  Leaving named = part;
+  if (order.part > 0) named.pinned[0] = 0;
+  name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(order, named, scratch.exempt, scratch.chosen, scratch.rest, scratch.rows);
   check(cudaGetLastError(), "name_rows_kernel");
   return {{scratch.chosen, scratch.rows, scratch.exempt, 1, 0}, {scratch.rest, scratch.rows, scratch.exempt + heads, 1, 0}};
-}
-
-/// @brief The host learns how many rows heads of some sequences have of the lists, and waits for that.
-inline void read_rows(LayerState& layer, std::span<const std::int32_t> slots, cudaStream_t stream) {
-  const auto [first, last] = std::minmax_element(slots.begin(), slots.end());
-  const std::ptrdiff_t heads = layer.tables().num_heads;
-  std::vector<HeadRows> rows(static_cast<std::size_t>((*last + 1 - *first) * heads));  // those between them too: one copy
-  check(cudaMemcpyAsync(rows.data(), layer.tables().rows + *first * heads, rows.size() * sizeof(HeadRows), cudaMemcpyDeviceToHost, stream), "rows");
-  check(cudaStreamSynchronize(stream), "rows");
-  for (const std::int32_t slot : slots) {
-    const auto own = rows.begin() + (slot - *first) * heads;
-    layer.sequence(slot).set_rows({own, own + heads});
-  }
 }
 
 }  // namespace cuda

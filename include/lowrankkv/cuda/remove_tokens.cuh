@@ -143,13 +143,14 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
     close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
     check(cudaGetLastError(), "close_tail_kernel");
   }
-  for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_weighed(list)) {
-      if (first >= now.first_tail()) continue;
-      if (rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
-      keep_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
-      continue;
+  if (tables.tail_masses != nullptr && first < now.first_tail()) {
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      if (layer.is_weighed(list) && rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
     }
+    keep_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
+  }
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    if (layer.is_weighed(list)) continue;
     if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
       for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { close_up(layer, slot, list, cuts, stream); });

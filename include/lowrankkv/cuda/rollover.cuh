@@ -72,7 +72,7 @@ __device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std:
 }
 
 /// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences.
-/// @param order  of the rows that scores or masses chose, of prompts and of tails  @param exempt  of a head's rows, so many stay full that `order` has and the sequence's counts do not know
+/// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the sequence's counts know as full for their errors included, if heads have different numbers  @param exempt  of a head's rows, so many more stay full
 /// @param reprojected  [heads]: rows of merges are added
 template <class = void>
 __global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
@@ -82,7 +82,7 @@ __global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order,
   bool any = false;  // row to be stored
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     const int2 meant = order.meant(index, tables.num_heads, head, leaving.compressed[sequence]);
-    any = any || meant.y - meant.x > exempt;
+    any = any || meant.y - meant.x > exempt + (order.ends == nullptr ? 0 : leaving.full[sequence] - leaving.pinned[sequence]);
   }
   const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
   if (threadIdx.x == 0) {

@@ -2,7 +2,7 @@
 /// @file cuda/saved_block.cuh  The device memory of a sequence as one block, and how it gets there and back.
 ///
 /// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, most rows]; residuals of rows, the same, and the heads' largest values; masses of the rows of the list that has them [head, most rows], then of the ring's [head, place]; sketches and their states.
+/// positions of listed rows, list after list [head, most rows]; residuals of rows, the same, and the heads' largest values; masses of the rows of lists that have them, list after list [head, most rows], then of the ring's [head, place]; sketches and their states.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct SavedCounts {
 
 /// @brief Where the parts of the block begin.
 struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {}, largest_values = 0, masses = 0, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {}, largest_values = 0, masses[2] = {}, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
 };
 
 /// @brief Copies the tiles of lists from `first` on, which have `rows` rows each, between pages and a block, where they lie list after list. Grid: tiles x lists.
@@ -46,9 +46,6 @@ __global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int fir
 }
 
 namespace detail {
-
-/// Rows of the list whose rows have masses.
-inline std::size_t weighed_rows(const LayerState& layer, const SequenceRows& all) { return static_cast<std::size_t>(all.num_rows(layer.tables().weighed)); }
 
 /// Bytes of the tiles of a list.
 inline std::size_t list_bytes(const LayerState& layer, const SequenceRows& all, RowList list, int index) {
@@ -74,9 +71,8 @@ inline SavedBlock block_of(const LayerState& layer, const SequenceRows& all, con
     block.residuals[list] = part(layer.tables().residuals[list] == nullptr ? 0 : heads * rows * sizeof(std::uint32_t));
   }
   block.largest_values = part(layer.tables().largest_values == nullptr ? 0 : heads * sizeof(float));
-  const bool masses = layer.tables().masses != nullptr;
-  block.masses = part(masses ? heads * weighed_rows(layer, all) * sizeof(float) : 0);
-  block.tail_masses = part(masses ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
+  for (const RowList list : {RowList::full, RowList::compressed}) block.masses[static_cast<int>(list)] = part(layer.is_weighed(list) ? heads * static_cast<std::size_t>(all.num_rows(list)) * sizeof(float) : 0);
+  block.tail_masses = part(layer.tables().tail_masses != nullptr ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
   block.sketches = part(layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
   block.sketch_states = part(layer.rolls().rolls() ? layer.rolls().state_bytes() : 0);
   return block;
@@ -122,10 +118,10 @@ void move_block(const LayerState& layer, int slot, const SequenceRows& all, cons
     };
     copy_listed(tables.positions[which], block.positions[which]);
     copy_listed(tables.residuals[which], block.residuals[which]);
-    if (list == tables.weighed) copy_listed(tables.masses, block.masses);
+    copy_listed(tables.masses[which], block.masses[which]);
   }
   if (tables.largest_values != nullptr) copy(tables.largest_values + slot * tables.num_heads, block.largest_values, static_cast<std::size_t>(tables.num_heads) * sizeof(float));
-  if (tables.masses != nullptr) {
+  if (tables.tail_masses != nullptr) {
     const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
     copy(tables.tail_masses + static_cast<std::size_t>(slot) * ring, block.tail_masses, ring * sizeof(float));
   }

@@ -52,7 +52,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
-  add("masses of rows", tables.masses != nullptr);
+  add("masses of rows", tables.tail_masses != nullptr);
   if (tables.largest_values != nullptr) add("keep_residuals", 1);
   add("segments", tables.max_segments);
   add("form of coefficients", layer.tiles().form);
@@ -171,6 +171,23 @@ inline void check_positions(const std::byte* data, int heads, const SequenceRows
   }
 }
 
+/// Raises where a head has one position in both lists. @param full, compressed  positions, [heads, most rows]
+inline void check_apart(const std::byte* full, const std::byte* compressed, int heads, const SequenceRows& all) {
+  const auto positions_of = [&](const std::byte* data, RowList list, int head) {
+    std::vector<std::int32_t> own(static_cast<std::size_t>(all.num_rows(list, head)));
+    if (!own.empty()) std::memcpy(own.data(), data + static_cast<std::size_t>(head * all.num_rows(list)) * sizeof(std::int32_t), own.size() * sizeof(std::int32_t));
+    return own;
+  };
+  for (int head = 0; head < heads; ++head) {
+    std::vector<std::int32_t> own = positions_of(full, RowList::full, head);
+    const std::vector<std::int32_t> others = positions_of(compressed, RowList::compressed, head);
+    own.insert(own.end(), others.begin(), others.end());
+    std::sort(own.begin(), own.end());
+    const auto twice = std::adjacent_find(own.begin(), own.end());
+    if (twice != own.end()) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, " has position ", *twice, " at full rank and compressed, once expected");
+  }
+}
+
 /// Raises unless masses are finite and not negative.
 inline void check_masses(const std::byte* data, std::size_t count) {
   std::vector<float> masses(count);
@@ -281,14 +298,17 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.masses != nullptr, tables.joint_heads);
+    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.tail_masses != nullptr, tables.joint_heads);
   }
   for (int list = 0; list < 2; ++list) {
     if (tables.residuals[list] != nullptr) detail::check_residuals(sequence.block.data() + block.residuals[list], 2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
   }
+  if (tables.weighs_both()) detail::check_apart(sequence.block.data() + block.positions[0], sequence.block.data() + block.positions[1], tables.num_heads, sequence);
   if (tables.largest_values != nullptr) detail::check_largest(sequence.block.data() + block.largest_values, heads);
-  if (tables.masses != nullptr) {
-    detail::check_masses(sequence.block.data() + block.masses, heads * detail::weighed_rows(layer, sequence));
+  if (tables.tail_masses != nullptr) {
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      if (layer.is_weighed(list)) detail::check_masses(sequence.block.data() + block.masses[static_cast<int>(list)], heads * static_cast<std::size_t>(sequence.num_rows(list)));
+    }
     detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
   if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block);

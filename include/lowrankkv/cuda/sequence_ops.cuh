@@ -25,8 +25,8 @@ TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t lengt
     now.shifts.truncate(length);
     layer.rotary().write_shifts(slot, now.shifts, stream);
   }
-  if (!exact && length > 0 && layer.tables().masses != nullptr) {
-    layer.own_pages(slot, layer.tables().weighed, 0, now.num_rows(layer.tables().weighed), stream);
+  if (!exact && length > 0 && layer.tables().tail_masses != nullptr) {
+    own_weighed_pages(layer, slot, stream);
     keep_rows(layer, slot, {static_cast<std::int32_t>(length), std::numeric_limits<std::int32_t>::max()}, stream);
   }
   now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
@@ -39,8 +39,9 @@ TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t lengt
 /// @brief Adds the pages that truncate_sequence() has to copy, since forks share them.
 inline void demand_truncation(const LayerState& layer, int slot, std::int64_t length, PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
-  const RowList weighed = layer.tables().weighed;
-  if (layer.tables().masses != nullptr && length > 0 && length < now.first_tail()) layer.demand_writes(slot, weighed, 0, now.num_rows(weighed), demand);
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    if (layer.is_weighed(list) && length > 0 && length < now.first_tail()) layer.demand_writes(slot, list, 0, now.num_rows(list), demand);
+  }
 }
 
 /// @brief What the shifts of a sequence are after the tokens from `first` on have moved by `delta`.

@@ -63,11 +63,11 @@ struct Tables {
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
   std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
-  float* masses = nullptr;                     ///< [slots, heads, max_rows of the list `weighed`]: attention received so far, where rows are dropped by it: others take their places
+  float* masses[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
   std::uint32_t* residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
   float* largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
-  RowList weighed = RowList::full;             ///< the list whose rows have masses
-  float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; there together with `masses`
+  RowList weighed = RowList::full;             ///< the list of rows that masses choose; where errors choose among those, the full list is weighed too
+  float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
   DeviceSegment* segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
   Rotary rotary;                               ///< of keys that are stored before it; else empty
@@ -95,8 +95,17 @@ struct Tables {
     const int which = static_cast<int>(list);
     return residuals[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
-  /// @brief Masses of the rows of the list that is weighed; they must be kept.
-  __device__ float* row_masses(int slot, int head) const { return masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[static_cast<int>(weighed)]); }
+  /// @brief Whether rows of a list have masses.
+  __host__ __device__ bool weighs(RowList list) const { return masses[static_cast<int>(list)] != nullptr; }
+  /// @brief Whether masses choose among the rows of both lists: which of them a row is in, errors have said.
+  __host__ __device__ bool weighs_both() const { return weighs(RowList::full) && weighs(RowList::compressed); }
+  /// @brief How many of these rows have masses.
+  __host__ __device__ std::int32_t weighed_rows(const HeadRows& own) const { return (weighs(RowList::full) ? own.num_full : 0) + (weighs(RowList::compressed) ? own.num_compressed : 0); }
+  /// @brief Masses of the rows of a list that is weighed.
+  __device__ float* row_masses(RowList list, int slot, int head) const {
+    const int which = static_cast<int>(list);
+    return masses[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+  }
   /// @brief Masses of the tail's rows, the same.
   __device__ float* tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
@@ -161,6 +170,38 @@ __device__ inline int position_of(const Tables& tables, RowList list, int slot, 
 }
 
 }  // namespace detail
+
+/// @brief The stored rows of a head that have masses: full ones, then compressed ones.
+class WeighedRows {
+ public:
+  __device__ WeighedRows(const Tables& tables, int slot, int head) : full_(0), count_(tables.weighed_rows(tables.rows[tables.index(slot, head)])) {
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      if (!tables.weighs(list)) continue;
+      masses_[static_cast<int>(list)] = tables.row_masses(list, slot, head);
+      positions_[static_cast<int>(list)] = tables.row_positions(list, slot, head);
+    }
+    if (tables.weighs(RowList::full)) full_ = tables.num_rows(RowList::full, slot, head);
+  }
+  __device__ int count() const { return count_; }
+  /// @brief Those of them that are full.
+  __device__ int full() const { return full_; }
+  __device__ float& mass(int row) const { return row < full_ ? masses_[0][row] : masses_[1][row - full_]; }
+  __device__ std::int32_t position(int row) const { return row < full_ ? positions_[0][row] : positions_[1][row - full_]; }
+  /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's place. All threads of a block call it.
+  __device__ int pinned_among(int pinned) const {
+    int found = 0;
+    for (int base = 0; base < count_ && pinned > 0; base += static_cast<int>(blockDim.x)) {
+      const int row = base + static_cast<int>(threadIdx.x);
+      found += __syncthreads_count(row < count_ && position(row) < pinned ? 1 : 0);
+    }
+    return found;
+  }
+
+ private:
+  int full_, count_;
+  float* masses_[2] = {};
+  const std::int32_t* positions_[2] = {};
+};
 
 /// @brief Every step-th tile of a list in turn, without a division for each.
 class PageWalk {
@@ -228,83 +269,10 @@ struct RowMoves {
   __host__ __device__ RowMoves of(int list) const { return {from + static_cast<std::ptrdiff_t>(list) * stride, to + static_cast<std::ptrdiff_t>(list) * stride, ends + list * segments, stride, segments}; }
 };
 
-/// @brief Entries of a page table.
-struct PageEdits {
-  std::int32_t count = 0;
-  std::int32_t list = 0;
-  std::int32_t index[kMaxEdits];
-  std::int32_t page[kMaxEdits];
+/// @brief The moves of both lists, by RowList; of one that is not weighed, none.
+struct ListMoves {
+  RowMoves lists[2];
 };
-
-/// @brief Writes entries of a page table.
-template <class = void>
-__global__ void write_pages_kernel(Tables tables, PageEdits edits) {
-  for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
-}
-
-/// @brief Pages to be copied: sequences write only to pages of their own.
-struct PageCopies {
-  std::int32_t count = 0;
-  std::int32_t from[kMaxEdits];
-  std::int32_t to[kMaxEdits];
-};
-
-/// @brief Copies pages of a pool. Grid: one block a page.
-template <class = void>
-__global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
-  const uint4* from = reinterpret_cast<const uint4*>(tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
-  uint4* to = reinterpret_cast<uint4*>(tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
-  for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
-}
-
-/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count of -1: those that are there stay.
-struct SegmentList {
-  std::int32_t count = 0;
-  DeviceSegment items[kMaxSegments];
-};
-
-/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
-template <class = void>
-__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
-  if (threadIdx.x == 0) {
-    tables.lengths[slot].tail_length = tail_length;
-    tables.lengths[slot].tail_position = tail_position;
-    if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
-  }
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
-    tables.rows[tables.index(slot, head)] = rows;
-    for (int i = 0; i < segments.count; ++i) tables.segments_of(slot, head)[i] = segments.items[i];
-  }
-}
-
-/// @brief Where the segments of some heads begin, given to a kernel by value.
-struct FirstRowsList {
-  static constexpr int kMost = 32;
-  std::int32_t first = 0, count = 0;  ///< heads
-  std::int32_t segments = 0;
-  std::int32_t rows[kMost][kMaxSegments];
-};
-
-/// @brief Sets where the segments of heads that differ begin. One block, a thread a head.
-template <class = void>
-__global__ void write_first_rows_kernel(Tables tables, int slot, FirstRowsList own) {
-  const int head = static_cast<int>(threadIdx.x);
-  for (int i = 0; head < own.count && i < own.segments; ++i) tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
-}
-
-/// @brief Rows of some heads, given to a kernel by value.
-struct HeadRowsList {
-  static constexpr int kMost = 128;
-  std::int32_t first = 0, count = 0;
-  HeadRows items[kMost];
-};
-
-/// @brief Sets the rows of heads that differ. One block.
-template <class = void>
-__global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
-  const int head = static_cast<int>(threadIdx.x);
-  if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
-}
 
 /// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
 /// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than the host knows; else null

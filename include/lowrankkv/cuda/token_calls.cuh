@@ -97,9 +97,9 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   /// @brief The shifts of a sequence, valid until it changes.
   const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
 
-  /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors choose, heads may differ: so many that what is to come finds room in the tables.
+  /// Full rows that a head may have of `stored` tokens that have left the tail. Where errors alone choose, heads may differ: so many that what is to come finds room in the tables.
   std::int64_t most_full_rows(std::int64_t stored) const {
-    if constexpr (Rows::by_errors) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, this->config_.max_tokens - stored, Phase::decode).full;
+    if constexpr (Rows::by_errors && !Rows::keeps_masses) return layer_.max_rows(RowList::full) - row_counts(policies_.token_policy, stored, this->config_.max_tokens - stored, Phase::decode).full;
     else return Base::most_rows(policies_.token_policy, stored).full;
   }
 
@@ -109,7 +109,7 @@ class TokenCalls : public PromptCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
     using ::lowrankkv::detail::fail;
     const std::int64_t most = most_full_rows(stored);
     for (std::size_t head = 0; head < rows.size(); ++head) {
-      if (Rows::by_errors && rows[head].num_full > most) {
+      if (Rows::by_errors && !Rows::keeps_masses && rows[head].num_full > most) {
         const std::int64_t room = layer_.max_rows(RowList::full);
         fail<CapacityError>(call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored, " tokens, and ", room - most, " may come: at most ", room, " in all");
       }

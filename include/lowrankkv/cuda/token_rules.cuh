@@ -9,7 +9,7 @@
 ///   among those that are not pinned. By errors: the chosen ones are full; with `static bool relative_errors(const P&)` and optional
 ///   `static float least_error(const P&)`: above 0, only those whose error exceeds it, so that heads have other numbers of rows, which the host has to read. By scores: the others are dropped; with
 ///   `static AttentionScores attention_scores(const P&)`. By masses, the attention that rows have received: chosen among all rows that have left the tail, `count` from
-///   position 0 on, and that are still stored; the others are dropped, also such as were stored before;
+///   position 0 on, and that are still stored; the others are dropped, also such as were stored before. Of the leaving rows that masses choose, errors then say which are full, and the host has to read how many;
 /// - optional `static void validate(const P&)`.
 #pragma once
 
@@ -44,9 +44,9 @@ enum class RowChoice : std::uint8_t { none, errors, scores, masses };
 /// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or, where rows are chosen by masses, take the places of stored ones that are.
 struct RowCounts {
   std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
-  std::int64_t full = 0;    ///< by which the list of full rows grows; where it is masses that choose those, rows that they choose among
-  std::int64_t compressed = 0;  ///< the same of compressed ones
-  std::int64_t limit = -1;      ///< where rows are chosen by masses: rows that their list may have then, of which a head may have fewer; else -1
+  std::int64_t full = 0;    ///< by which the list of full rows grows; where it is masses that choose those, rows that they choose among; where errors choose too, at most
+  std::int64_t compressed = 0;  ///< the same of compressed ones; where masses and errors choose, besides as many as are not full for their errors
+  std::int64_t limit = -1;      ///< where rows are chosen by masses: rows that their list, or lists but for the pinned ones, may have then, of which a head may have fewer; else -1
 };
 
 }  // namespace cuda
@@ -119,13 +119,13 @@ struct MemberRules {
   template <RowChoice choice>
   static constexpr int asking = (0 + ... + (choice_of<Members>() == choice ? 1 : 0));
   static_assert(asking<RowChoice::errors> <= 1 && asking<RowChoice::scores> <= 1 && asking<RowChoice::masses> <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by the same thing");
-  static_assert(asking<RowChoice::masses> == 0 || asking<RowChoice::errors> == 0, "lowrankkv: on the Cuda backend HeavyHitters does not go with ResidualOutliers: how many rows of a head are full, and how many compressed, would follow from their values");
   static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
   static constexpr bool compresses = fate == RowFate::compressed;
   static constexpr bool keeps_masses = asking<RowChoice::masses> > 0;
   /// Nothing is to be chosen where all rows have one fate anyway.
   static constexpr bool by_errors = asking<RowChoice::errors> > 0 && compresses, by_scores = asking<RowChoice::scores> > 0 && fate != RowFate::dropped;
   static constexpr bool chooses = by_errors || by_scores || keeps_masses;
+  static constexpr bool weighs_both = keeps_masses && by_errors;  ///< masses choose among the rows of both lists, and how many of each a head has, values say
   static constexpr bool drops = fate == RowFate::dropped || by_scores || keeps_masses;
 };
 
@@ -175,11 +175,11 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   };
   const std::int64_t pinned = pinned_rows(policy, first_position, count), rest = count - pinned;
   const std::int64_t kept = Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count)) : Rules::fate == RowFate::dropped ? 0 : rest;
+  const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
   if (Rules::keeps_masses) {  // a share of all that have left the tail, the dropped ones included, never shrinks
     const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left), limit = (std::min)(left, ever_pinned + chosen_of(RowChoice::masses, 0, left));
-    return {pinned, Rules::compresses ? pinned : pinned + kept, Rules::compresses ? kept : 0, Rules::compresses ? limit - ever_pinned : limit};
+    return {pinned, pinned + exempt, kept - exempt, Rules::compresses ? limit - ever_pinned : limit};
   }
-  const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
   return {pinned, pinned + exempt, kept - exempt};
 }
 /// @brief How many of `count` rows from a position on stay full for their errors, where so many can.

@@ -182,26 +182,25 @@ __global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float
   }
 }
 
-/// @brief Copies the scores of the rows of an order that are meant to the front of `target` [heads, stride]. Grid: heads. @param count  of them, if heads have the same number
+/// @brief Copies the scores of the rows of an order that are meant to the front of `target` [sequences, heads, stride]. Grid: heads x sequences. @param leaving  whose candidates they are, if heads have the same number
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, RowOrder order, int count, float* target) {
-  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x);
-  const int2 meant = order.meant(0, heads, head, count);
-  const std::int32_t* rows = order.of(0, heads, head) + meant.x;
-  const std::size_t own = static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride);
+__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, RowOrder order, Leaving leaving, float* target) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y);
+  const int2 meant = order.meant(sequence, heads, head, leaving.candidates(sequence));
+  const std::int32_t* rows = order.of(sequence, heads, head) + meant.x;
+  const std::size_t own = static_cast<std::size_t>(sequence * heads + head) * static_cast<std::size_t>(stride);
   for (int i = static_cast<int>(threadIdx.x); i < meant.y - meant.x; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[i])];
 }
 
-/// @brief Numbers of rows of an order become those rows: `wanted` of them in chosen [heads, stride], behind the rows before `pinned` then, and the others of those that are meant in rest. Grid: heads.
-/// @param count  of them, if heads have the same number  @param counts  [2, heads], where they have not: how many are wanted; then how many stand in chosen, and in rest
+/// @brief Numbers of rows of an order become those rows: as many as the full list gets in chosen [sequences, heads, stride], behind the pinned ones then, and the others of those that are meant in rest. Grid: heads x sequences.
+/// @param leaving  says how many, and of how many, if heads have the same number  @param counts  [2, sequences, heads], where they have not: how many are chosen, of which none is pinned; then how many stand in chosen, and in rest
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder order, int pinned, int wanted, int count, std::int32_t* counts, std::int32_t* chosen, std::int32_t* rest, int stride) {
-  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x);
-  const int2 meant = order.meant(0, heads, head, count);
-  const std::int32_t* named = order.of(0, heads, head) + meant.x;
-  count = meant.y - meant.x;
-  if (counts != nullptr) wanted = counts[head];
-  std::int32_t *own = chosen + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride), *others = rest + static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(stride);
+__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder order, Leaving leaving, std::int32_t* counts, std::int32_t* chosen, std::int32_t* rest, int stride) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), list = sequence * heads + head, pinned = leaving.pinned[sequence];
+  const int2 meant = order.meant(sequence, heads, head, leaving.candidates(sequence));
+  const std::int32_t* named = order.of(sequence, heads, head) + meant.x;
+  const int count = meant.y - meant.x, wanted = counts != nullptr ? counts[list] : leaving.full[sequence] - pinned;
+  std::int32_t *own = chosen + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride), *others = rest + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride);
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];
   for (int base = (wanted - 1) / kSelectThreads * kSelectThreads; base >= 0 && wanted > 0; base -= kSelectThreads) {  // from the end: they move back by `pinned`
@@ -213,8 +212,8 @@ __global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder orde
   for (int row = thread; row < pinned; row += kSelectThreads) own[row] = row;
   __syncthreads();  // everybody knows how many are wanted
   if (counts == nullptr || thread > 0) return;
-  counts[head] = pinned + wanted;
-  counts[heads + head] = count - wanted;
+  counts[list] = pinned + wanted;
+  counts[heads * static_cast<int>(gridDim.y) + list] = count - wanted;
 }
 
 }  // namespace cuda

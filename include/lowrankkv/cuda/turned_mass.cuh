@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
           const int row = tile * tile_rows + 8 * i + g;
           if (t != 0 || row < segment.begin || row >= segment.end) continue;
           if (target.data == nullptr) {
-            tables.row_masses(slot, head)[row] += own[i / 2][i % 2];
+            tables.row_masses(RowList::compressed, slot, head)[row] += own[i / 2][i % 2];
             continue;
           }
           const std::int32_t position = detail::position_of(tables, RowList::compressed, slot, head, lists, row);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) turned_mass_kern
         if (t != 0 || at >= (listed ? rows : lengths.tail_length)) continue;
         const float mass = own[i / 2][i % 2];
         if (target.data == nullptr) {
-          tables.row_masses(slot, head)[at] += mass;
+          tables.row_masses(RowList::full, slot, head)[at] += mass;
           continue;
         }
         const std::int64_t position = listed ? detail::position_of(tables, RowList::full, slot, head, lists, at) : lengths.tail_position + at;
@@ -237,7 +237,7 @@ void measure_masses(const LayerState& layer, const Batch& batch, const MassQueri
   if (!tables.rotary.turns()) return enqueue_masses(layer, batch, queries, prompt, target, first_sequence, full_rows, stream);
   if (prompt.packed != nullptr) enqueue_masses(layer, batch, queries, prompt, target, first_sequence, 0, stream);
   // Of a prompt, what rows that never go receive nobody asks for.
-  if (prompt.packed == nullptr || tables.weighed == RowList::full) detail::enqueue_turned_masses(layer, batch, queries, target, first_sequence, full_rows, stream);
+  if (prompt.packed == nullptr || tables.weighs(RowList::full)) detail::enqueue_turned_masses(layer, batch, queries, target, first_sequence, full_rows, stream);
 }
 
 /// @brief The same of compressed rows: enqueue_compressed_masses(), or of keys that are turned. @tparam scale_groups  of tiles of codes; 0: plain ones

@@ -20,7 +20,7 @@ enum class OutlierError {
 struct ResidualOutliers {
   OutlierError error = OutlierError::relative;
   float share = 0.02F;      ///< at most this share of the rows, counted over the life of a sequence
-  float threshold = 0.0F;   ///< and only rows whose error exceeds this; 0: the largest whatever they are. On the Cuda backend calls that compress wait for how many those are
+  float threshold = 0.0F;   ///< and only rows whose error exceeds this; 0: the largest whatever they are. On the Cuda backend calls that compress wait for how many those are, as with HeavyHitters
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
 

@@ -290,6 +290,7 @@ inline constexpr const ::emulated::Index& blockDim = ::emulated::running.size;
 inline constexpr const ::emulated::Index& gridDim = ::emulated::running.grid;
 
 inline void __syncthreads() { emulated::synchronise(); }
+inline int __syncthreads_count(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0); }
 inline int __syncthreads_or(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0) > 0; }
 inline int __syncthreads_and(int vote) { return emulated::sum_of_threads(vote == 0 ? 1 : 0) == 0; }
 inline void __syncwarp(unsigned = ~0U) { emulated::together<int>("syncwarp", 0, [](const auto&, auto&) {}); }
