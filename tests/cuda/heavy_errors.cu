@@ -112,7 +112,7 @@ TEST_CASE("heavy hitters with outliers: heads have other numbers of full rows, t
   CHECK(together.cache.pool().allocator().num_free() == together.cache.pool().allocator().num_pages());
 }
 
-TEST_CASE("heavy hitters with outliers: saved states of positions that are nobody's, or two lists', are refused; those that load are cut to what the policy keeps") {
+TEST_CASE("heavy hitters with outliers: saved states of positions that are nobody's, or two lists', are refused; those that load go on") {
   Random random(307);
   HeavySettings settings{{0.4F, 0, 8}, {3, 0}};
   settings.outliers.share = 0.15F;

@@ -131,11 +131,11 @@ class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, Epoc
     const bool replayed = capturing(stream);
     check_masses(seqs, mass, replayed);
     check_distinct("accumulate", seqs);
-    const auto rows_of = [&](std::int64_t full, std::int64_t compressed, std::int32_t tail) { return (layer_.is_weighed(RowList::full) ? full : 0) + (layer_.is_weighed(RowList::compressed) ? compressed : 0) + tail; };
-    std::int64_t rows = replayed ? rows_of(layer_.max_rows(RowList::full), layer_.max_rows(RowList::compressed), config_.tail_capacity) : 0;
+    const HeadRows most{static_cast<std::int32_t>(layer_.max_rows(RowList::full)), static_cast<std::int32_t>(layer_.max_rows(RowList::compressed))};
+    std::int64_t rows = replayed ? std::int64_t{layer_.tables().weighed_rows(most)} + config_.tail_capacity : 0;
     for (const SequenceId seq : seqs) {
       const HostSequence& now = layer_.sequence(sequences_.find(seq));
-      rows = (std::max)(rows, rows_of(now.rows.num_full, now.rows.num_compressed, now.tail_length));
+      rows = (std::max)(rows, std::int64_t{layer_.tables().weighed_rows(now.rows)} + now.tail_length);
     }
     if (rows == 0) return;
     for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
