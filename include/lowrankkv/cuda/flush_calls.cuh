@@ -116,7 +116,7 @@ class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, Epoc
           const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
           note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], this->most_compressed(leaving, i, phase), scratch.decoded, stream);
         }
-        if (asks && source.packed == nullptr) layer_.settle(leaving.slots[i], stream);  // pages that lists might have taken; of a prompt, at its end
+        if (asks && source.packed == nullptr) layer_.settle(leaving.slots[i], stream, true);  // pages that lists might have taken; of a prompt, at its end
       }
       statistics_.flushes += leaving.count;
     }

@@ -232,8 +232,8 @@ class LayerState {
     flush_edits(stream);
   }
 
-  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths.
-  void settle(int slot, cudaStream_t stream) {
+  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths. @param counted  by the device: where bases stand still it knows them already
+  void settle(int slot, cudaStream_t stream, bool counted = false) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
@@ -243,6 +243,7 @@ class LayerState {
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
+    if (counted && !epochs_.adapts()) return;
     now.trim_segments();
     epochs_.free_unused(slot, now.epochs);
     write_lengths(slot, now.epochs.segments, rolls_.rolls(), stream);
