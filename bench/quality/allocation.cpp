@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a byte budget buys: bits of every layer's heads, 32 channels a digit, keys/values, as calibrate::budgeted() gives them for the GPU.
-// One line a ratio: the ratio, what is lost (the squared error of a layer's output that is expected of a token, summed over layers, relative to the first line's), then the layers.
+// One line a ratio: the ratio, what is lost (the squared error of a layer's output that is expected of a token, relative to its residual stream's square, summed over layers, relative to the first line's), then the layers.
 // Arguments: a bundle of calibrate, query heads, KV heads, head_dim, layers, then ratios.
 #include <cstdio>
 #include <cstdlib>
@@ -15,8 +15,8 @@ using namespace lowrankkv;
 namespace {
 
 /// What quantising the channels of a part costs the output.
-double loss(const calibrate::Moments& rows, const Eigen::MatrixXd& metric, double queries, double floor, const std::vector<std::uint8_t>& bits) {
-  const auto part = calibrate::detail::coded_part(rows, metric, queries, floor);
+double loss(const calibrate::Moments& rows, const Eigen::MatrixXd& metric, double scale, double floor, const std::vector<std::uint8_t>& bits) {
+  const auto part = calibrate::detail::coded_part(rows, metric, scale, floor);
   double sum = 0.0;
   for (Eigen::Index channel = 0; channel < part.spectrum.values.size(); ++channel) {
     const int width = channel < static_cast<Eigen::Index>(bits.size()) ? bits[static_cast<std::size_t>(channel)] : 0;
@@ -50,8 +50,8 @@ int main(int count, char** arguments) try {
       const auto& coding = layers[layer].coding();
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const HeadBasis& basis = model.bases[layer].heads[static_cast<std::size_t>(head)];
-        lost += loss(coding.head(head).key, coding.head(head).key_metric, coding.num_queries(), options.metric_floor, basis.key_bits) +
-                loss(coding.head(head).value, coding.head(head).value_metric, coding.num_queries(), options.metric_floor, basis.value_bits);
+        lost += loss(coding.head(head).key, coding.head(head).key_metric, coding.error_scale(), options.metric_floor, basis.key_bits) +
+                loss(coding.head(head).value, coding.head(head).value_metric, coding.error_scale(), options.metric_floor, basis.value_bits);
       }
     }
     first = first == 0.0 ? lost : first;

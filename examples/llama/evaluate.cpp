@@ -228,6 +228,8 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
           engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
         });
       }
+    }, [&](int layer, std::int64_t tokens, const float* rows) {
+      for (const lowrankkv::Rope form : forms) calibration.of(form)[static_cast<std::size_t>(layer)].coding().add_residual_stream({rows, tokens, config.hidden_size});
     });
     store->erase(kSequence);
     at += body;

@@ -177,7 +177,7 @@ void Model::rotate(float* rows, std::int64_t tokens, int heads, const std::vecto
   });
 }
 
-std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention) const {
+std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention, const StreamObserver& observe) const {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   const int hidden = config_.hidden_size;
   const int query_width = config_.num_qo_heads * config_.head_dim;
@@ -216,6 +216,7 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
     attention(i, {query.data(), key.data(), value.data(), unrotated_key.data()}, attended.data());
     apply(layer.output, attended.data(), n, delta.data());
     Eigen::Map<Eigen::ArrayXf>(x.data(), n * hidden) += Eigen::Map<const Eigen::ArrayXf>(delta.data(), n * hidden);
+    if (observe) observe(i, n, x.data());
     rms_norm(x.data(), n, hidden, layer.mlp_norm, config_.rms_norm_eps, normed.data());
     apply(layer.gate, normed.data(), n, gate.data());
     apply(layer.up, normed.data(), n, up.data());

@@ -55,6 +55,8 @@ struct Projected {
 };
 /// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].
 using Attention = std::function<void(int layer, const Projected& rows, float* out)>;
+/// The residual stream [n, hidden_size] of the tokens behind a layer's attention.
+using StreamObserver = std::function<void(int layer, std::int64_t n, const float* rows)>;
 
 class Model {
  public:
@@ -72,7 +74,7 @@ class Model {
   const Linear& output_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].output; }
   const std::vector<float>& attention_gain(int layer) const { return layers_[static_cast<std::size_t>(layer)].attention_norm; }
   /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised hidden states [n, hidden_size].
-  std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention) const;
+  std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention, const StreamObserver& observe = {}) const;
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
   std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row, std::int64_t n) const;
 

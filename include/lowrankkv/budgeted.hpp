@@ -71,10 +71,11 @@ struct CodedPart {
   Eigen::VectorXd mean;
 };
 
+/// @param scale  what the metric is divided by to compare heads and layers: the queries it is a sum over, times |h|^2
 template <class Real = double>
-CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double queries, double floor) {
+CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double scale, double floor) {
   CodedPart part;
-  part.unit = metric.trace() / static_cast<double>(metric.rows()) / (std::max)(queries, 1.0);
+  part.unit = metric.trace() / static_cast<double>(metric.rows()) / scale;
   // A head that no query reads has no metric: its rows may be coded as nothing.
   part.metric = part.unit > 0.0 ? metric_root(metric, floor) : MetricRoot{Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols()), Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols())};
   const Eigen::MatrixX<Real> root = part.metric.root, centred = rows.centred();
@@ -141,10 +142,13 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std:
 }
 
 /// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the centred rows in the metrics of
-/// CodingStatistics, bits by reverse water-filling over all layers, heads, keys and values at once.
-/// @param layers  every layer's calibration; what counts is LayerMoments::coding()
-/// @throws ValueError if the budget is smaller than what is stored at full rank anyway or a layer has no coding statistics,
-/// ShapeError without layers
+/// CodingStatistics, bits by reverse water-filling over all layers, heads, keys and values at once. An error in a layer counts
+/// as its share of the residual stream there (CodingStatistics::stream_square()).
+/// @param layers  every layer's calibration; what counts is LayerMoments::coding(). Where no layer was shown its residual
+///   stream (an engine that gives queries, keys and values alone), errors count in absolute units: of models whose stream
+///   grows from layer to layer, as that of most does, the first layers then get too few bits
+/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, a layer has no coding statistics, or
+/// some layers were shown their residual stream and others were not; ShapeError without layers
 /// Cost: four eigendecompositions of head_dim per layer and head.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
@@ -159,9 +163,13 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     }
     for (int index = 0; index < shape.num_kv_heads; ++index) {
       const CodingHead& head = layer.head(index);
-      parts.push_back(detail::coded_part(head.key, head.key_metric, layer.num_queries(), options.metric_floor));
-      parts.push_back(detail::coded_part(head.value, head.value_metric, layer.num_queries(), options.metric_floor));
+      parts.push_back(detail::coded_part(head.key, head.key_metric, layer.error_scale(), options.metric_floor));
+      parts.push_back(detail::coded_part(head.value, head.value_metric, layer.error_scale(), options.metric_floor));
     }
+  }
+  const auto streams = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) { return moments.coding().stream_squares().size() > 0; });
+  if (streams > 0 && streams < static_cast<std::ptrdiff_t>(layers.size())) {
+    ::lowrankkv::detail::fail<ValueError>("budgeted: ", streams, " of ", layers.size(), " layers know their residual stream, all or none expected (CodingStatistics::add_residual_stream)");
   }
   for (const detail::CodedPart& part : parts) {
     const Eigen::VectorX<Real>& values = part.spectrum.values;

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <Eigen/Dense>
+#include <algorithm>
 #include <cstdio>
 #include <functional>
 #include <limits>
@@ -41,6 +42,7 @@ std::vector<calibrate::LayerMoments> random_model(std::mt19937_64& random, const
     const ValueView value(v.data(), tokens, shape.num_kv_heads, shape.head_dim);
     layer.add(query, key, value);
     layer.coding().add(query, key, value, tokens * 3 / 4);
+    layer.coding().add_residual_stream({q.data(), tokens, shape.num_qo_heads * shape.head_dim});
   }
   return model;
 }
@@ -221,6 +223,50 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
   CHECK_THROWS_WITH_AS(calibrate::budgeted(without, {}), "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed (CodingStatistics::add)", ValueError);
 }
 
+TEST_CASE("an error counts as its share of the residual stream it is added to") {
+  std::mt19937_64 random(11);
+  const CacheShape shape{2, 1, 16};
+  const auto model = random_model(random, shape, 2, 300);
+  calibrate::BudgetOptions options;
+  options.ratio = 0.2;
+  options.context = 2000;
+  options.page_bytes = 1024;
+  // The second layer in other units: its output projection, and with it the stream behind it, twenty times as large.
+  auto scaled = model;
+  calibrate::CodingStatistics& coding = scaled[1].coding();
+  coding.set_stream_squares(calibrate::RowSample(1, 4096));
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(scaled, options), "budgeted: 1 of 2 layers know their residual stream, all or none expected (CodingStatistics::add_residual_stream)", ValueError);
+  CHECK_THROWS_AS(coding.stream_square(), ValueError);
+  std::vector<float> squares = model[1].coding().stream_squares().values();
+  for (float& square : squares) square *= 400.0F;
+  coding.set_stream_squares(calibrate::RowSample(1, squares));
+  coding.head(0).key_metric *= 400.0;
+  coding.head(0).value_metric *= 400.0;
+  const auto same = calibrate::budgeted(model, options), other = calibrate::budgeted(scaled, options);
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    CHECK(other.bases[layer].heads[0].key_bits == same.bases[layer].heads[0].key_bits);
+    CHECK(other.bases[layer].heads[0].value_bits == same.bases[layer].heads[0].value_bits);
+  }
+  // Without the stream the same factor moves the bits.
+  auto absolute = scaled;
+  for (auto& layer : absolute) layer.coding().set_stream_squares(calibrate::RowSample(1, 4096));
+  const auto moved = calibrate::budgeted(absolute, options);
+  const auto bits = [](const calibrate::BudgetedModel& of, std::size_t layer) {
+    int sum = 0;
+    for (const std::uint8_t width : of.bases[layer].heads[0].key_bits) sum += width;
+    for (const std::uint8_t width : of.bases[layer].heads[0].value_bits) sum += width;
+    return sum;
+  };
+  CHECK(bits(moved, 1) > bits(same, 1));
+  CHECK(bits(moved, 0) < bits(same, 0));
+  // The median: a token that is thousands of times larger than the others does not count.
+  calibrate::CodingStatistics stream(shape);
+  std::vector<float> rows(9 * 4, 1.0F);
+  std::fill_n(rows.begin(), 4, 1000.0F);
+  stream.add_residual_stream({rows.data(), 9, 4});
+  CHECK(stream.stream_square() == doctest::Approx(4.0));
+}
+
 TEST_CASE("residual thresholds are percentiles") {
   const MatrixXd rows = (MatrixXd(4, 2) << 1, 1, 2, 2, 3, 3, 4, 4).finished();
   const MatrixXd axis = (MatrixXd(2, 1) << 1, 0).finished();
@@ -250,6 +296,8 @@ TEST_CASE("a bundle gives back everything that calibration knows") {
   for (std::size_t layer = 0; layer < 2; ++layer) {
     CHECK(loaded[layer].values().second == model[layer].values().second);
     CHECK(loaded[layer].coding().num_queries() == model[layer].coding().num_queries());
+    CHECK(loaded[layer].coding().stream_squares().values() == model[layer].coding().stream_squares().values());
+    CHECK(loaded[layer].coding().error_scale() == model[layer].coding().error_scale());
     for (int head = 0; head < 2; ++head) {
       CHECK(loaded[layer].head(head).key.second == model[layer].head(head).key.second);
       CHECK(loaded[layer].head(head).value_sample.values() == model[layer].head(head).value_sample.values());

@@ -11,7 +11,7 @@ namespace {
 
 /// What the engine calls a tensor that matters here.
 struct Name {
-  enum class Kind { none, query, key, value, result } kind = Kind::none;
+  enum class Kind { none, query, key, value, result, stream } kind = Kind::none;
   int layer = 0;
 
   explicit Name(const ggml_tensor* tensor) {
@@ -25,6 +25,7 @@ struct Name {
     if (name == "Kcur" && tensor->op == GGML_OP_ROPE) kind = Kind::key;
     if (name == "Vcur") kind = Kind::value;
     if (name == "kqv_out") kind = Kind::result;
+    if (name == "ffn_inp") kind = Kind::stream;
   }
 };
 
@@ -33,13 +34,14 @@ struct Name {
 bool AttentionSwap::eval(ggml_tensor* tensor, bool ask, void* self) {
   AttentionSwap& swap = *static_cast<AttentionSwap*>(self);
   const Name name(tensor);
-  if (ask) return name.kind != Name::Kind::none;
+  if (ask) return name.kind != Name::Kind::none && (name.kind != Name::Kind::stream || swap.on_stream_);
   try {
     switch (name.kind) {
       case Name::Kind::query: swap.take(tensor, swap.model_.num_qo_heads, swap.query_); break;
       case Name::Kind::key: swap.take(tensor, swap.model_.num_kv_heads, swap.key_); break;
       case Name::Kind::value: swap.take(tensor, swap.model_.num_kv_heads, swap.value_); break;
       case Name::Kind::result: swap.attend(tensor, name.layer); break;
+      case Name::Kind::stream: swap.observe(tensor, name.layer); break;
       case Name::Kind::none: break;
     }
     return true;
@@ -82,4 +84,14 @@ void AttentionSwap::attend(ggml_tensor* result, int layer) {
   if (!on_layer_(layer, n, {query_.data(), key_.data(), value_.data(), nullptr}, out_.data())) return;
   ggml_backend_tensor_set(result, out_.data(), 0, out_.size() * sizeof(float));
   ++replaced_;
+}
+
+/// Of the last layer only the rows whose logits were asked for: one of every window.
+void AttentionSwap::observe(ggml_tensor* stream, int layer) {
+  if (stream->type != GGML_TYPE_F32 || !ggml_is_contiguous(stream) || stream->ne[0] != model_.hidden_size) {
+    throw std::runtime_error(std::string(ggml_get_name(stream)) + ": rows of " + std::to_string(stream->ne[0]) + " numbers, expected f32 of " + std::to_string(model_.hidden_size));
+  }
+  std::vector<float> rows(static_cast<std::size_t>(ggml_nelements(stream)));
+  ggml_backend_tensor_get(stream, rows.data(), 0, rows.size() * sizeof(float));
+  on_stream_(layer, static_cast<std::int64_t>(rows.size()) / model_.hidden_size, rows.data());
 }

@@ -17,7 +17,7 @@ class AttentionSwap {
   /// Told the rows of one layer; writes out [n, num_qo_heads, head_dim]. False: nothing was written, the engine's own stands.
   using OnLayer = std::function<bool(int layer, std::int64_t n, const llama::Projected& rows, float* out)>;
 
-  AttentionSwap(const llama::Config& model, OnLayer on_layer) : model_(model), on_layer_(std::move(on_layer)) {}
+  AttentionSwap(const llama::Config& model, OnLayer on_layer, llama::StreamObserver on_stream = {}) : model_(model), on_layer_(std::move(on_layer)), on_stream_(std::move(on_stream)) {}
   /// llama_context_params::cb_eval; `self` is its cb_eval_user_data.
   static bool eval(ggml_tensor* tensor, bool ask, void* self);
   /// Raises what a layer raised: exceptions do not cross the engine.
@@ -28,9 +28,11 @@ class AttentionSwap {
  private:
   void take(ggml_tensor* tensor, int heads, std::vector<float>& rows) const;
   void attend(ggml_tensor* result, int layer);
+  void observe(ggml_tensor* stream, int layer);
 
   const llama::Config& model_;
   OnLayer on_layer_;
+  llama::StreamObserver on_stream_;
   std::vector<float> query_, key_, value_, out_;  // of the layer that is being computed
   std::int64_t replaced_ = 0;
   std::exception_ptr error_;

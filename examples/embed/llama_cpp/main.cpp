@@ -125,6 +125,8 @@ llama::Calibration calibrate(llama_model& model, const llama::Config& config, co
       for (int i = 0; i < parts; ++i) part(i);
     });
     return false;  // the engine's own attention stands
+  }, [&](int layer, std::int64_t n, const float* rows) {
+    calibration.rotated[static_cast<std::size_t>(layer)].coding().add_residual_stream({rows, n, config.hidden_size});
   });
   Session session(model, window, threads, GGML_TYPE_F16, &watch);
   const Tokens tokens = tokenize(model, text);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
-/// Schema (version 3). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
+/// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
 /// `head_dim`, `keys` (`rotated` or `unrotated`: their form, and that of the queries in moments), and what the writer adds
 /// (`source`). Tensors, f64, for layer i and x in {query, key, value}:
 ///   layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
@@ -12,7 +12,8 @@
 /// head_dim], layers.i.values.sum, layers.i.values.count  [1].
 /// And for transform coding, of the rows that will be compressed (CodingStatistics): layers.i.coded_x.second_moment, .sum,
 /// .count as above and layers.i.coded_x.metric  [num_kv_heads, head_dim, head_dim]  for x in {key, value};
-/// layers.i.coded_queries  [1].
+/// layers.i.coded_queries  [1], and f32: layers.i.stream_squares  [rows], |h|^2 of rows of the residual stream behind the
+/// layer's attention (no rows where the writer saw none).
 /// Of unrotated keys besides: metadata `pairing` (`half_split` or `interleaved`) and rope.frequencies  [pairs], radians a token.
 /// Moments are sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the moments of
 /// two runs can be added.
@@ -41,7 +42,7 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
-  writer.set_metadata("version", "3");
+  writer.set_metadata("version", "4");
   writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "unrotated" : "rotated");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
@@ -94,6 +95,7 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
     write_coding("key", &CodingHead::key, &CodingHead::key_metric);
     write_coding("value", &CodingHead::value, &CodingHead::value_metric);
     writer.add("layers." + std::to_string(i) + ".coded_queries", {1}, std::vector<double>{coding.num_queries()});
+    writer.add("layers." + std::to_string(i) + ".stream_squares", {coding.stream_squares().size()}, coding.stream_squares().values());
     write_sample("key", &HeadMoments::key_sample);
     write_sample("value", &HeadMoments::value_sample);
     const Moments& values = layers[i].values();
@@ -114,8 +116,8 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
   };
-  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "3") {
-    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 3");
+  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "4") {
+    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 4 (calibrate again)");
   }
   const auto same = [&](const std::string& key, int model) {
     if (metadata(key) != std::to_string(model)) ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
@@ -177,6 +179,8 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     read_coding("key", &CodingHead::key, &CodingHead::key_metric);
     read_coding("value", &CodingHead::value, &CodingHead::value_metric);
     coding.set_num_queries(file.values<double>("layers." + std::to_string(i) + ".coded_queries", {1}).front());
+    const std::string squares = "layers." + std::to_string(i) + ".stream_squares";
+    coding.set_stream_squares(RowSample(1, file.values<float>(squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]})));
     read_sample("key", &HeadMoments::key_sample);
     read_sample("value", &HeadMoments::value_sample);
     Moments& values = layers[i].values();

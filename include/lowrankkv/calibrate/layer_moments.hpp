@@ -14,6 +14,7 @@
 #include "lowrankkv/calibrate/choose_rank.hpp"
 #include "lowrankkv/calibrate/coding_statistics.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
+#include "lowrankkv/calibrate/row_sample.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/convert.hpp"
 #include "lowrankkv/cpu/eigen_matrix.hpp"
@@ -35,36 +36,6 @@ struct BasisOptions {
   double value_energy = 0.0; ///< the same for values
   KeySource key_source = KeySource::keys;
   PerHead policy{};          ///< metric and centring; key_source is ignored by query-aware keys, whose metric holds the queries
-};
-
-/// @brief Rows spread evenly over a stream of unknown length: every stride-th one, the stride doubling when room runs out.
-class RowSample {
- public:
-  RowSample() = default;
-  RowSample(int head_dim, std::int64_t capacity) : dim_(head_dim), capacity_(capacity) {}
-  /// @brief A sample that was stored: rows [n, head_dim].
-  RowSample(int head_dim, std::vector<float> rows) : dim_(head_dim), capacity_(static_cast<std::int64_t>(rows.size()) / head_dim), rows_(std::move(rows)) {}
-  /// @brief Rows of the stream, [n, head_dim], in its order.
-  void add(MatrixView rows) {
-    for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
-      if (seen_ % stride_ != 0) continue;
-      if (size() == capacity_) {  // keep every second row
-        for (std::int64_t kept = 0; 2 * kept < size(); ++kept) std::copy_n(rows_.begin() + 2 * kept * dim_, dim_, rows_.begin() + kept * dim_);
-        rows_.resize(static_cast<std::size_t>((size() + 1) / 2 * dim_));
-        stride_ *= 2;
-        if (seen_ % stride_ != 0) continue;
-      }
-      rows_.insert(rows_.end(), rows.row(row), rows.row(row) + dim_);
-    }
-  }
-  std::int64_t size() const { return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_; }
-  /// @brief The rows kept, [size(), head_dim].
-  const std::vector<float>& values() const { return rows_; }
-
- private:
-  int dim_ = 0;
-  std::int64_t capacity_ = 0, seen_ = 0, stride_ = 1;
-  std::vector<float> rows_;
 };
 
 /// @brief Moments of the keys, values and (all grouped) queries of one KV head, and a sample of the rows for what moments
