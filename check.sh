@@ -1,49 +1,128 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs what is missing, builds with g++ and with clang++ (warnings are errors; what handles memory under the sanitizers there), and passes the tests.
-# Works on a fresh Debian 12. Where nvcc is, the CUDA backend is compiled too; its tests run where there is a GPU.
-# Options: --fast (g++ only), --cuda (the tests of the CUDA backend alone, for the GPU at hand, which must be there; LOWRANKKV_TEST_EFFORT=0: fewer random cases).
+# Installs what is missing, builds with g++ (warnings are errors) and passes the tests. Works on a fresh Debian 12.
+# Where nvcc is, the CUDA sources are compiled for one architecture and the kernels run emulated; on a GPU too, where there is one.
+#
+#   bash check.sh               what has to pass before every commit: 20 minutes on two cores, 25 with nvcc
+#   bash check.sh --full        that, and every part below: before a release
+#   bash check.sh --part NAME   one part alone; --list names them
+#   bash check.sh --cuda        the tests of the CUDA backend alone, on the GPU at hand (LOWRANKKV_TEST_EFFORT=0: fewer random cases)
 set -euo pipefail
 cd "$(dirname "$0")"
 source cmake/install_dependencies.sh
 
-jobs=$(nproc)
-check() {  # name, cmake arguments...
-  local name=$1
-  shift
-  echo "== $name"
-  cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON "$@" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
-  cmake --build "build/$name" -j "$jobs"
-  ctest --test-dir "build/$name" -j "$jobs" --output-on-failure --no-tests=error
-}
+declare -A parts=(
+  [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers"
+  [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line"
+  [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
+  [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
+  [random]="long random operation sequences, on the CPU and emulated"
+)
+order=(sanitizers headers packages architectures random)
 
-mkdir -p build
+jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
 [[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
-if [[ ${1:-} == --cuda ]]; then
-  install_dependencies g++ cmake ninja-build libeigen3-dev doctest-dev python3
-  [[ -n $nvcc ]] || { echo "check.sh --cuda: no nvcc on the path or in /usr/local/cuda/bin" >&2; exit 1; }
-  name=check-cuda
-  cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_CHECK_SOURCES=OFF -DCMAKE_CUDA_ARCHITECTURES=native "${cuda[@]}" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
-  cmake --build "build/$name" -j "$jobs" --target test_cuda_layout test_cuda_cache
-  LOWRANKKV_REQUIRE_GPU=1 ctest --test-dir "build/$name" -R '^cuda_(layout|cache)$' --output-on-failure --no-tests=error
-  exit 0
-fi
-install_dependencies "${build_packages[@]}" clang libclang-rt-dev doxygen python3 python3-venv doctest-dev
-[[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
-# Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler and the host's compiler. The middle of nvcc does some, since the others have more to read otherwise.
-nvidia-smi -L > /dev/null 2>&1 || cuda+=("-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0")
-tools=$PWD/build/tools
-if [[ ! -x $tools/bin/conan ]]; then
-  { python3 -m venv "$tools" && timeout 300 "$tools/bin/pip" install 'conan>=2,<3'; } > build/tools.log 2>&1 || echo "No Conan: its recipe is not tested (build/tools.log)."
-fi
-conan=()
-[[ ! -x $tools/bin/conan ]] || conan=("-DLOWRANKKV_CONAN=$tools/bin/conan")
-# The example engine as users have it; the tests, most of the work, with less optimisation: it is their compilation that takes the time.
-check check-gcc -DCMAKE_CXX_COMPILER=g++ -DLOWRANKKV_TEST_FLAGS=-O1 "${cuda[@]}" "${conan[@]}"
-if [[ ${1:-} != --fast ]]; then
-  # Without -march=native: the portable paths are compiled and tested here, with Eigen's assertions.
-  check check-clang -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined
-fi
+# Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler and the host's
+# compiler. The middle of nvcc does some, since the others have more to read otherwise.
+unused_gpu_code=()
+nvidia-smi -L > /dev/null 2>&1 || unused_gpu_code=("-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0")
+
+# build NAME [cmake arguments...]
+build() {
+  local name=$1
+  shift
+  mkdir -p build
+  cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON "$@" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
+  cmake --build "build/$name" -j "$jobs"
+}
+# run_tests NAME [ctest arguments...]
+run_tests() {
+  local name=$1
+  shift
+  ctest --test-dir "build/$name" -j "$jobs" --output-on-failure --no-tests=error "$@"
+}
+
+build_check() {
+  install_dependencies "${build_packages[@]}" python3 doctest-dev
+  [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
+  build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 "${cuda[@]}" "${unused_gpu_code[@]}" "$@"
+}
+check() {
+  build_check -DLOWRANKKV_EMULATED_EFFORT=0
+  run_tests check
+}
+
+part_sanitizers() {
+  install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
+  build check-sanitizers -DLOWRANKKV_TESTS=programs -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined
+  run_tests check-sanitizers
+}
+
+part_headers() {
+  install_dependencies "${build_packages[@]}" clang python3 doctest-dev
+  local compiler
+  for compiler in g++ clang++; do
+    build "check-headers-$compiler" -DCMAKE_CXX_COMPILER="$compiler" -DLOWRANKKV_TESTS=headers -DLOWRANKKV_BUILD_EXAMPLES=OFF "${cuda[@]}"
+    run_tests "check-headers-$compiler"
+    cuda=(-DLOWRANKKV_CUDA=OFF)  # nvcc's host compiler is the same in both
+  done
+}
+
+part_packages() {
+  install_dependencies "${build_packages[@]}" doxygen python3 python3-venv doctest-dev
+  local tools=$PWD/build/tools conan=()
+  mkdir -p build
+  if [[ ! -x $tools/bin/conan ]]; then
+    { python3 -m venv "$tools" && timeout 300 "$tools/bin/pip" install 'conan>=2,<3'; } > build/tools.log 2>&1 || echo "No Conan: its recipe is not tested (build/tools.log)."
+  fi
+  [[ ! -x $tools/bin/conan ]] || conan=("-DLOWRANKKV_CONAN=$tools/bin/conan")
+  build check-packages -DLOWRANKKV_TESTS=packages -DLOWRANKKV_BUILD_EXAMPLES=OFF "${cuda[@]}" "${conan[@]}"
+  run_tests check-packages
+}
+
+part_architectures() {
+  install_dependencies "${build_packages[@]}" libbenchmark-dev python3 doctest-dev
+  build check-release -DLOWRANKKV_BUILD_TESTS=OFF -DLOWRANKKV_BUILD_BENCHMARKS=ON "${cuda[@]}" "${unused_gpu_code[@]}"
+  [[ -n $nvcc ]] || return 0
+  build check-architectures -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_TESTS=gpu "${cuda[@]}" "${unused_gpu_code[@]}"
+  run_tests check-architectures
+}
+
+part_random() {  # what check has built
+  build_check -DLOWRANKKV_EMULATED_EFFORT=1
+  LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws|cuda_emulated.*)$'
+}
+
+# timed COMMAND...: runs it and says how long it took.
+timed() {
+  local begin=$SECONDS
+  echo "== $*"
+  "$@"
+  echo "== $*: $((SECONDS - begin)) s"
+}
+
+case ${1:-} in
+  "") timed check ;;
+  --full)
+    timed check
+    for part in "${order[@]}"; do timed "part_$part"; done
+    ;;
+  --part)
+    [[ -n ${parts[${2:-}]:-} ]] || { echo "check.sh --part: '${2:-}' is none of ${order[*]}" >&2; exit 2; }
+    timed "part_$2"
+    ;;
+  --list)
+    for part in "${order[@]}"; do echo "$part: ${parts[$part]}"; done
+    exit 0
+    ;;
+  --cuda)
+    install_dependencies g++ cmake ninja-build libeigen3-dev doctest-dev python3
+    [[ -n $nvcc ]] || { echo "check.sh --cuda: no nvcc on the path or in /usr/local/cuda/bin" >&2; exit 1; }
+    build check-cuda -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_TESTS=gpu -DCMAKE_CUDA_ARCHITECTURES=native "${cuda[@]}"
+    LOWRANKKV_REQUIRE_GPU=1 run_tests check-cuda
+    ;;
+  *) echo "check.sh: unknown option '$1'; there are --full, --part NAME, --list, --cuda" >&2; exit 2 ;;
+esac
 echo "All checks passed."
