@@ -8,6 +8,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 struct Cpu;
+struct Cuda;
 
 struct PerHead;
 struct JointValues;

@@ -18,6 +18,8 @@
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/moved_residuals.cuh"
+#include "lowrankkv/cuda/oja.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/top_rows.cuh"
@@ -25,8 +27,6 @@
 #include "lowrankkv/cuda/turn_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
-
-struct Cuda;
 
 namespace cuda {
 

@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/joint_tiles.cuh"
 #include "lowrankkv/cuda/tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -23,9 +25,6 @@ inline constexpr int kAttendWarps = kAttendThreads / 32;  ///< at most; fewer wh
 
 /// @brief Which rows a partial state is of. Prompt: rows of the chunk that is being prefilled, which are stored nowhere yet.
 enum class Source : std::uint8_t { compressed, full, tail, prompt };
-
-/// @brief Form of the compressed rows that queries are to meet.
-enum class CodedForm : std::uint8_t { none, plain, codes };
 
 /// @brief How a column's products become logits: logit = gain (unit product + constant) + shift, or the sum of that over two scale groups. Gains: tiles of codes only.
 struct alignas(16) ColumnScale {
@@ -133,6 +132,9 @@ __device__ inline void load_queries(const uint2* queries, int units, int unit_st
     }
   }
 }
+
+/// @brief Times kJointColumns that the columns of a group fill.
+inline int joint_chunks(const AttentionStep& step, int heads) { return (heads * step.columns() + kJointColumns - 1) / kJointColumns; }
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -13,8 +13,10 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/cuda/choose_tiles.cuh"
 #include "lowrankkv/cuda/layer.cuh"
-#include "lowrankkv/cuda/policies.cuh"
-#include "lowrankkv/cuda/token_rules.cuh"
+#include "lowrankkv/cuda/basis/per_head.cuh"
+#include "lowrankkv/cuda/quantizer/no_quantizer.cuh"
+#include "lowrankkv/cuda/updater/static.cuh"
+#include "lowrankkv/cuda/token_policy/compose.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -22,9 +24,9 @@ namespace cuda {
 /// @brief What CacheBase and CompressedKVCache<Cuda, ...> know of their policies.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 struct CacheRules {
-  static_assert(HasImpl<Basis, Cuda>, "lowrankkv: this Basis has no Impl<Basis, Cuda>; there are PerHead, JointValues and Projector (cuda/policies.cuh)");
-  static_assert(HasImpl<Updater, Cuda>, "lowrankkv: this Updater has no Impl<Updater, Cuda>; there are Static, Oja and FrequentDirections (cuda/policies.cuh)");
-  static_assert(HasImpl<Quantizer, Cuda>, "lowrankkv: this Quantizer has no Impl<Quantizer, Cuda>; there are NoQuantizer, Int8, BlockHadamard and TransformCode (cuda/policies.cuh)");
+  static_assert(HasImpl<Basis, Cuda>, "lowrankkv: this Basis has no Impl<Basis, Cuda>; there are PerHead, JointValues and Projector (cuda/backend.cuh)");
+  static_assert(HasImpl<Updater, Cuda>, "lowrankkv: this Updater has no Impl<Updater, Cuda>; there are Static, Oja and FrequentDirections (cuda/backend.cuh)");
+  static_assert(HasImpl<Quantizer, Cuda>, "lowrankkv: this Quantizer has no Impl<Quantizer, Cuda>; there are NoQuantizer, Int8, BlockHadamard and TransformCode (cuda/backend.cuh)");
   using Maps = Impl<Known<Basis, PerHead>, Cuda>;
   using Codec = Impl<Known<Quantizer, NoQuantizer>, Cuda>;
   using Rows = TokenRules<TokenPolicy>;

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/place_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 #include "lowrankkv/cuda/select_masses.cuh"
 #include "lowrankkv/cuda/tables.cuh"
 

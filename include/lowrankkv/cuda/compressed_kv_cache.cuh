@@ -13,6 +13,7 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/cuda/backend.cuh"
 #include "lowrankkv/cuda/certify.cuh"
 #include "lowrankkv/cuda/fork.cuh"
 #include "lowrankkv/cuda/layer_memory.cuh"
@@ -26,17 +27,12 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
-struct Cuda {
-  using Pool = cuda::PagePool;
-};
-
 /// @brief The KV cache of one attention layer in device memory. Views point to device memory; every call enqueues on the stream it is given and
 /// returns. append(), attend() and accumulate() allocate nothing, wait for nothing and can be captured in a CUDA graph.
 ///
 /// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay. A graph is
 /// good until one of its sequences is erased. Everything else is refused during capture.
-/// Works with the policies of cuda/policies.cuh. One thread calls a cache at a time, and its calls are on one stream or
+/// Works with the policies of cuda/backend.cuh. One thread calls a cache at a time, and its calls are on one stream or
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
 /// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>

@@ -12,75 +12,11 @@
 
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cuda/axis_scales.cuh"
-#include "lowrankkv/cuda/merge_segments.cuh"
+#include "lowrankkv/cuda/host_epochs.cuh"
 #include "lowrankkv/cuda/metric_bases.cuh"
-#include "lowrankkv/cuda/oja.cuh"
-#include "lowrankkv/cuda/write_tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief Sequences whose bases move in one launch: their moments, and transitions, are large.
-inline constexpr int kAdaptBatch = 16;
-
-/// @brief How many epochs of its own a sequence may have, as the cache's EpochPolicy says; 0: bases never move.
-struct EpochLimits {
-  int own = 0;
-  bool rotates_calibrated_rows = false;
-  bool rolls = false;          ///< epochs begin when values say so (cuda/rollover.cuh): the host does not know which there are
-  float sketch_share = 0.0F;   ///< then, rows of a sketch per rank
-  /// @brief Segments that a sequence can have.
-  constexpr int segments() const { return own == 0 ? 1 : own + 2; }
-};
-
-/// @brief Rows of a sequence's compressed lists that one epoch wrote, as the host knows them.
-struct HostSegment {
-  std::int32_t epoch = 0;                ///< in Tables::maps
-  std::int32_t level = 0;                ///< how many rounds of merging it went through
-  std::vector<std::int32_t> first_rows;  ///< [heads]: from these to the next segment's, or the end
-};
-
-/// @brief What a sequence has published, as the host knows it.
-struct HostEpochs {
-  std::vector<HostSegment> segments;
-  std::int32_t current = 0;       ///< the epoch that rows are written under
-  std::int64_t rows_since_publication = 0;
-  std::int64_t decode_steps = 0;  ///< of an updater; where epochs begin when values say so, batches of rows so far: there are no more of its own
-  bool moved = false;             ///< the working bases are no longer the calibrated ones
-  bool unpublished = false;       ///< they have moved since they were published
-};
-
-/// @brief Tells the device where the segments of heads begin that differ from the first one's.
-inline void write_first_rows(const Tables& tables, int slot, const std::vector<HostSegment>& segments, cudaStream_t stream) {
-  const bool differ = std::any_of(segments.begin(), segments.end(), [](const HostSegment& segment) {
-    return std::any_of(segment.first_rows.begin(), segment.first_rows.end(), [&](std::int32_t row) { return row != segment.first_rows.front(); });
-  });
-  for (int head = 0; differ && head < tables.num_heads; head += FirstRowsList::kMost) {
-    FirstRowsList own;
-    own.first = head;
-    own.count = (std::min)(FirstRowsList::kMost, tables.num_heads - head);
-    for (const HostSegment& segment : segments) {
-      for (int i = 0; i < own.count; ++i) own.rows[i][own.segments] = segment.first_rows[static_cast<std::size_t>(head + i)];
-      ++own.segments;
-    }
-    write_first_rows_kernel<><<<1, FirstRowsList::kMost, 0, stream>>>(tables, slot, own);
-    check(cudaGetLastError(), "write_first_rows_kernel");
-  }
-}
-
-/// @brief Which of `count` segments a new one would push over the edge of `own` epochs: it is merged into its successor; -1: none. As cpu/segments.hpp: neighbours of equal level first (the newest
-/// such pair), else the two newest. Rows under the calibrated epoch stay there, unless they are rotated. @param segment_at  gives what has an epoch and a level by its number
-#pragma nv_exec_check_disable
-template <class SegmentAt>
-__host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_calibrated_rows, SegmentAt&& segment_at) {
-  int first_own = 0;
-  while (!rotates_calibrated_rows && first_own < count && segment_at(first_own).epoch == 0) ++first_own;
-  if (count - first_own + 1 <= own) return -1;
-  for (int index = count - 2; index >= first_own; --index) {
-    if (segment_at(index).level == segment_at(index + 1).level) return index;
-  }
-  return count - first_own >= 2 ? count - 2 : count - 1;
-}
 
 /// @brief The maps of all epochs of a layer, and the bases that updaters move.
 class EpochStore {

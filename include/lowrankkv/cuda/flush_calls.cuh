@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/append_rows.cuh"
 #include "lowrankkv/cuda/cache_base.cuh"
 #include "lowrankkv/cuda/evict.cuh"
 #include "lowrankkv/cuda/frequent_directions.cuh"

@@ -13,35 +13,13 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/cuda/lift_maps.cuh"
 #include "lowrankkv/cuda/rotary.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief What a channel of a tile of codes holds: bits [shift, shift + width) of the code, of `bits` bits, of coefficient `source`.
-/// A code wider than one unit's width stands in several channels. source < 0: padding.
-struct TileChannel {
-  std::int16_t source = -1;
-  std::uint8_t bits = 0;
-  std::uint8_t shift = 0;
-  std::uint8_t width = 0;
-};
-
-/// @brief How keys, or values, of one head become channels of tiles, and back.
-struct PartTiles {
-  std::vector<TileChannel> channels;   ///< tiles of codes: one entry a channel; plain tiles: empty
-  std::vector<std::uint8_t> widths;    ///< of the units of codes
-  std::vector<TileChannel> readers;    ///< channels as attention sums them, where those are not the tile's: joint values, whose planes are sums of the same channels
-  ScaleKind gains = ScaleKind::norm_log8;
-  float reference[2] = {1.0F, 1.0F};   ///< by scale group: what a gain of 1 stands for: the norm of a row's coefficients, in steps, or the largest of them
-  int padding_bits = 0;                ///< of a row: what rounding to whole units costs
-  int coded = 0;                       ///< coefficients that have bits: the first so many; gains are of them
-  int first_coded = 0;                 ///< of those, the ones of the first scale group
-  int first_units = 0;                 ///< of the units, the ones of the first scale group
-  bool by_basis = false;               ///< a channel is a coefficient, so that the basis itself reads tiles: bases that move
-};
 
 /// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
 /// four elements of a lane are rows' channels 2t and 2t + 1 (t: lane % 4) of channel g (lane / 4), then of g + 8: the order of packed rows.

@@ -10,7 +10,8 @@
 
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/core/position_shifts.hpp"
-#include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/host_epochs.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 #include "lowrankkv/cuda/tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "lowrankkv/cuda/attention_step.cuh"
 #include "lowrankkv/cuda/joint_tiles.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lowrankkv/cuda/attention_step.cuh"
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -75,9 +75,6 @@ __host__ __device__ constexpr int joint_splits(std::int64_t rows) {
 inline constexpr int kJointColumns = 32;  ///< columns of a group, those of its heads one after the other, that a block serves
 inline constexpr int kJointChunks = 8;    ///< times so many columns, at most, in one launch
 inline constexpr int kJointLines = 6;     ///< of a partial state before its values: maximum, sum, sums of weights with the gains of two scale groups, what those and the values count, as powers of 2
-
-/// @brief Times kJointColumns that the columns of a group fill.
-inline int joint_chunks(const AttentionStep& step, int heads) { return (heads * step.columns() + kJointColumns - 1) / kJointColumns; }
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/close_rows.cuh"
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/read_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -15,12 +15,13 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/statistics.hpp"
-#include "lowrankkv/cuda/choose_tiles.cuh"
+#include "lowrankkv/cuda/append_rows.cuh"
+#include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/page_size.cuh"
 #include "lowrankkv/cuda/host_sequence.cuh"
 #include "lowrankkv/cuda/page_pool.cuh"
 #include "lowrankkv/cuda/residual_store.cuh"
 #include "lowrankkv/cuda/rollover.cuh"
-#include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/workspace.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cuda/attention_step.cuh"
-#include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/forms.cuh"
+#include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

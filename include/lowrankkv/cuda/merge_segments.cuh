@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "lowrankkv/cuda/host_epochs.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -20,26 +21,6 @@ __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles&
 }
 
 }  // namespace detail
-
-/// @brief A segment of a sequence that is to be re-projected: its rows, written under `from`, are to be under `into`, as those of the next segment are. Tables has both segments until all rows have been.
-struct MergePlan {
-  std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in Tables::maps
-  std::int32_t segment = -1;                  ///< none, if negative
-};
-/// @brief Where kernels find the plans of a launch: one that the host made, or, where values decide, those of its sequences in device memory.
-struct MergePlans {
-  MergePlan one;
-  const MergePlan* decided = nullptr;
-  std::int32_t begin = 0, end = std::numeric_limits<std::int32_t>::max();  ///< only rows of the lists between them
-
-  __device__ MergePlan of(int sequence) const { return decided == nullptr ? one : decided[sequence]; }
-  /// @brief The rows [x, y) of a head that a plan is about.
-  __device__ int2 rows_of(const Tables& tables, const MergePlan& plan, int head) const {
-    if (plan.segment < 0) return {0, 0};
-    const SegmentRows own = tables.segment(plan.slot, head, tables.num_rows(RowList::compressed, plan.slot, head), plan.segment, 0);
-    return {max(own.begin, begin), min(own.end, end)};
-  }
-};
 
 inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block of transition_kernel
 

@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
+#include "lowrankkv/cuda/updater/oja.cuh"
 #include "lowrankkv/cuda/working_bases.cuh"
 #include "lowrankkv/updater/oja.hpp"
 
@@ -113,15 +114,6 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, Ro
     *reinterpret_cast<float2*>(own + 8 * dim) = {sums[n][2], sums[n][3]};
   }
 }
-
-/// @brief The rate of steps: first / (1 + decay x steps so far).
-struct OjaRate {
-  float first = 0.0F, decay = 0.0F;
-  __host__ __device__ float after(std::int64_t steps) const {
-    const double rate = static_cast<double>(first) / (1.0 + static_cast<double>(decay) * static_cast<double>(steps));
-    return static_cast<float>(rate < 1e6 ? rate : 1e6);
-  }
-};
 
 /// @brief What happens to the bases of each sequence of a batch.
 struct OjaSteps {

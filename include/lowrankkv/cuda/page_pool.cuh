@@ -9,7 +9,7 @@
 
 #include "lowrankkv/core/page_allocator.hpp"
 #include "lowrankkv/cuda/device.cuh"
-#include "lowrankkv/cuda/tile_layout.cuh"
+#include "lowrankkv/cuda/forms.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

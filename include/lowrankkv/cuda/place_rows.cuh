@@ -8,6 +8,7 @@
 
 #include "lowrankkv/cuda/joint_tiles.cuh"
 #include "lowrankkv/cuda/layer.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

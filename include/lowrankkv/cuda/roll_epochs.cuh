@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "lowrankkv/cuda/adapt.cuh"
+#include "lowrankkv/cuda/oja.cuh"
 #include "lowrankkv/cuda/rollover.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -13,7 +13,9 @@
 
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/cuda/epochs.cuh"
+#include "lowrankkv/cuda/host_epochs.cuh"
 #include "lowrankkv/cuda/orthogonal_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/cuda/tables.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -15,9 +16,6 @@ namespace cuda {
 
 /// @brief Elements from a row of 16-bit numbers to the next in shared memory: rows begin at 16 bytes, and no two of a matrix of eight meet in a bank.
 __host__ __device__ constexpr int plain_stride(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit * kPlainUnit + 8; }
-
-inline constexpr int kStoreThreads = 256;  ///< of the blocks that handle leaving rows
-inline constexpr int kStoreRows = 64;      ///< rows that such a block takes at a time: a tile of codes, up to four plain ones
 
 /// @brief Where leaving rows are.
 struct RowSource {

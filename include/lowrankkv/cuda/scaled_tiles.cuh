@@ -4,7 +4,8 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/row_source.cuh"
+#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/cuda/tile_layout.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

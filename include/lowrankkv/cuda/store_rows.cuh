@@ -8,6 +8,7 @@
 
 #include "lowrankkv/cuda/plain_tiles.cuh"
 #include "lowrankkv/cuda/project_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
 #include "lowrankkv/cuda/scaled_tiles.cuh"
 
@@ -166,44 +167,6 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 }
 
 }  // namespace detail
-
-/// @brief Which leaving rows go to a list, in order: [sequence of the batch, head, stride] numbers of rows of the source, which policies that decide
-/// by values chose; null: those to the full list come first, in their order, the others follow.
-struct RowOrder {
-  const std::int32_t* rows = nullptr;
-  std::int32_t stride = 0;
-  const std::int32_t* ends = nullptr;  ///< [sequence of the batch, head, parts]: where parts of the orders end, of which `part` is meant (cuda/prompt_parts.cuh; one part, where heads have different numbers of rows); null: as many are as the host says
-  std::int32_t parts = 0, part = 0;
-
-  /// @brief The order of a head; null, if there is none.
-  __device__ const std::int32_t* of(int sequence, int heads, int head) const {
-    return rows == nullptr ? nullptr : rows + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride);
-  }
-  /// @brief The rows [x, y) of a head's order that are meant. @param count  as the host says
-  __device__ int2 meant(int sequence, int heads, int head, int count) const {
-    if (ends == nullptr) return {0, count};
-    const std::int32_t* own = ends + (sequence * heads + head) * parts + part;
-    return {part == 0 ? 0 : own[-1], own[0]};
-  }
-  /// @brief The orders of a batch's sequences from `sequence` on.
-  RowOrder from(int sequence, int heads) const {
-    RowOrder some = *this;
-    if (rows != nullptr) some.rows += static_cast<std::ptrdiff_t>(sequence) * heads * stride;
-    if (ends != nullptr) some.ends += sequence * heads * parts;
-    return some;
-  }
-};
-
-/// @brief Tiles outside of pages, of rows that will take the places of stored ones (cuda/place_rows.cuh). They follow those that go to a list's end in its order.
-struct LooseTiles {
-  std::uint8_t* data = nullptr;          ///< [sequence of the batch, compressed list, piece of 64 rows]; null: rows go to their lists' ends
-  const std::int32_t* counts = nullptr;  ///< [sequence of the batch, head]: rows
-  std::int32_t pieces = 0;               ///< of a list
-  std::int32_t piece_bytes = 0;          ///< set aside for each
-
-  /// @brief Where those of a list begin.
-  __device__ std::uint8_t* of(const Tables& tables, int sequence, int list) const { return data + static_cast<std::size_t>((sequence * tables.num_lists + list) * pieces) * static_cast<std::size_t>(piece_bytes); }
-};
 
 /// @brief What a block stores of a list: 64 rows from tile_row on, of which [begin, end) are new; row r is row from + r of the order, or of the source, where there is none.
 class ListPiece {

@@ -19,19 +19,11 @@
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/cuda/forms.cuh"
 #include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-inline constexpr int kPageAlignment = 128;  ///< bytes: of pages, their sizes are multiples of it
-inline constexpr int kPlainRows = 16;     ///< rows of a unit of a plain tile
-inline constexpr int kPlainUnit = 16;     ///< its channels
-inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
-inline constexpr int kCodeRows = 64;      ///< rows of a tile of codes
-inline constexpr int kCodeUnit = 32;      ///< channels of its units
-inline constexpr int kMaxUnits = 16;      ///< units of codes that keys, or values, of one head may have
-inline constexpr int kMaxHeadDim = 256;   ///< of keys and values
 
 /// @brief Byte of element (row, channel) of a unit of a plain tile.
 __host__ __device__ constexpr int plain_place(Part part, int row, int channel) {

@@ -13,6 +13,7 @@
 #include "lowrankkv/cuda/layer.cuh"
 #include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/orthogonal_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/forms.cuh"
+#include "lowrankkv/cuda/tables.cuh"
+
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/token_rules.cuh  What becomes of leaving rows on the Cuda backend: in which numbers, which the host knows beforehand (over all parts of a prompt: of one part a head may keep any), and by what the rows are chosen.
+/// @file cuda/token_policy/compose.cuh  What becomes of leaving rows on the Cuda backend: in which numbers, which the host knows beforehand (over all parts of a prompt: of one part a head may keep any), and by what the rows are chosen.
 ///
 /// A token policy, alone or in a Compose, has an Impl<P, Cuda> with
 /// - `static constexpr RowFate fate`: of rows that nothing else is said about: compressed, full or dropped;
@@ -20,26 +20,13 @@
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/concepts/token_policy.hpp"
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/token_policy/compress_all.cuh"
+#include "lowrankkv/cuda/token_policy/row_choice.cuh"
 #include "lowrankkv/token_policy/compose.hpp"
 #include "lowrankkv/token_policy/compress_all.hpp"
-#include "lowrankkv/token_policy/heavy_hitters.hpp"
-#include "lowrankkv/token_policy/keep_full.hpp"
-#include "lowrankkv/token_policy/residual_outliers.hpp"
-#include "lowrankkv/token_policy/share_of_rows.hpp"
-#include "lowrankkv/token_policy/sink_recent.hpp"
-#include "lowrankkv/token_policy/sinks.hpp"
-#include "lowrankkv/token_policy/sliding_window.hpp"
-#include "lowrankkv/token_policy/snapkv.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-
-/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and return.
-struct Cuda;
-
 namespace cuda {
-
-/// @brief By what a member of a token policy chooses rows on the device.
-enum class RowChoice : std::uint8_t { none, errors, scores, masses };
 
 /// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or, where rows are chosen by masses, take the places of stored ones that are.
 struct RowCounts {
@@ -49,60 +36,6 @@ struct RowCounts {
   std::int64_t limit = -1;      ///< where rows are chosen by masses: rows that their list, or lists but for the pinned ones, may have then, of which a head may have fewer; else -1
 };
 
-}  // namespace cuda
-
-template <>
-struct Impl<KeepFull, Cuda> {
-  static constexpr RowFate fate = RowFate::full;
-  static int recent(const KeepFull& policy) { return policy.recent; }
-};
-template <>
-struct Impl<CompressAll, Cuda> {
-  static constexpr RowFate fate = RowFate::compressed;
-};
-template <>
-struct Impl<SinkRecent, Cuda> {
-  static constexpr RowFate fate = RowFate::compressed;
-  static void validate(const SinkRecent& policy) { check_sinks(policy.sinks); }
-  static int recent(const SinkRecent& policy) { return policy.recent; }
-  static std::int64_t pinned_rows(const SinkRecent& policy, std::int64_t first_position, std::int64_t count) { return sinks_among(policy.sinks, first_position, count); }
-};
-template <>
-struct Impl<SlidingWindow, Cuda> {
-  static constexpr RowFate fate = RowFate::dropped;
-  static void validate(const SlidingWindow& policy) { check_sinks(policy.sinks); }
-  static int recent(const SlidingWindow& policy) { return policy.recent; }
-  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position, std::int64_t count) { return sinks_among(policy.sinks, first_position, count); }
-};
-template <>
-struct Impl<ResidualOutliers, Cuda> {
-  static constexpr RowFate fate = RowFate::compressed;
-  static constexpr cuda::RowChoice choice = cuda::RowChoice::errors;
-  static void validate(const ResidualOutliers& policy) { check_residual_outliers(policy); }
-  static float least_error(const ResidualOutliers& policy) { return policy.threshold; }
-  static bool relative_errors(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
-  static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position, std::int64_t count, Phase) { return share_of_rows(policy.share, first_position, count); }
-};
-template <>
-struct Impl<SnapKV, Cuda> {
-  static constexpr RowFate fate = RowFate::compressed;
-  static constexpr cuda::RowChoice choice = cuda::RowChoice::scores;
-  static void validate(const SnapKV& policy) { check_snapkv(policy); }
-  static int recent(const SnapKV& policy) { return policy.window; }
-  static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
-  static std::int64_t chosen_rows(const SnapKV& policy, std::int64_t, std::int64_t count, Phase phase) { return phase == Phase::decode ? count : kept_rows(policy, count); }
-};
-template <>
-struct Impl<HeavyHitters, Cuda> {
-  static constexpr RowFate fate = RowFate::compressed;
-  static constexpr cuda::RowChoice choice = cuda::RowChoice::masses;
-  static void validate(const HeavyHitters& policy) { check_heavy_hitters(policy); }
-  static int recent(const HeavyHitters& policy) { return policy.recent; }
-  static std::int64_t chosen_rows(const HeavyHitters& policy, std::int64_t first_position, std::int64_t count, Phase) { return heavy_rows(policy, first_position + count); }
-};
-
-namespace cuda {
-
 /// @brief The policy, or, if it has no Impl on this backend, another: the static_assert that says so is then the only error.
 template <class Policy, class Instead>
 using Known = std::conditional_t<HasImpl<Policy, Cuda>, Policy, Instead>;
@@ -110,7 +43,7 @@ using Known = std::conditional_t<HasImpl<Policy, Cuda>, Policy, Instead>;
 /// @brief The members of a token policy together: dropped beats full, full beats compressed, pinned rows stay.
 template <class... Members>
 struct MemberRules {
-  static_assert((HasImpl<Members, Cuda> && ...), "lowrankkv: this TokenPolicy has no Impl<TokenPolicy, Cuda>; cuda/token_rules.cuh says what it needs, and which there are");
+  static_assert((HasImpl<Members, Cuda> && ...), "lowrankkv: this TokenPolicy has no Impl<TokenPolicy, Cuda>; cuda/token_policy/compose.cuh says what it needs, and which there are");
   template <class Member>
   static constexpr RowChoice choice_of() {
     if constexpr (requires { Impl<Member, Cuda>::choice; }) return Impl<Member, Cuda>::choice;
