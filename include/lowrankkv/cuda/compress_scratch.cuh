@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/layer.cuh"
-#include "lowrankkv/cuda/moved_residuals.cuh"
 #include "lowrankkv/cuda/snapkv_scores.cuh"
 #include "lowrankkv/cuda/store_joint.cuh"
 #include "lowrankkv/cuda/turn_axes.cuh"

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "lowrankkv/cuda/head_maps.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
 #include "lowrankkv/cuda/row_source.cuh"
-#include "lowrankkv/cuda/store_rows.cuh"
 #include "lowrankkv/cuda/tile_ring.cuh"
 #include "lowrankkv/cuda/updater/oja.cuh"
 #include "lowrankkv/cuda/working_bases.cuh"

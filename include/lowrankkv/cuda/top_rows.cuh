@@ -6,7 +6,8 @@
 
 #include <cstdint>
 
-#include "lowrankkv/cuda/store_rows.cuh"
+#include "lowrankkv/cuda/row_order.cuh"
+
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -11,7 +11,6 @@
 
 #include "lowrankkv/cuda/launch.cuh"
 #include "lowrankkv/cuda/layer.cuh"
-#include "lowrankkv/cuda/lift_epochs.cuh"
 #include "lowrankkv/cuda/orthogonal_rows.cuh"
 #include "lowrankkv/cuda/row_order.cuh"
 
