@@ -122,7 +122,7 @@ int main(int count, char** arguments) {
   measure<OjaKV<Cuda>>("OjaKV, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<SubSpaceA<Cuda>>("SubSpaceA, rank 32, metric", in_metric(bench::basis(kHeads, 32, 32)), {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>("OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
-  // Bases turned to the axes of the prompt's rows (cuda/turn_axes.cuh): ranks of 80 in 4 bits, of 128 in 2.
+  // Bases turned to the axes of the prompt's rows (cuda/update/align_axes.cuh): ranks of 80 in 4 bits, of 128 in 2.
   const std::vector<std::uint8_t> four(80, 4);
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, TransformCode>>("Oja in 4 bits, 80", bench::basis(kHeads, 80, 80, four, four), {{}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, TransformCode>>("Oja in 2 bits, 128", bench::basis(kHeads, kDim, kDim, two, two), {{}, {}, {4, 32}, {}});

@@ -6,7 +6,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/runtime/device.cuh"
 
 namespace llama {
 namespace {

@@ -15,7 +15,7 @@
 
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cuda/device.cuh"
+#include "lowrankkv/cuda/runtime/device.cuh"
 
 namespace support {
 

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "device_tools.cuh"
-#include "lowrankkv/cuda/launch.cuh"
-#include "lowrankkv/cuda/orthogonal_rows.cuh"
-#include "lowrankkv/cuda/rollover.cuh"
+#include "lowrankkv/cuda/epochs/device_epochs.cuh"
+#include "lowrankkv/cuda/epochs/jacobi.cuh"
+#include "lowrankkv/cuda/runtime/launch.cuh"
 
 namespace orthogonal_rows_tests {
 

@@ -27,6 +27,22 @@ def layer(path):
     return next((i for i, names in enumerate(LAYERS) if top in names), None)
 
 
+# The folders of cuda/: a folder may include itself and those before it.
+CUDA_FOLDERS = [
+    "runtime", "tiles", "maps", "state", "epochs", "layer",
+    "basis", "updater", "token_policy", "quantizer",
+    "attention/post_rope", "attention/joint", "attention/pre_rope", "attention",
+    "scores", "store", "store/compaction", "decode", "update", "compress", "sequence", "cache", "",
+]
+# Beside the policies, what several of them share on this backend.
+CUDA_ONLY = {"basis/folded_basis", "token_policy/row_choice", "quantizer/code_planes", "quantizer/choose_tiles"}
+MIRRORED = ["basis", "updater", "token_policy", "quantizer"]  # at the paths of the policies
+
+
+def cuda_folder(path):
+    return str(pathlib.PurePosixPath(path).relative_to("lowrankkv/cuda").parent).replace(".", "")
+
+
 includes = {}
 for header in headers:
     name = str(header.relative_to(root))
@@ -53,6 +69,16 @@ for header in headers:
             faults.append(f"{name}: includes {target}, which does not exist")
         elif layer(name) is not None and layer(target) is not None and layer(target) > layer(name):
             faults.append(f"{name}: includes {target}, which is above it")
+    if name.startswith("lowrankkv/cuda/"):
+        folder = cuda_folder(name)
+        if folder not in CUDA_FOLDERS:
+            faults.append(f"{name}: folder {folder} is not one of CUDA_FOLDERS in this script")
+            continue
+        for target in includes[name]:
+            if target.startswith("lowrankkv/cuda/") and CUDA_FOLDERS.index(cuda_folder(target)) > CUDA_FOLDERS.index(folder):
+                faults.append(f"{name}: includes {target}, whose folder is above")
+        if folder in MIRRORED and not (root / "lowrankkv" / folder / (header.stem + ".hpp")).exists() and folder + "/" + header.stem not in CUDA_ONLY:
+            faults.append(f"{name}: there is no policy {folder}/{header.stem}.hpp")
     # A CUDA translation unit has no Eigen, and the CPU backend no CUDA.
     for target in includes[name]:
         if ("lowrankkv/cuda/" in target) != name.startswith("lowrankkv/cuda/") and ("lowrankkv/cuda/" in target or layer(target) is not None and target.startswith("lowrankkv/cpu/")):
@@ -77,6 +103,12 @@ for header in headers:
             if not (specialisation or sibling or concept):
                 faults.append(f"{name}: no docstring before: {line[:70]}")
         previous = line
+
+# A folder can be read as a whole.
+for folder in sorted({path.parent for path in headers}):
+    count, most = sum(path.parent == folder for path in headers), 3 if folder.name == "cuda" else 20
+    if folder.is_relative_to(root / "lowrankkv/cuda") and count > most:
+        faults.append(f"{folder.relative_to(root)}: {count} headers, at most {most}")
 
 WHITE, GREY, BLACK = 0, 1, 2
 colour = dict.fromkeys(includes, WHITE)

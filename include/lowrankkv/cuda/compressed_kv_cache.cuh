@@ -13,16 +13,16 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/engine_pages.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/cuda/attention/merge_states.cuh"
 #include "lowrankkv/cuda/backend.cuh"
-#include "lowrankkv/cuda/certify.cuh"
-#include "lowrankkv/cuda/fork.cuh"
-#include "lowrankkv/cuda/layer_memory.cuh"
-#include "lowrankkv/cuda/merge_states.cuh"
-#include "lowrankkv/cuda/reconstruct.cuh"
-#include "lowrankkv/cuda/reconstruct_waiting.cuh"
-#include "lowrankkv/cuda/row_states.cuh"
-#include "lowrankkv/cuda/saved_state.cuh"
-#include "lowrankkv/cuda/token_calls.cuh"
+#include "lowrankkv/cuda/cache/reconstruct_waiting.cuh"
+#include "lowrankkv/cuda/cache/token_edits.cuh"
+#include "lowrankkv/cuda/decode/certify.cuh"
+#include "lowrankkv/cuda/decode/reconstruct.cuh"
+#include "lowrankkv/cuda/layer/layer_memory.cuh"
+#include "lowrankkv/cuda/layer/row_states.cuh"
+#include "lowrankkv/cuda/sequence/fork.cuh"
+#include "lowrankkv/cuda/sequence/saved_state.cuh"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -76,7 +76,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr, const cuda::LentMemory& workspace = {})
       : Base(config, basis, policies, std::move(pool), workspace) {}
 
-  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of unrotated keys want 4 of them a token of max_sequences x max_tokens and query head (cuda/workspace.cuh).
+  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of unrotated keys want 4 of them a token of max_sequences x max_tokens and query head (cuda/state/workspace.cuh).
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     return Base::decode_bytes(Base::checked(config, basis, policies, nullptr), basis, policies);
   }

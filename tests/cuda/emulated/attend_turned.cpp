@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "emulator.hpp"
-#include "lowrankkv/cuda/attend_turned_codes.cuh"
+#include "lowrankkv/cuda/attention/pre_rope/attend_pre_rope_codes.cuh"
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;

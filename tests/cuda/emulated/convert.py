@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA sources as C++ that runs on the host (emulator.hpp): launches become calls, dynamic shared memory a pointer, copies in the background copies.
 
-    convert.py SOURCE_FOLDER TARGET_FOLDER     every .cuh and .cu (as .cpp) of a folder, but those that stand beside this script take their places; files that would not change stay as they are
+    convert.py SOURCE_FOLDER TARGET_FOLDER
+
+Every .cuh and .cu (as .cpp) below a folder, at the same relative path; a file at that path beside this script takes its place.
+Files that would not change stay as they are.
 """
 import pathlib
 import re
@@ -57,11 +60,15 @@ def convert(text):
 
 def main():
     source, target = map(pathlib.Path, sys.argv[1:3])
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.glob("*.cu*")):
-        own = pathlib.Path(__file__).parent / path.name
+    emulated = pathlib.Path(__file__).resolve().parent
+    for path in sorted(source.rglob("*.cu*")):
+        if emulated in path.resolve().parents:
+            continue
+        relative = path.relative_to(source)
+        own = emulated / relative
         text = own.read_text() if own.exists() else convert(path.read_text())
-        copy = target / (path.name if path.suffix == ".cuh" else path.stem + ".cpp")
+        copy = target / (relative if path.suffix == ".cuh" else relative.with_suffix(".cpp"))
+        copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_text() != text:
             copy.write_text(text)
 

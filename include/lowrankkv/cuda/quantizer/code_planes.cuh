@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lowrankkv/cuda/forms.cuh"
+#include "lowrankkv/cuda/runtime/forms.cuh"
 #include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -4,7 +4,7 @@
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cuda/forms.cuh"
+#include "lowrankkv/cuda/runtime/forms.cuh"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/epochs/device_epochs.cuh  Epochs that begin when values say so: what the device knows of a sequence's epochs and sketches, and how it decides.
+///
+/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs/epoch_store.cuh). Here a kernel sets a flag where a chunk of rows has ended, or where so many have been stored of those that masses choose; the next one takes a free epoch, opens a segment,
+/// chooses the segments that merge, and says so to those that write maps and rewrite rows. The host never learns of it, unless a sequence is saved or measured.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/core/descriptors.hpp"
+#include "lowrankkv/cuda/epochs/epoch_store.cuh"
+#include "lowrankkv/cuda/epochs/host_epochs.cuh"
+#include "lowrankkv/cuda/epochs/jacobi.cuh"
+#include "lowrankkv/cuda/state/row_order.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
+inline constexpr int kSketchShared = 22528;   ///< shared memory of sketch_kernel besides its buffer, at most
+
+namespace detail {
+
+/// The most rows of a sketch of a basis of so many columns.
+__host__ __device__ inline int sketch_rows(float share, int rank) { return static_cast<int>(ceilf(share * static_cast<float>(rank))); }
+
+}  // namespace detail
+
+/// @brief Epochs of one sequence, as the device knows them; its segments are in Tables::segments.
+struct RollState {
+  std::int32_t current = 0;               ///< the epoch that rows are written under, in Tables::maps
+  std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
+  std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
+  std::int32_t unpublished = 0;           ///< whether bases have moved since, there
+  std::int32_t levels[kMaxSegments] = {}; ///< of segments
+};
+
+/// @brief The sketches of a layer, of all sequences.
+struct Sketches {
+  float* rows = nullptr;               ///< [slots, heads, 2, capacity, head_dim]
+  SketchState* states = nullptr;       ///< [slots, heads, 2]
+  const float* thresholds = nullptr;   ///< [heads, 2]: residuals beyond them end a chunk
+  std::int32_t capacity = 0;           ///< rows of one, at most
+};
+
+/// @brief What a flush of some sequences decides, in device memory: by sequence of the batch.
+struct Rollover {
+  std::int32_t* rolled = nullptr;  ///< whether a chunk has ended
+  std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
+  MergePlan* plans = nullptr;      ///< of merges that end_merges_kernel ends
+};
+
+/// @brief What has happened in a layer since it was made.
+struct RollCounts {
+  unsigned long long publications = 0, merges = 0;
+};
+
+/// @brief How many epochs there are, for roll_over_kernel.
+struct RollLimits {
+  std::int32_t own = 0, slots_per_sequence = 0;
+  bool rotates_calibrated_rows = false;
+};
+
+/// @brief Which of a sequence's own epochs have rows, or will have: bits.
+__device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std::int32_t current, int slots_per_sequence) {
+  const auto bit = [&](std::int32_t epoch) { return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1); };
+  std::uint32_t used = bit(current);
+  for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments_of(slot, 0)[i].epoch);
+  return used;
+}
+
+/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences.
+/// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the sequence's counts know as full for their errors included, if heads have different numbers  @param exempt  of a head's rows, so many more stay full
+/// @param reprojected  [heads]: rows of merges are added
+template <class = void>
+__global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
+  __shared__ int opened, merged;  // segments; -1: none
+  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
+  RollState& state = states[slot];
+  bool any = false;  // row to be stored
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    const int2 meant = order.meant(index, tables.num_heads, head, leaving.compressed[sequence]);
+    any = any || meant.y - meant.x > exempt + (order.ends == nullptr ? 0 : leaving.full[sequence] - leaving.pinned[sequence]);
+  }
+  const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
+  if (threadIdx.x == 0) {
+    DeviceLengths& lengths = tables.lengths[slot];
+    const DeviceSegment* segments = tables.segments_of(slot, 0);
+    opened = merged = rollover.epochs[index] = -1;
+    rollover.plans[index] = {};
+    if (rollover.rolled[index] != 0) {
+      state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
+      int own = 0;
+      while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
+      state.used |= 1U << own;
+      state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
+      atomicAdd(&counts->publications, 1ULL);
+    }
+    const int count = lengths.num_segments;
+    if (stores && (count == 0 || segments[count - 1].epoch != state.current)) {
+      opened = count;
+      merged = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
+      state.levels[count] = 0;
+      lengths.num_segments = count + 1;
+    }
+    if (merged >= 0) {
+      rollover.plans[index] = {slot, segments[merged].epoch, merged + 1 < count ? segments[merged + 1].epoch : state.current, merged};
+      atomicAdd(&counts->merges, 1ULL);
+    }
+  }
+  __syncthreads();
+  if (opened < 0) return;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    own[opened] = {state.current, tables.num_rows(RowList::compressed, slot, head)};
+    if (merged >= 0) atomicAdd(reprojected + head, static_cast<unsigned long long>(own[merged + 1].first_row - own[merged].first_row));
+  }
+}
+
+/// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid: sequences.
+template <class = void>
+__global__ void end_merges_kernel(Tables tables, RollLimits limits, RollState* states, const MergePlan* plans) {
+  const MergePlan plan = plans[blockIdx.x];
+  if (plan.segment < 0) return;
+  const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    own[merged + 1].first_row = own[merged].first_row;
+    for (int i = merged; i + 1 < count; ++i) own[i] = own[i + 1];
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  RollState& state = states[slot];
+  state.levels[merged + 1] = max(state.levels[merged], state.levels[merged + 1]) + 1;
+  for (int i = merged; i + 1 < count; ++i) state.levels[i] = state.levels[i + 1];
+  tables.lengths[slot].num_segments = count - 1;
+  state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
+}
+
+/// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
+template <class = void>
+__global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, Sketches sketches) {
+  if (threadIdx.x == 0) {
+    states[slot] = {};
+    tables.lengths[slot].num_segments = 0;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads; i += static_cast<int>(blockDim.x)) sketches.states[slot * tables.num_heads * 2 + i] = {};
+}
+
+/// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
+template <class = void>
+__global__ void trim_rolls_kernel(Tables tables, Batch batch, RollLimits limits, RollState* states) {
+  __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
+  const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) filled = 0;
+  __syncthreads();
+  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head);
+    const int rows = tables.num_rows(RowList::compressed, slot, head);
+    std::uint32_t bits = 0;
+    for (int i = 0; i < count; ++i) {
+      const int end = i + 1 < count ? min(own[i + 1].first_row, rows) : rows;
+      own[i].first_row = min(own[i].first_row, rows);
+      if (own[i].first_row < end) bits |= 1U << i;
+    }
+    atomicOr(&filled, bits);
+  }
+  __syncthreads();
+  const auto close = [&](auto* items) {
+    int kept = 0;
+    for (int i = 0; i < count; ++i) {
+      if ((filled >> i & 1U) != 0) items[kept++] = items[i];
+    }
+    return kept;
+  };
+  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) close(tables.segments_of(slot, head));
+  __syncthreads();
+  if (thread > 0) return;
+  tables.lengths[slot].num_segments = close(states[slot].levels);
+  states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
+}
+
+/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in Tables::maps. One block.
+template <class = void>
+__global__ void fork_rolls_kernel(Tables tables, int source, int target, RollLimits limits, RollState* states) {
+  const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
+  const int count = tables.lengths[source].num_segments;
+  for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count; item += static_cast<int>(blockDim.x)) {
+    const DeviceSegment segment = tables.segments_of(source, item / count)[item % count];
+    tables.segments_of(target, item / count)[item % count] = {moved(segment.epoch), segment.first_row};
+  }
+  if (threadIdx.x > 0) return;
+  tables.lengths[target].num_segments = count;
+  states[target] = states[source];
+  states[target].current = moved(states[source].current);
+}
+
+/// @brief The device memory of a layer whose epochs begin when values say so; empty elsewhere.
+class RollStore {
+ public:
+  RollStore() = default;
+  /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param thresholds  [heads, 2]  @param batch  rows that enter it at a time
+  RollStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, RollLimits limits)
+      : RollStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
+    buffer_rows_ = detail::buffered_rows((std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch}));  // a full sketch, and a batch; or what makes it step in between
+    buffer_bytes_ = sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
+  }
+
+  bool rolls() const { return limits_.own > 0; }
+  /// @brief Whether there are sketches: else an updater of another kind sees rows that masses choose.
+  bool sketches_rows() const { return sketches_.capacity > 0; }
+  /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
+  int buffer_rows() const { return buffer_rows_; }
+  std::size_t buffer_bytes() const { return buffer_bytes_; }
+  const RollLimits& limits() const { return limits_; }
+  const Sketches& sketches() const { return sketches_; }
+  RollState* states() const { return states_.data(); }
+  RollCounts* counts() const { return counts_.data(); }
+  /// @brief [heads]: rows that merges rewrote.
+  unsigned long long* reprojected() const { return reprojected_.data(); }
+  std::size_t bytes() const { return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
+  /// @brief Bytes of a sequence's sketches, full ones.
+  std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
+  /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states: state_bytes().
+  float* rows_of(int slot) const { return sketch_rows_.data() + static_cast<std::size_t>(slot) * sketch_size_; }
+  SketchState* states_of(int slot) const { return sketch_states_.data() + static_cast<std::size_t>(slot) * parts_; }
+  std::size_t state_bytes() const { return parts_ * sizeof(SketchState); }
+
+ private:
+  RollStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, RollLimits limits)
+      : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1), reprojected_(static_cast<std::size_t>(heads)),
+        sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_), sketch_states_(static_cast<std::size_t>(max_sequences) * parts_), thresholds_(thresholds) {
+    sketches_ = {sketch_rows_.data(), sketch_states_.data(), thresholds_.data(), capacity};
+  }
+  RollLimits limits_;
+  int buffer_rows_ = 0;
+  std::size_t buffer_bytes_ = 0, sketch_size_ = 0, parts_ = 0;
+  DeviceArray<RollState> states_;
+  DeviceArray<RollCounts> counts_;
+  DeviceArray<unsigned long long> reprojected_;
+  DeviceArray<float> sketch_rows_;
+  DeviceArray<SketchState> sketch_states_;
+  DeviceArray<float> thresholds_;
+  Sketches sketches_;
+};
+
+/// @brief Enqueues trim_rolls_kernel.
+template <class = void>
+void trim_rolls(const Tables& tables, const RollStore& rolls, const Batch& batch, cudaStream_t stream) {
+  trim_rolls_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, rolls.limits(), rolls.states());
+  check(cudaGetLastError(), "trim_rolls_kernel");
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/layer/layer_memory.cuh  Bytes of what a layer stores of a sequence, and what has happened in it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/statistics.hpp"
+#include "lowrankkv/cuda/layer/layer_state.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
+/// Waits for the device where epochs begin when values say so. @param listed  of which lists positions are kept, and masses  @param pending  of a prompt that goes on
+inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed, std::size_t pending) {
+  const HostSequence& now = layer.sequence(slot);
+  const std::int64_t heads = layer.tables().num_heads, row = 2 * std::int64_t{layer.tables().head_dim} * static_cast<std::int64_t>(size_of(layer.config().full_type));
+  MemoryUsage usage;
+  usage.pending_bytes = pending;
+  usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
+  std::size_t pages = 0;
+  const HeadTiles& listed_tiles = layer.tiles().listed;  // of 8 bits with their steps
+  std::int64_t full_rows = 0, compressed_rows = 0;
+  for (int head = 0; head < layer.tables().num_heads; ++head) {
+    full_rows += now.num_rows(RowList::full, head);
+    compressed_rows += now.num_rows(RowList::compressed, head);
+  }
+  usage.full_row_bytes = static_cast<std::size_t>(full_rows * listed_tiles.bytes / listed_tiles.rows);
+  for (int list = 0; list < layer.num_lists(RowList::compressed); ++list) {
+    const HeadTiles& tiles = layer.layout(RowList::compressed, list);
+    usage.coefficient_bytes += static_cast<std::size_t>(now.num_rows(RowList::compressed, list) * tiles.bytes / tiles.rows);
+  }
+  for (const auto& list : now.pages) {
+    for (const auto& own : list) pages += own.size();
+  }
+  usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+  usage.position_bytes = static_cast<std::size_t>((listed.full ? full_rows : 0) + (listed.compressed ? compressed_rows : 0)) * sizeof(std::int32_t) + now.shifts.bytes();
+  const Tables& tables = layer.tables();
+  if (tables.largest_values != nullptr) {
+    usage.residual_bytes = static_cast<std::size_t>((tables.residuals[0] != nullptr ? full_rows : 0) + compressed_rows) * sizeof(std::uint32_t) + static_cast<std::size_t>(heads) * sizeof(float);
+  }
+  const HostEpochs epochs = layer.epochs_of(slot, nullptr);
+  usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
+  usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
+  for (int head = 0; listed.masses && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(tables.weighed_rows(now.rows_of(head)) + now.tail_length) * sizeof(float);
+  return usage;
+}
+
+/// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
+inline void count_rolls(const LayerState& layer, CacheStatistics& statistics) {
+  RollCounts counts;
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check(cudaMemcpy(&counts, layer.rolls().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  statistics.publications += static_cast<std::int64_t>(counts.publications);
+  statistics.merges += static_cast<std::int64_t>(counts.merges);
+  std::vector<unsigned long long> reprojected(static_cast<std::size_t>(layer.tables().num_heads));
+  check(cudaMemcpy(reprojected.data(), layer.rolls().reprojected(), reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  for (int head = 0; head < layer.tables().num_heads; ++head) {
+    const HeadTiles& tiles = layer.layout(RowList::compressed, head);
+    const std::int64_t rows = static_cast<std::int64_t>(reprojected[static_cast<std::size_t>(head)]);
+    statistics.rows_reprojected += rows;
+    statistics.bytes_reprojected += 2 * rows * tiles.bytes / tiles.rows;
+  }
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/sequence/fork.cuh  A sequence becomes a copy of another one: pages are shared until somebody writes to them (LayerState::own_pages).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/cuda/layer/layer_state.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail, tables and own epochs are copied.
+template <class = void>
+void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
+  HostSequence& to = layer.sequence(target);
+  to = layer.sequence(source);
+  for (const auto& list : to.pages) {
+    for (const auto& pages : list) {
+      for (const std::int32_t page : pages) layer.pool().allocator().share(page);
+    }
+  }
+  const Tables& tables = layer.tables();
+  const auto copy = [&](auto* base, std::size_t per_slot) {
+    if (base == nullptr || per_slot == 0) return;
+    check(cudaMemcpyAsync(base + static_cast<std::size_t>(target) * per_slot, base + static_cast<std::size_t>(source) * per_slot, per_slot * sizeof(*base), cudaMemcpyDeviceToDevice, stream), "fork");
+  };
+  const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
+  for (int list = 0; list < 2; ++list) {
+    copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
+    copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+    copy(tables.residuals[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+    copy(tables.masses[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+  }
+  copy(tables.largest_values, heads);
+  copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
+  copy(tables.lengths, 1);  // where the ring of the tail begins
+  copy(tables.tails, layer.tail_bytes());
+  layer.rotary().write_shifts(target, to.shifts, stream);
+  layer.epochs().fork(to.epochs, source, target, stream);
+  if (const RollStore& rolls = layer.rolls(); rolls.rolls()) {
+    const auto clone = [&](void* into, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork"); };
+    const EpochStore& epochs = layer.epochs();
+    clone(epochs.all_own(target), epochs.all_own(source), epochs.all_own_size());
+    clone(epochs.bases_of(target), epochs.bases_of(source), epochs.bases_size());
+    clone(rolls.rows_of(target), rolls.rows_of(source), rolls.sketch_bytes());
+    clone(rolls.states_of(target), rolls.states_of(source), rolls.state_bytes());
+    fork_rolls_kernel<><<<1, 128, 0, stream>>>(tables, source, target, rolls.limits(), rolls.states());
+    check(cudaGetLastError(), "fork_rolls_kernel");
+  }
+  layer.write_lengths(target, to.epochs.segments, layer.rolls().rolls(), stream);
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/sequence/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up, and the tokens behind take their places.
+///
+/// Rows keep their codes and move up in order (cuda/store/compaction/stable_compact.cuh), but for those that masses chose, whose order is nobody's (cuda/store/compaction/retain_rows.cuh).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "lowrankkv/cuda/layer/layer_state.cuh"
+#include "lowrankkv/cuda/store/compaction/retain_rows.cuh"
+#include "lowrankkv/cuda/store/compaction/split_lists.cuh"
+#include "lowrankkv/cuda/store/compaction/stable_compact.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows [begin, end) go.
+struct RemovedRows {
+  std::vector<HeadRows> begin, end;  ///< [heads]
+  std::int32_t tail_begin = 0, tail_end = 0;
+
+  /// @param chosen  as RowCuts has it
+  static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, bool chosen, cudaStream_t stream) {
+    const HostSequence& now = layer.sequence(slot);
+    const auto in_tail = [&](std::int64_t token) { return static_cast<std::int32_t>(std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length})); };
+    const RowCuts cuts(layer, slot, first, chosen, stream);
+    return {cuts.below(first), cuts.below(first + count), in_tail(first), in_tail(first + count)};
+  }
+  /// @brief Rows of the heads when these have gone.
+  std::vector<HeadRows> left(const HostSequence& now) const {
+    std::vector<HeadRows> rows;
+    for (std::size_t head = 0; head < begin.size(); ++head) {
+      const HeadRows own = now.rows_of(static_cast<int>(head));
+      rows.push_back({own.num_full - (end[head].num_full - begin[head].num_full), own.num_compressed - (end[head].num_compressed - begin[head].num_compressed)});
+    }
+    return rows;
+  }
+  /// @brief The first row that another one takes the place of in a list of any head, counted as in the head that has the most; -1: none does.
+  /// @param anywhere  rows that go may stand anywhere in the list
+  std::int64_t first_moved(const HostSequence& now, RowList list, bool anywhere) const {
+    std::int64_t first = -1;
+    for (std::size_t head = 0; head < begin.size(); ++head) {
+      const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list), place = from + now.missing_in(list, static_cast<int>(head));
+      if (from < to && anywhere) return 0;
+      if (from < to && to < now.num_rows(list, static_cast<int>(head)) && (first < 0 || place < first)) first = place;
+    }
+    return first;
+  }
+};
+
+/// @brief Closes up, as close_up() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
+template <class = void>
+__global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
+  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
+  const auto close = [&](auto* numbers, auto less) {
+    for (int first = end; first < rows; first += kMoveThreads) {
+      const int row = first + static_cast<int>(threadIdx.x);
+      const auto number = row < rows ? numbers[row] : 0;
+      __syncthreads();
+      if (row < rows) numbers[row - (end - begin)] = number - less;
+      __syncthreads();
+    }
+  };
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) close(positions, removed);
+  if (tables.residuals[static_cast<int>(list)] != nullptr) close(tables.row_residuals(list, slot, head), 0U);
+}
+
+/// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid: heads; a thread has the same channels of all rows.
+template <class = void>
+__global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(Tables tables, int slot, int begin, int end) {
+  const int head = static_cast<int>(blockIdx.x), dim = tables.head_dim, ring = tables.ring_rows();
+  const DeviceLengths lengths = tables.lengths[slot];
+  for (int row = end; row < lengths.tail_length; ++row) {
+    const int from = (lengths.tail_first + row) % ring, to = (lengths.tail_first + row - (end - begin)) % ring;
+    const std::uint8_t* source = tables.tail_tile(slot, head, from);
+    std::uint8_t* target = tables.tail_tile(slot, head, to);
+    for (int item = static_cast<int>(threadIdx.x); item < 2 * dim; item += kStoreThreads) {
+      const Part part = item < dim ? Part::key : Part::value;
+      *reinterpret_cast<std::uint16_t*>(target + tables.full.plain_byte(part, to % tables.full.rows, item % dim)) = *reinterpret_cast<const std::uint16_t*>(source + tables.full.plain_byte(part, from % tables.full.rows, item % dim));
+    }
+    if (tables.tail_masses != nullptr && threadIdx.x == 0) tables.tail_row_masses(slot, head)[to] = tables.tail_row_masses(slot, head)[from];
+  }
+}
+
+/// @brief A row's number after rows [begin, end) of its list have gone; of those, that of the one that takes their place.
+__host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int32_t begin, std::int32_t end) { return row <= begin ? row : row >= end ? row - (end - begin) : begin; }
+
+/// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a list.
+template <class = void>
+__global__ void cut_rolls_kernel(Tables tables, int slot, ListCuts cuts) {
+  const int index = static_cast<int>(threadIdx.x);
+  for (int i = 0; index < cuts.count && i < tables.lengths[slot].num_segments; ++i) {
+    std::int32_t& first = tables.segments_of(slot, cuts.first + index)[i].first_row;
+    first = row_after(first, cuts.begin[index], cuts.end[index]);
+  }
+}
+
+/// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of joint values too
+template <class Function>
+void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows, RowList list, int lists, Function&& function) {
+  const Tables& tables = layer.tables();
+  for (int index = 0; index < lists; index += ListCuts::kMost) {
+    ListCuts cuts;
+    cuts.first = index;
+    for (; cuts.count < ListCuts::kMost && index + cuts.count < lists; ++cuts.count) {
+      const int own = index + cuts.count, head = own < tables.num_heads ? own : (own - tables.num_heads) * tables.joint_heads;
+      cuts.begin[cuts.count] = rows_in(rows.begin[static_cast<std::size_t>(head)], list);
+      cuts.end[cuts.count] = rows_in(rows.end[static_cast<std::size_t>(head)], list);
+      cuts.rows[cuts.count] = static_cast<std::int32_t>(now.num_rows(list, head));
+    }
+    function(cuts);
+  }
+}
+
+/// @brief Adds the pages that remove_tokens() has to copy, since forks share them. Makes sure of its scratch memory, which may allocate and wait.
+inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
+  const HostSequence& now = layer.sequence(slot);
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    if (!layer.is_weighed(list)) for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { reserve_close_up(layer, list, cuts); });
+    if (const std::int64_t first = rows.first_moved(now, list, layer.is_weighed(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
+  }
+}
+
+/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be those that are left.
+/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
+inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
+  using ::lowrankkv::detail::fail;
+  const bool turns = layer.tables().rotary.turns();
+  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
+  PositionShifts left = now.shifts;
+  left.remove(first, count);
+  if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
+}
+
+/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens
+template <class = void>
+void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, const RemovedRows& rows, cudaStream_t stream) {
+  HostSequence& now = layer.sequence(slot);
+  const Tables& tables = layer.tables();
+  if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
+    close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
+    check(cudaGetLastError(), "close_tail_kernel");
+  }
+  if (tables.tail_masses != nullptr && first < now.first_tail()) {
+    for (const RowList list : {RowList::full, RowList::compressed}) {
+      if (layer.is_weighed(list) && rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
+    }
+    keep_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
+  }
+  for (const RowList list : {RowList::full, RowList::compressed}) {
+    if (layer.is_weighed(list)) continue;
+    if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
+      layer.own_pages(slot, list, moved, now.num_rows(list), stream);
+      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { close_up(layer, slot, list, cuts, stream); });
+    }
+    if ((tables.positions[static_cast<int>(list)] == nullptr && tables.residuals[static_cast<int>(list)] == nullptr) || count == 0) continue;
+    for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
+      close_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
+      check(cudaGetLastError(), "close_numbers_kernel");
+    });
+  }
+  for (HostSegment& segment : now.epochs.segments) {
+    for (std::size_t head = 0; head < segment.first_rows.size(); ++head) segment.first_rows[head] = row_after(segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
+  }
+  if (layer.rolls().rolls() && !layer.is_weighed(RowList::compressed)) {
+    for_each_cut(layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
+      cut_rolls_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
+      check(cudaGetLastError(), "cut_rolls_kernel");
+    });
+  }
+  now.set_rows(rows.left(now));
+  now.tail_length -= rows.tail_end - rows.tail_begin;
+  now.num_tokens -= count;
+  now.shifts.remove(first, count);
+  layer.rotary().write_shifts(slot, now.shifts, stream);
+  layer.settle(slot, stream);
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

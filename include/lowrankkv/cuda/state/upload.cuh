@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/state/upload.cuh  What the host decides about a sequence's descriptors, given to the device by value: pages, lengths, segments, rows of lists.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/cuda/state/layer_view.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Entries of a page table.
+struct PageEdits {
+  std::int32_t count = 0;
+  std::int32_t list = 0;
+  std::int32_t index[kMaxEdits];
+  std::int32_t page[kMaxEdits];
+};
+
+/// @brief Writes entries of a page table.
+template <class = void>
+__global__ void write_pages_kernel(Tables tables, PageEdits edits) {
+  for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
+}
+
+/// @brief Pages to be copied: sequences write only to pages of their own.
+struct PageCopies {
+  std::int32_t count = 0;
+  std::int32_t from[kMaxEdits];
+  std::int32_t to[kMaxEdits];
+};
+
+/// @brief Copies pages of a pool. Grid: one block a page.
+template <class = void>
+__global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
+  const uint4* from = reinterpret_cast<const uint4*>(tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
+  uint4* to = reinterpret_cast<uint4*>(tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
+  for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
+}
+
+/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count of -1: those that are there stay.
+struct SegmentList {
+  std::int32_t count = 0;
+  DeviceSegment items[kMaxSegments];
+};
+
+/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
+template <class = void>
+__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
+  if (threadIdx.x == 0) {
+    tables.lengths[slot].tail_length = tail_length;
+    tables.lengths[slot].tail_position = tail_position;
+    if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
+  }
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+    tables.rows[tables.index(slot, head)] = rows;
+    for (int i = 0; i < segments.count; ++i) tables.segments_of(slot, head)[i] = segments.items[i];
+  }
+}
+
+/// @brief Where the segments of some heads begin, given to a kernel by value.
+struct FirstRowsList {
+  static constexpr int kMost = 32;
+  std::int32_t first = 0, count = 0;  ///< heads
+  std::int32_t segments = 0;
+  std::int32_t rows[kMost][kMaxSegments];
+};
+
+/// @brief Sets where the segments of heads that differ begin. One block, a thread a head.
+template <class = void>
+__global__ void write_first_rows_kernel(Tables tables, int slot, FirstRowsList own) {
+  const int head = static_cast<int>(threadIdx.x);
+  for (int i = 0; head < own.count && i < own.segments; ++i) tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
+}
+
+/// @brief Rows of some heads, given to a kernel by value.
+struct HeadRowsList {
+  static constexpr int kMost = 128;
+  std::int32_t first = 0, count = 0;
+  HeadRows items[kMost];
+};
+
+/// @brief Sets the rows of heads that differ. One block.
+template <class = void>
+__global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
+  const int head = static_cast<int>(threadIdx.x);
+  if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
