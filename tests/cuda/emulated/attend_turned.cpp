@@ -80,7 +80,7 @@ struct Layer {
   gpu::HeadMaps maps;
   gpu::HostLift lift;
   float2 lift_scales;
-  gpu::Tables tables;
+  gpu::LayerEdit tables;
 
   Layer(const Problem& problem, const gpu::HeadTiles& full) : rotary(problem.rope, problem.head_dim, 2) {
     lengths.resize(2);

@@ -118,7 +118,7 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 /// Projects the queries for compressed rows: every kernel of a step that comes after this one waits for what comes before it in the stream, since this one does.
 template <CodedForm form, bool segmented>
 void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
   const int together = project_sequences(step.columns(), segmented);
   const std::size_t bytes = project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
@@ -177,7 +177,7 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
                  int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
   if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);

@@ -19,7 +19,7 @@ namespace cuda {
 
 /// @brief Rows of a prompt as full_type [token, head, channel]. A row of a head that is not finite, or beyond `limit`, becomes zeros and is counted in tables.faults. A warp a row of a head.
 template <class Rows>
-__global__ void __launch_bounds__(kStoreThreads) stage_rows_kernel(Tables tables, Rows key, Rows value, std::int64_t count, std::uint16_t* keys, std::uint16_t* values, float limit) {
+__global__ void __launch_bounds__(kStoreThreads) stage_rows_kernel(LayerEdit tables, Rows key, Rows value, std::int64_t count, std::uint16_t* keys, std::uint16_t* values, float limit) {
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kStoreThreads / 32) + threadIdx.x / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32, dim = tables.head_dim, head = static_cast<int>(row % tables.num_heads);
   const std::int64_t token = row / tables.num_heads;
@@ -70,7 +70,7 @@ class OpenPrompt {
     if (weighs) grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most, heads, stream);
   }
   /// @brief Adds rows, for which there is room.
-  void add_rows(const Tables& tables, const KeyView& key, const ValueView& value, float limit, cudaStream_t stream) {
+  void add_rows(const LayerEdit& tables, const KeyView& key, const ValueView& value, float limit, cudaStream_t stream) {
     const std::size_t had = static_cast<std::size_t>(rows_) * static_cast<std::size_t>(key.num_heads) * static_cast<std::size_t>(key.head_dim);
     const std::int64_t blocks = (key.num_tokens * key.num_heads - 1) / (kStoreThreads / 32) + 1;
     with_rows(key, value, [&](auto keys, auto values) {

@@ -229,7 +229,7 @@ class PromptCalls : public FlushCalls<Basis, Updater, TokenPolicy, Quantizer, Ep
   void weigh_rows(int slot, const MassQueries& queries, const CompressScratch& scratch, cudaStream_t stream) const {
     const HostSequence& now = layer_.sequence(slot);
     const Batch batch{1, {slot}};
-    const Tables& tables = layer_.tables();
+    const LayerEdit& tables = layer_.tables();
     RowSource source{scratch.packed, layer_.packed_tiles(scratch.rows), 0, tables.full.bytes};
     if (tables.rotary.turns()) source = enqueue_turned(tables, source, slot, static_cast<std::int32_t>(now.first_tail()), scratch.turned, stream);
     measure_masses(layer_, batch, queries, {source.packed, source.tiles, source.tile_bytes, now.tail_length, scratch.rows, scratch.masses}, {}, 0, now.rows.num_full, stream);

@@ -40,7 +40,7 @@ struct Weighed {
   int slot, stored, rows, added;  ///< rows: leaving ones; added: by which the list grows, if it is one
   int first;                      ///< the first leaving row that is weighed: those before it are pinned, and full
   int position;                   ///< of that one
-  __device__ Weighed(const Tables& tables, const Leaving& leaving, int sequence, int head)
+  __device__ Weighed(const LayerView& tables, const Leaving& leaving, int sequence, int head)
       : slot(leaving.slots[sequence]), stored(tables.weighed_rows(tables.rows[tables.index(slot, head)])), added(leaving.added(tables.weighed, tables.weighed, sequence, stored)),
         first(tables.weighed == RowList::full ? 0 : leaving.pinned[sequence]), position(leaving.position[sequence] + first) {
     rows = leaving.rows[sequence] - first;
@@ -48,7 +48,7 @@ struct Weighed {
 };
 
 /// @brief Masses of leaving rows of a head: of a packed prompt's [heads, stride], or the tail's.
-__device__ inline float leaving_mass(const Tables& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
+__device__ inline float leaving_mass(const LayerView& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
   if (packed != nullptr) return packed[head * stride + row];
   const int place = tables.lengths[slot].tail_first + row, ring = tables.ring_rows();
   return tables.tail_row_masses(slot, head)[place < ring ? place : place - ring];
@@ -56,7 +56,7 @@ __device__ inline float leaving_mass(const Tables& tables, const float* packed, 
 
 /// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence, group, stride]. Grid: rows x groups x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(Tables tables, Leaving leaving, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
+__global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(LayerView tables, Leaving leaving, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
   const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads, row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const Weighed weighed(tables, leaving, static_cast<int>(blockIdx.z), leader);
   if (row >= weighed.stored + weighed.rows) return;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(Tables tabl
 /// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen, counts and moves, and the lists' lengths and segments are those before they are stored. Where both lists are
 /// weighed, note_masses_kernel gives leaving rows their masses: to which they go nobody knows yet
 template <bool closes>
-__global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables, Leaving leaving, Eviction eviction) {
+__global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tables, Leaving leaving, Eviction eviction) {
   using Scan = detail::PlaceScan;
   __shared__ typename Scan::TempStorage storage;
   __shared__ MassSelection selection;
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(Tables tables
 
 /// @brief Writes the keys and values of leaving rows that stay to freed places of the full list. Grid: pieces of kReplaceRows places x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tables, RowSource source, Leaving leaving, Eviction eviction) {
+__global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit tables, RowSource source, Leaving leaving, Eviction eviction) {
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = leaving.slots[sequence], dim = tables.head_dim;
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
   const std::int32_t *chosen = eviction.chosen + list + leaving.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(Tables tabl
 /// @brief Where both lists are weighed: rows that are about to be stored at the lists' ends get their masses. Lengths are those before. Grid: heads x sequences.
 /// @param masses  of leaving rows, [heads, stride]; null: those of the tails  @param full, compressed  which rows these are; without an order, the first leaving.full ones, and none
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) note_masses_kernel(Tables tables, Leaving leaving, const float* masses, std::int32_t stride, RowOrder full, RowOrder compressed) {
+__global__ void __launch_bounds__(kStoreThreads) note_masses_kernel(LayerEdit tables, Leaving leaving, const float* masses, std::int32_t stride, RowOrder full, RowOrder compressed) {
   const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), slot = leaving.slots[sequence];
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const RowOrder& order = list == RowList::full ? full : compressed;
@@ -216,7 +216,7 @@ void note_masses(const LayerState& layer, const Leaving& leaving, const float* m
 
 /// @brief The tail's masses become those of rows [first, first + count) of a prompt [heads, stride]. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tables, int slot, const float* masses, int stride, int first, int count) {
+__global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(LayerEdit tables, int slot, const float* masses, int stride, int first, int count) {
   const int head = static_cast<int>(blockIdx.x), begin = tables.lengths[slot].tail_first, ring = tables.ring_rows();
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kStoreThreads) {
     const int place = begin + row;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(Tables tabl
 /// @tparam closes  bases move, or both lists are weighed: none takes another's place, and the device alone knows where lists end until the rows are stored
 template <bool closes>
 RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const float* masses, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
   std::int32_t* const chosen = tables.weighs_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
   Eviction eviction{masses, chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};

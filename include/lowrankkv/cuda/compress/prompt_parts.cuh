@@ -35,7 +35,7 @@ __global__ void part_ends_kernel(RowOrder order, int count, int parts, int lengt
 
 /// @brief The lists have the rows of a part. One block. @param counts  [2, heads]: how many are full, and how many are compressed; null: all are compressed
 template <class = void>
-__global__ void note_part_kernel(Tables tables, int slot, RowOrder order, const std::int32_t* counts) {
+__global__ void note_part_kernel(LayerEdit tables, int slot, RowOrder order, const std::int32_t* counts) {
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     const int2 meant = order.meant(0, tables.num_heads, head, 0);
     HeadRows& rows = tables.rows[tables.index(slot, head)];
@@ -48,7 +48,7 @@ __global__ void note_part_kernel(Tables tables, int slot, RowOrder order, const 
 /// A launch, and one a part; where residuals are kept of rows that scores chose, one a head. store() returns null, or counts of full rows and compressed ones as note_part_kernel takes them. @param length  rows of the prompt in a part  @param order  of all rows that are compressed
 template <class Store>
 void for_each_part(const LayerState& layer, const Leaving& leaving, RowOrder order, std::int32_t length, const CompressScratch& scratch, cudaStream_t stream, Store&& store) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int slot = leaving.slots[0], kept = leaving.candidates(0), parts = (leaving.rows[0] + length - 1) / length;
   part_ends_kernel<><<<static_cast<unsigned>(tables.num_heads), 256, 0, stream>>>(order, kept, parts, length, scratch.part_ends);
   check(cudaGetLastError(), "part_ends_kernel");

@@ -37,7 +37,7 @@ inline std::size_t certify_bytes(int head_dim) { return sizeof(float) * static_c
 /// @brief sums[piece, head, column] of rows [first, first + count) of a list, decoded in keys [count, heads, head_dim]. Grid: pieces of 64 rows x KV heads.
 /// @param first_piece  of `sums`
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(Tables tables, int slot, RowList list, int first, int count, const float* keys, MassQueries queries, CertificateSums* sums, int first_piece) {
+__global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView tables, int slot, RowList list, int first, int count, const float* keys, MassQueries queries, CertificateSums* sums, int first_piece) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int kWarps = kStoreThreads / 32, kOwn = kCertifyColumns / 4;
   __shared__ CertificateSums warp_sums[kWarps][kCertifyColumns];
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(Tables tabl
 /// @brief Certificates [tokens, query heads] of a sequence's queries, from the sums of all pieces. Grid: columns x KV heads.
 /// @param exceeding  how many exceed what is allowed in some bound is added there; null: nowhere
 template <class = void>
-__global__ void __launch_bounds__(kCertifyThreads) certify_kernel(Tables tables, int slot, MassQueries queries, const CertificateSums* sums, int pieces, CertificateView out, Certificate allowed, std::uint32_t* exceeding) {
+__global__ void __launch_bounds__(kCertifyThreads) certify_kernel(LayerView tables, int slot, MassQueries queries, const CertificateSums* sums, int pieces, CertificateView out, Certificate allowed, std::uint32_t* exceeding) {
   __shared__ CertificateSums parts[kCertifyThreads];
   __shared__ int largest;
   const int column = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x), lane = thread % 32, columns = queries.columns();
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kCertifyThreads) certify_kernel(Tables tables,
 /// @tparam scale_groups  of tiles of codes
 template <int scale_groups>
 void certify_sequence(const LayerState& layer, int slot, const MassQueries& queries, const CertificateView& out, const Certificate& allowed, std::uint32_t* exceeding, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t most = (std::max)({std::int64_t{1}, now.num_rows(RowList::compressed), tables.residuals[0] == nullptr ? 0 : now.num_rows(RowList::full)});
   const std::size_t width = static_cast<std::size_t>(tables.num_heads * tables.head_dim), decoded = static_cast<std::size_t>((std::min)(most, kDecodedRows)) * width * sizeof(float);

@@ -62,7 +62,7 @@ struct DecodeCall {
 /// Grid: (pieces of `block_rows` rows of a list x slices of kDecodeChannels channels) x KV heads x (keys, then values).
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of plain coefficients; f16 for codes  @tparam joint  the latents that heads share
 template <int scale_groups, DType type, bool joint>
-__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(Tables tables, int slot, TokenRange range, detail::DecodeCall call, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads, 2) decode_rows_kernel(LayerView tables, int slot, TokenRange range, detail::DecodeCall call, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0, two_groups = scale_groups == 2;
   constexpr int warps = kStoreThreads / 32;
@@ -282,7 +282,7 @@ inline int decode_block_rows(std::int64_t rows, int lists, int multiprocessors) 
 /// @brief Enqueues the stored K and V, or K alone, of the compressed rows of a range of a sequence. @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam joint  V of joint values alone
 template <int scale_groups, bool joint = false>
 void decode_rows(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int pieces = range.pieces(RowList::compressed);
   if (pieces == 0) return;
   int units = 0;

@@ -13,7 +13,7 @@ namespace cuda {
 
 /// @brief The rows of a merge from plans.begin on have been rewritten: they are the next segment's. One block.
 template <class = void>
-__global__ void narrow_merge_kernel(Tables tables, MergePlans plans) {
+__global__ void narrow_merge_kernel(LayerEdit tables, MergePlans plans) {
   const MergePlan plan = plans.of(0);
   if (plan.segment < 0) return;
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
@@ -25,7 +25,7 @@ __global__ void narrow_merge_kernel(Tables tables, MergePlans plans) {
 /// @brief Adds to the residuals of the rows of the compressed lists that plans.begin and plans.end are about how far their keys and values [count, heads, head_dim] are from those they had before.
 /// Rows that did not move stay as they are, and so do their residuals. Grid: rows in eights x KV heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(Tables tables, MergePlans plans, const float* keys, const float* values, const float* old_keys, const float* old_values) {
+__global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(LayerEdit tables, MergePlans plans, const float* keys, const float* values, const float* old_keys, const float* old_values) {
   const MergePlan plan = plans.of(0);
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = plans.begin + index;
   if (plan.segment < 0 || row >= plans.end || row >= tables.num_rows(RowList::compressed, plan.slot, head)) return;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(Tables tables,
 /// @param merge  merge(plans) enqueues the merge of the rows from plans.begin to plans.end  @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups, class Merge>
 void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std::int32_t first, std::int32_t end, float* decoded, cudaStream_t stream, Merge&& merge) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const std::int64_t width = std::int64_t{tables.num_heads} * tables.head_dim;
   float* const part[4] = {decoded, decoded + kDecodedRows * width, decoded + 2 * kDecodedRows * width, decoded + 3 * kDecodedRows * width};
   for (plans.end = end; plans.end > first; plans.end = plans.begin) {

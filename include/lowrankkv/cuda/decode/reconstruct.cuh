@@ -18,7 +18,7 @@ namespace cuda {
 
 /// @brief Writes K and V (K alone, if there is no target for V) of the full rows and of the tail's rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x KV heads x (keys, then values).
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(Tables tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
+__global__ void __launch_bounds__(kStoreThreads) copy_rows_kernel(LayerView tables, int slot, TokenRange range, int full_pieces, DeviceTarget key, DeviceTarget value) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ std::int64_t places[kStoreRows];
   __shared__ const std::uint8_t* tiles[kStoreRows / kPlainRows];
@@ -87,7 +87,7 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key, 
 /// @brief Enqueues the stored K and V, or K alone, of the full rows of a range, and of those that are in the tail.
 template <class = void>
 void copy_rows(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const bool reaches_tail = !range.by_row && range.first + range.count > range.first_tail;
   const int full = range.pieces(RowList::full), pieces = full + (reaches_tail ? (layer.sequence(slot).tail_length + kStoreRows - 1) / kStoreRows : 0);
   if (pieces == 0) return;

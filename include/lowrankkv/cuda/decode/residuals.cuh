@@ -44,15 +44,15 @@ __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim
 }
 
 /// Rows decoded to f32, [rows, heads, head_dim].
-inline DeviceTarget decoded_target(const Tables& tables, float* rows) { return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}}; }
+inline DeviceTarget decoded_target(const LayerView& tables, float* rows) { return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}}; }
 /// A grid of rows in eights x KV heads: a warp a row.
-inline dim3 rows_in_eights(const Tables& tables, std::int64_t rows) { return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads)); }
+inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) { return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads)); }
 
 }  // namespace detail
 
 /// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x KV heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) largest_values_kernel(Tables tables, LeftRows left) {
+__global__ void __launch_bounds__(kStoreThreads) largest_values_kernel(LayerEdit tables, LeftRows left) {
   const int head = static_cast<int>(blockIdx.y), row = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (row >= left.count) return;
   const SourceRows rows(tables, left.source, left.slot, head);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kStoreThreads) largest_values_kernel(Tables ta
 
 /// @brief Notes the residuals of those of rows [first, first + count) of a list, decoded in keys and values [count, heads, head_dim], that are among the rows that left. Grid: rows in eights x KV heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(Tables tables, LeftRows left, RowList list, int first, int count, const float* keys, const float* values) {
+__global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(LayerEdit tables, LeftRows left, RowList list, int first, int count, const float* keys, const float* values) {
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, listed = first + index;
   const HeadRows lists = tables.rows[tables.index(left.slot, head)];
   if (index >= count || listed >= rows_in(lists, list)) return;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(Tables ta
 /// they take the places of others: all of it is decoded
 template <int scale_groups, bool joint, bool replaces>
 void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full, std::int64_t compressed, float* decoded, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(left.slot);
   largest_values_kernel<><<<detail::rows_in_eights(tables, left.count), kStoreThreads, 0, stream>>>(tables, left);
   check(cudaGetLastError(), "largest_values_kernel");

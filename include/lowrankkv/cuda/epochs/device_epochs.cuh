@@ -30,9 +30,9 @@ __host__ __device__ inline int sketch_rows(float share, int rank) { return stati
 
 }  // namespace detail
 
-/// @brief Epochs of one sequence, as the device knows them; its segments are in Tables::segments.
+/// @brief Epochs of one sequence, as the device knows them; its segments are in LayerView::segments.
 struct RollState {
-  std::int32_t current = 0;               ///< the epoch that rows are written under, in Tables::maps
+  std::int32_t current = 0;               ///< the epoch that rows are written under, in LayerView::maps
   std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
   std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
   std::int32_t unpublished = 0;           ///< whether bases have moved since, there
@@ -66,7 +66,7 @@ struct RollLimits {
 };
 
 /// @brief Which of a sequence's own epochs have rows, or will have: bits.
-__device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std::int32_t current, int slots_per_sequence) {
+__device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, std::int32_t current, int slots_per_sequence) {
   const auto bit = [&](std::int32_t epoch) { return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1); };
   std::uint32_t used = bit(current);
   for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments_of(slot, 0)[i].epoch);
@@ -77,7 +77,7 @@ __device__ inline std::uint32_t used_epochs(const Tables& tables, int slot, std:
 /// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the sequence's counts know as full for their errors included, if heads have different numbers  @param exempt  of a head's rows, so many more stay full
 /// @param reprojected  [heads]: rows of merges are added
 template <class = void>
-__global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
+__global__ void roll_over_kernel(LayerEdit tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
   __shared__ int opened, merged;  // segments; -1: none
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
   RollState& state = states[slot];
@@ -123,7 +123,7 @@ __global__ void roll_over_kernel(Tables tables, Leaving leaving, RowOrder order,
 
 /// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid: sequences.
 template <class = void>
-__global__ void end_merges_kernel(Tables tables, RollLimits limits, RollState* states, const MergePlan* plans) {
+__global__ void end_merges_kernel(LayerEdit tables, RollLimits limits, RollState* states, const MergePlan* plans) {
   const MergePlan plan = plans[blockIdx.x];
   if (plan.segment < 0) return;
   const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
@@ -143,7 +143,7 @@ __global__ void end_merges_kernel(Tables tables, RollLimits limits, RollState* s
 
 /// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
 template <class = void>
-__global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, Sketches sketches) {
+__global__ void begin_rolls_kernel(LayerEdit tables, int slot, RollState* states, Sketches sketches) {
   if (threadIdx.x == 0) {
     states[slot] = {};
     tables.lengths[slot].num_segments = 0;
@@ -153,7 +153,7 @@ __global__ void begin_rolls_kernel(Tables tables, int slot, RollState* states, S
 
 /// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
 template <class = void>
-__global__ void trim_rolls_kernel(Tables tables, Batch batch, RollLimits limits, RollState* states) {
+__global__ void trim_rolls_kernel(LayerEdit tables, Batch batch, RollLimits limits, RollState* states) {
   __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
   const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
   if (thread == 0) filled = 0;
@@ -184,9 +184,9 @@ __global__ void trim_rolls_kernel(Tables tables, Batch batch, RollLimits limits,
   states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
 }
 
-/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in Tables::maps. One block.
+/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in LayerView::maps. One block.
 template <class = void>
-__global__ void fork_rolls_kernel(Tables tables, int source, int target, RollLimits limits, RollState* states) {
+__global__ void fork_rolls_kernel(LayerEdit tables, int source, int target, RollLimits limits, RollState* states) {
   const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
   const int count = tables.lengths[source].num_segments;
   for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count; item += static_cast<int>(blockDim.x)) {
@@ -250,7 +250,7 @@ class RollStore {
 
 /// @brief Enqueues trim_rolls_kernel.
 template <class = void>
-void trim_rolls(const Tables& tables, const RollStore& rolls, const Batch& batch, cudaStream_t stream) {
+void trim_rolls(const LayerEdit& tables, const RollStore& rolls, const Batch& batch, cudaStream_t stream) {
   trim_rolls_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, rolls.limits(), rolls.states());
   check(cudaGetLastError(), "trim_rolls_kernel");
 }

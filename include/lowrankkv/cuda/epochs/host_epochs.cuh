@@ -29,7 +29,7 @@ struct EpochLimits {
 
 /// @brief Rows of a sequence's compressed lists that one epoch wrote, as the host knows them.
 struct HostSegment {
-  std::int32_t epoch = 0;                ///< in Tables::maps
+  std::int32_t epoch = 0;                ///< in LayerView::maps
   std::int32_t level = 0;                ///< how many rounds of merging it went through
   std::vector<std::int32_t> first_rows;  ///< [heads]: from these to the next segment's, or the end
 };
@@ -45,7 +45,7 @@ struct HostEpochs {
 };
 
 /// @brief Tells the device where the segments of heads begin that differ from the first one's.
-inline void write_first_rows(const Tables& tables, int slot, const std::vector<HostSegment>& segments, cudaStream_t stream) {
+inline void write_first_rows(const LayerEdit& tables, int slot, const std::vector<HostSegment>& segments, cudaStream_t stream) {
   const bool differ = std::any_of(segments.begin(), segments.end(), [](const HostSegment& segment) {
     return std::any_of(segment.first_rows.begin(), segment.first_rows.end(), [&](std::int32_t row) { return row != segment.first_rows.front(); });
   });
@@ -76,9 +76,9 @@ __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_c
   return count - first_own >= 2 ? count - 2 : count - 1;
 }
 
-/// @brief A segment of a sequence that is to be re-projected: its rows, written under `from`, are to be under `into`, as those of the next segment are. Tables has both segments until all rows have been.
+/// @brief A segment of a sequence that is to be re-projected: its rows, written under `from`, are to be under `into`, as those of the next segment are. The layer has both segments until all rows have been.
 struct MergePlan {
-  std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in Tables::maps
+  std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in LayerView::maps
   std::int32_t segment = -1;                  ///< none, if negative
 };
 /// @brief Where kernels find the plans of a launch: one that the host made, or, where values decide, those of its sequences in device memory.
@@ -89,7 +89,7 @@ struct MergePlans {
 
   __device__ MergePlan of(int sequence) const { return decided == nullptr ? one : decided[sequence]; }
   /// @brief The rows [x, y) of a head that a plan is about.
-  __device__ int2 rows_of(const Tables& tables, const MergePlan& plan, int head) const {
+  __device__ int2 rows_of(const LayerView& tables, const MergePlan& plan, int head) const {
     if (plan.segment < 0) return {0, 0};
     const SegmentRows own = tables.segment(plan.slot, head, tables.num_rows(RowList::compressed, plan.slot, head), plan.segment, 0);
     return {max(own.begin, begin), min(own.end, end)};

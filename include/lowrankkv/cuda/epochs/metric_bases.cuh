@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(
 /// @brief The bases that sequences work with as maps of the epochs that they published: R U, R^-1 U, what the mean becomes; parts in the plain metric are left alone. A warp makes a column.
 /// Grid: (groups of columns x 2) x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(detail::kMetricThreads) metric_epochs_kernel(Tables tables, BasisMetrics metrics, WorkingBases bases, PublishedEpochs epochs) {
+__global__ void __launch_bounds__(detail::kMetricThreads) metric_epochs_kernel(LayerView tables, BasisMetrics metrics, WorkingBases bases, PublishedEpochs epochs) {
   __shared__ float columns[detail::kMetricWarps][kMaxHeadDim];
   const Part part = blockIdx.x % 2 == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z], epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;

@@ -44,7 +44,7 @@ struct SketchState {
   std::int32_t held = 0, padding = 0;
 };
 
-/// @brief Epochs in Tables::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
+/// @brief Epochs in LayerView::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
 struct PublishedEpochs {
   std::int32_t slots[kMaxBatch];
   std::int32_t taken[kMaxBatch];
@@ -54,7 +54,7 @@ struct PublishedEpochs {
 
 /// @brief The bases that sequences work with as the maps of the epochs that they published. Grid: 2 x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) publish_kernel(Tables tables, WorkingBases bases, PublishedEpochs epochs) {
+__global__ void __launch_bounds__(kStoreThreads) publish_kernel(LayerView tables, WorkingBases bases, PublishedEpochs epochs) {
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z], epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
   if (epoch < 0) return;

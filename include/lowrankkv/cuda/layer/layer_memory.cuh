@@ -37,7 +37,7 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   }
   usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
   usage.position_bytes = static_cast<std::size_t>((listed.full ? full_rows : 0) + (listed.compressed ? compressed_rows : 0)) * sizeof(std::int32_t) + now.shifts.bytes();
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   if (tables.largest_values != nullptr) {
     usage.residual_bytes = static_cast<std::size_t>((tables.residuals[0] != nullptr ? full_rows : 0) + compressed_rows) * sizeof(std::uint32_t) + static_cast<std::size_t>(heads) * sizeof(float);
   }

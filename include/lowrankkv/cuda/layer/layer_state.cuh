@@ -136,7 +136,7 @@ class LayerState {
 
   const CacheConfig& config() const { return config_; }
   const LayerTiles& tiles() const { return tiles_; }
-  const Tables& tables() const { return tables_; }
+  const LayerEdit& tables() const { return tables_; }
   /// @brief Fingerprint of the calibrated maps, as they are stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
   /// @brief Device memory of what all sequences share.
@@ -372,7 +372,7 @@ class LayerState {
   LayerTiles tiles_;
   std::shared_ptr<PagePool> pool_;
   std::int64_t max_rows_[2] = {0, 0};
-  Tables tables_;
+  LayerEdit tables_;
   DeviceArray<DeviceLengths> lengths_;
   DeviceArray<HeadRows> rows_;
   DeviceArray<std::int32_t> moves_;

@@ -17,7 +17,7 @@ namespace cuda {
 /// @brief States of positions [first, first + states.size()) of a KV head, of `tokens` in all: those behind the lists and the tail wait at full rank. Waits for the stream. @throws ShapeError beyond the heads or the sequence
 inline void read_row_states(const LayerState& layer, int slot, std::int64_t tokens, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream) {
   using ::lowrankkv::detail::fail;
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t count = static_cast<std::int64_t>(states.size()), first_tail = now.first_tail();
   if (kv_head < 0 || kv_head >= tables.num_heads) fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", tables.num_heads);

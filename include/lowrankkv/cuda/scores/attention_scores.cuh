@@ -119,7 +119,7 @@ __device__ void load_mass_queries(const MassQueries& queries, int units, int blo
 /// is. A prompt's: added to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of kMassRows rows, then those of the rings or of the prompt, x heads x sequences.
 /// @tparam split  queries are not of full_type, or do not stand two channels to a word
 template <DType type, int max_units, bool split>
-__global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attention_mass_kernel(Tables tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
+__global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attention_mass_kernel(LayerEdit tables, Batch batch, MassQueries queries, MassPrompt prompt, DeviceMasses target, int first_sequence, int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   uint2* operands = reinterpret_cast<uint2*>(shared_memory);  // of these columns, and of the next
   __shared__ detail::MassColumn turns[3][kMassColumns];       // these columns, the next, and those after them
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attenti
 /// @brief Adds attention received [sequences, heads, positions] to what the tails' rows, and those that are weighed, have received so far. A number that is not in [0, kMostMass] counts as
 /// nothing and is counted in tables.faults. Grid: pieces of weighed rows and of the tails' x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(Tables tables, Batch batch, DeviceMasses source, int first_sequence) {
+__global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(LayerEdit tables, Batch batch, DeviceMasses source, int first_sequence) {
   const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z], row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const DeviceLengths lengths = tables.lengths[slot];
   const WeighedRows stored(tables, slot, head);
@@ -268,7 +268,7 @@ void clear_masses(const MassView& mass, cudaStream_t stream) {
 /// @param target  a step's masses  @param full_rows  most rows of a full list of the batch
 template <class = void>
 void enqueue_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const bool listed = prompt.packed == nullptr || tables.weighs(RowList::full);  // what rows that never go receive of a prompt, nobody asks for
   const int list_pieces = listed ? static_cast<int>((full_rows + kMassRows - 1) / kMassRows) : 0, units = tables.full.key_units;
   const int own_pieces = ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kMassRows - 1) / kMassRows;

@@ -21,7 +21,7 @@ inline constexpr int kCompressedMassRows = 64 * kStoreThreads / 32;  ///< rows o
 /// @brief Masses of the compressed rows: of a step written to `target`, by position; without one, added to those of the list. Grid: pieces of kCompressedMassRows rows x heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`
 template <int scale_groups, DType type>
-__global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(Tables tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence) {
+__global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(LayerEdit tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int count = tables.num_rows(RowList::compressed, slot, head), first = static_cast<int>(blockIdx.x) * kCompressedMassRows + warp * kCodeRows;

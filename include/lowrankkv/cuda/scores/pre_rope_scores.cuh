@@ -36,7 +36,7 @@ __device__ __forceinline__ void received(float lse, Logit&& logit, Sees&& sees, 
 /// @brief Masses of the compressed rows: added to `target`, by position; without one, to those of the list. Grid: blocks that take a list's tiles in turn x heads x sequences.
 /// @param step  its columns  @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam max_units  units of plain keys, or of values, that a head may have  @tparam copied  lifting maps are copied to shared memory
 template <int scale_groups, DType type, int max_units, bool copied>
-__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_compressed_mass_kernel(Tables tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence, int lift_units) {
+__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_compressed_mass_kernel(LayerEdit tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
   constexpr int steps = codes ? kCodeRows / kPlainRows : turned_steps(max_units), tile_rows = steps * kPlainRows;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
 /// @brief Masses of the rows at full rank: added to `target`, by position; without one, to those of the list. Grid: blocks that take the list's tiles in turn, then those that take the rings', x heads x sequences.
 /// @param step  its columns  @tparam type  of the rows  @tparam max_units  units of keys that a tile may have  @tparam scaled  full rows in pages are in 8 bits
 template <DType type, int max_units, bool scaled>
-__global__ void __launch_bounds__(32 * turned_warps(max_units)) turned_mass_kernel(Tables tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence, int list_blocks) {
+__global__ void __launch_bounds__(32 * turned_warps(max_units)) turned_mass_kernel(LayerEdit tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence, int list_blocks) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int steps = turned_steps(max_units), tile_rows = steps * kPlainRows;
   const bool listed = static_cast<int>(blockIdx.x) < list_blocks;
@@ -183,7 +183,7 @@ inline int mass_blocks(const LayerState& layer, const Batch& batch, std::int64_t
 /// Masses of the rows of full lists and, of a step, those of the tails, whose keys are turned when they are read. @param target  of a step; without data: added to those of the lists
 template <class = void>
 void enqueue_turned_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const AttentionStep step = mass_step(queries);
   const auto start = [&](auto* kernel, int steps, int most_warps) {
     const TurnedLaunch launch(kernel, layer, most_warps, 0, 0, 0);
@@ -206,7 +206,7 @@ template <int scale_groups>
 void enqueue_turned_compressed_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const DeviceMasses& target, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
   if (most_rows == 0) return;
   constexpr bool codes = scale_groups > 0;
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const AttentionStep step = mass_step(queries);
   const int units = layer.tiles().max_units(Part::key);
   int tile_units = 0;  // of keys or values: they say how many rows a tile has
@@ -233,7 +233,7 @@ void enqueue_turned_compressed_masses(const LayerState& layer, const Batch& batc
 /// @param prompt  its keys are turned
 template <class = void>
 void measure_masses(const LayerState& layer, const Batch& batch, const MassQueries& queries, const MassPrompt& prompt, const DeviceMasses& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   if (!tables.rotary.turns()) return enqueue_masses(layer, batch, queries, prompt, target, first_sequence, full_rows, stream);
   if (prompt.packed != nullptr) enqueue_masses(layer, batch, queries, prompt, target, first_sequence, 0, stream);
   // Of a prompt, what rows that never go receive nobody asks for.

@@ -108,7 +108,7 @@ __device__ __forceinline__ void score_logits(const uint4 (&keys)[steps][max_unit
 /// @brief Maximum and sum of 2^(logit - maximum) of every piece of rows: target [heads, columns, pieces]; maxima may be too low by up to kScoreHeadroom.
 /// Grid: groups of columns x pieces x heads.
 template <DType type, int max_units>
-__global__ void __launch_bounds__(kStoreThreads, 2) score_sums_kernel(Tables tables, RowSource source, ScoreQueries queries, const uint2* operands, float2* target) {
+__global__ void __launch_bounds__(kStoreThreads, 2) score_sums_kernel(LayerView tables, RowSource source, ScoreQueries queries, const uint2* operands, float2* target) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   uint2* own_operands = reinterpret_cast<uint2*>(shared_memory);
   __shared__ float2 states[kStoreThreads / 32][kScoreColumns];
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kStoreThreads) score_lse_kernel(ScoreQueries q
 
 /// @brief scores [heads, total]. Grid: score_rows(max_units) rows x heads.
 template <DType type, int max_units>
-__global__ void __launch_bounds__(kStoreThreads, 2) score_rows_kernel(Tables tables, RowSource source, ScoreQueries queries, const uint2* operands, const float* lse, float* scores) {
+__global__ void __launch_bounds__(kStoreThreads, 2) score_rows_kernel(LayerView tables, RowSource source, ScoreQueries queries, const uint2* operands, const float* lse, float* scores) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   uint2* own_operands = reinterpret_cast<uint2*>(shared_memory);
   constexpr int kBlocks = kScoreColumns / 8, kSteps = score_steps(max_units);

@@ -21,7 +21,7 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
       for (const std::int32_t page : pages) layer.pool().allocator().share(page);
     }
   }
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const auto copy = [&](auto* base, std::size_t per_slot) {
     if (base == nullptr || per_slot == 0) return;
     check(cudaMemcpyAsync(base + static_cast<std::size_t>(target) * per_slot, base + static_cast<std::size_t>(source) * per_slot, per_slot * sizeof(*base), cudaMemcpyDeviceToDevice, stream), "fork");

@@ -52,7 +52,7 @@ struct RemovedRows {
 
 /// @brief Closes up, as close_up() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(Tables tables, int slot, RowList list, ListCuts cuts, int removed) {
+__global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
   const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
   const auto close = [&](auto* numbers, auto less) {
     for (int first = end; first < rows; first += kMoveThreads) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(Tables tabl
 
 /// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid: heads; a thread has the same channels of all rows.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(Tables tables, int slot, int begin, int end) {
+__global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
   const int head = static_cast<int>(blockIdx.x), dim = tables.head_dim, ring = tables.ring_rows();
   const DeviceLengths lengths = tables.lengths[slot];
   for (int row = end; row < lengths.tail_length; ++row) {
@@ -89,7 +89,7 @@ __host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int3
 
 /// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a list.
 template <class = void>
-__global__ void cut_rolls_kernel(Tables tables, int slot, ListCuts cuts) {
+__global__ void cut_rolls_kernel(LayerEdit tables, int slot, ListCuts cuts) {
   const int index = static_cast<int>(threadIdx.x);
   for (int i = 0; index < cuts.count && i < tables.lengths[slot].num_segments; ++i) {
     std::int32_t& first = tables.segments_of(slot, cuts.first + index)[i].first_row;
@@ -100,7 +100,7 @@ __global__ void cut_rolls_kernel(Tables tables, int slot, ListCuts cuts) {
 /// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of joint values too
 template <class Function>
 void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows, RowList list, int lists, Function&& function) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   for (int index = 0; index < lists; index += ListCuts::kMost) {
     ListCuts cuts;
     cuts.first = index;
@@ -138,7 +138,7 @@ inline void check_removal(const LayerState& layer, const HostSequence& now, std:
 template <class = void>
 void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, const RemovedRows& rows, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
     close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
     check(cudaGetLastError(), "close_tail_kernel");

@@ -30,7 +30,7 @@ struct SavedBlock {
 
 /// @brief Copies the tiles of lists from `first` on, which have `rows` rows each, between pages and a block, where they lie list after list. Grid: tiles x lists.
 template <bool to_block>
-__global__ void move_tiles_kernel(Tables tables, RowList list, int slot, int first, int rows, std::uint8_t* block) {
+__global__ void move_tiles_kernel(LayerEdit tables, RowList list, int slot, int first, int rows, std::uint8_t* block) {
   const int head = first + static_cast<int>(blockIdx.y), tile = static_cast<int>(blockIdx.x);
   const auto layout_of = [&](int index) -> const HeadTiles& { return list == RowList::full ? tables.listed : tables.compressed[index]; };
   const HeadTiles& layout = layout_of(head);
@@ -81,7 +81,7 @@ inline SavedBlock block_of(const LayerState& layer, const SequenceRows& all, con
 /// Copies everything but epochs between a sequence and a block in device memory.
 template <bool to_block>
 void move_block(const LayerState& layer, int slot, const SequenceRows& all, const SavedCounts& counts, const SavedBlock& block, std::uint8_t* memory, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const auto copy = [&](void* own, std::size_t offset, std::size_t bytes) {
     if (bytes == 0) return;
     check(cudaMemcpyAsync(to_block ? memory + offset : own, to_block ? own : memory + offset, bytes, cudaMemcpyDeviceToDevice, stream), "saved state");

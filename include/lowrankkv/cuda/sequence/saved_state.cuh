@@ -37,7 +37,7 @@ namespace detail {
 inline LayerDescription describe_layer(const LayerState& layer) {
   LayerDescription all;
   const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   add("num_kv_heads", tables.num_heads);
   add("num_qo_heads", layer.config().shape.num_qo_heads);
   add("head_dim", tables.head_dim);
@@ -241,7 +241,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   SavedSequence sequence;
   sequence.counts = in.value<SavedCounts>();
   const SavedCounts& counts = sequence.counts;
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
   const std::size_t may_differ = tables.positions[0] != nullptr ? static_cast<std::size_t>(tables.num_heads) : 0;

@@ -13,7 +13,7 @@ namespace cuda {
 /// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
 /// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than the host knows; else null
 template <class = void>
-__global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
+__global__ void note_stored_kernel(LayerEdit tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
   const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
@@ -36,7 +36,7 @@ __global__ void note_stored_kernel(Tables tables, Leaving leaving, bool from_tai
 /// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of the views belong to batch.slots[i].
 /// A row that is not finite, or beyond `limit`, is stored as zeros and counted in tables.faults.
 template <class Rows>
-__global__ void append_kernel(Tables tables, Batch batch, Rows key, Rows value, std::int64_t first, int m, float limit) {
+__global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows value, std::int64_t first, int m, float limit) {
   const int slot = batch.slots[blockIdx.x];
   const DeviceLengths lengths = tables.lengths[slot];
   const int dim = tables.head_dim;

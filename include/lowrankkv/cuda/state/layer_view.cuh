@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/cuda/maps/head_maps.cuh"
@@ -32,7 +33,7 @@ __host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList
 
 /// @brief Rows of a head's compressed list from first_row to the next segment or the end: one epoch wrote them. All heads have segments of the same epochs; where rows went that differ, one may be empty in some.
 struct DeviceSegment {
-  std::int32_t epoch = 0;  ///< in Tables::maps
+  std::int32_t epoch = 0;  ///< in LayerView::maps
   std::int32_t first_row = 0;
 };
 
@@ -42,15 +43,20 @@ struct SegmentRows {
 };
 
 /// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels by value.
-struct Tables {
-  DeviceLengths* lengths = nullptr;            ///< [slots]
-  HeadRows* rows = nullptr;                    ///< [slots, heads]
-  std::int32_t* pages[2] = {};                 ///< by RowList: [slots, num_lists, max_pages]
+/// @tparam edits  whether they may be written to: kernels take a LayerView, or, if they change what is stored, a LayerEdit
+template <bool edits>
+struct LayerTables {
+  template <class Element>
+  using Pointer = std::conditional_t<edits, Element*, const Element*>;
+
+  Pointer<DeviceLengths> lengths = nullptr;            ///< [slots]
+  Pointer<HeadRows> rows = nullptr;                    ///< [slots, heads]
+  Pointer<std::int32_t> pages[2] = {};                 ///< by RowList: [slots, num_lists, max_pages]
   std::int32_t max_pages[2] = {};
-  std::uint32_t* faults = nullptr;             ///< rows that were not finite
-  std::uint8_t* pool = nullptr;
+  Pointer<std::uint32_t> faults = nullptr;             ///< rows that were not finite
+  Pointer<std::uint8_t> pool = nullptr;
   std::uint64_t page_bytes = 0;
-  std::uint8_t* tails = nullptr;               ///< [slots, heads, tail_tiles] plain tiles
+  Pointer<std::uint8_t> tails = nullptr;               ///< [slots, heads, tail_tiles] plain tiles
   std::int32_t tail_tiles = 0;
   std::int32_t num_heads = 0, head_dim = 0;
   std::int32_t num_lists = 0;                  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
@@ -61,22 +67,22 @@ struct Tables {
   const HeadTiles* compressed = nullptr;       ///< [num_lists]
   const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
-  std::int32_t* positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
+  Pointer<std::int32_t> positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
-  float* masses[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
-  std::uint32_t* residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
-  float* largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
+  Pointer<float> masses[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
+  Pointer<std::uint32_t> residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
+  Pointer<float> largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
   RowList weighed = RowList::full;             ///< the list of rows that masses choose; where errors choose among those, the full list is weighed too
-  float* tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
-  DeviceSegment* segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
+  Pointer<float> tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
+  Pointer<DeviceSegment> segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
   Rotary rotary;                               ///< of keys that are stored before it; else empty
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
   __host__ __device__ int ring_rows() const { return tail_tiles * full.rows; }
   /// @brief The tile of a tail that holds place `place` of its ring.
-  __device__ std::uint8_t* tail_tile(int slot, int head, int place) const { return tail(slot, head) + static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes); }
-  __device__ std::uint8_t* tail(int slot, int head) const {
+  __device__ Pointer<std::uint8_t> tail_tile(int slot, int head, int place) const { return tail(slot, head) + static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes); }
+  __device__ Pointer<std::uint8_t> tail(int slot, int head) const {
     return tails + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
   }
   /// @param index  of a head; with joint values, of a compressed list
@@ -86,12 +92,12 @@ struct Tables {
   }
   __device__ int num_rows(RowList list, int slot, int head) const { return rows_in(rows[index(slot, head)], list); }
   /// @brief Positions of the rows of a list, or null.
-  __device__ std::int32_t* row_positions(RowList list, int slot, int head) const {
+  __device__ Pointer<std::int32_t> row_positions(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Residuals of the rows of a list; they must be kept.
-  __device__ std::uint32_t* row_residuals(RowList list, int slot, int head) const {
+  __device__ Pointer<std::uint32_t> row_residuals(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return residuals[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
@@ -102,16 +108,16 @@ struct Tables {
   /// @brief How many of these rows have masses.
   __host__ __device__ std::int32_t weighed_rows(const HeadRows& own) const { return (weighs(RowList::full) ? own.num_full : 0) + (weighs(RowList::compressed) ? own.num_compressed : 0); }
   /// @brief Masses of the rows of a list that is weighed.
-  __device__ float* row_masses(RowList list, int slot, int head) const {
+  __device__ Pointer<float> row_masses(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return masses[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Masses of the tail's rows, the same.
-  __device__ float* tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
+  __device__ Pointer<float> tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
   __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
   /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated epoch.
-  __device__ DeviceSegment* segments_of(int slot, int head) const { return segments + index(slot, head) * max_segments; }
+  __device__ Pointer<DeviceSegment> segments_of(int slot, int head) const { return segments + index(slot, head) * max_segments; }
   /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits beginning at `first_split`.
   __device__ SegmentRows segment(int slot, int head, int list_rows, int index, int first_split) const {
     if (max_segments == 1) return {0, 0, list_rows, 0, splits_of(list_rows)};
@@ -140,11 +146,55 @@ struct Tables {
     return maps[epoch * num_heads + head];
   }
   /// @brief Tile `tile` of a list whose page table and layout are given.
-  __device__ std::uint8_t* tile(const std::int32_t* table, const HeadTiles& layout, int tile) const {
+  __device__ Pointer<std::uint8_t> tile(const std::int32_t* table, const HeadTiles& layout, int tile) const {
     const std::size_t page = static_cast<std::size_t>(table[tile / layout.tiles_per_page]);
     return pool + page * page_bytes + static_cast<std::size_t>(tile % layout.tiles_per_page) * static_cast<std::size_t>(layout.bytes);
   }
+
+  /// @brief What may be written to may be read.
+  operator LayerTables<false>() const
+    requires edits
+  {
+    LayerTables<false> view;
+    view.lengths = lengths;
+    view.rows = rows;
+    for (int list = 0; list < 2; ++list) {
+      view.pages[list] = pages[list];
+      view.max_pages[list] = max_pages[list];
+      view.positions[list] = positions[list];
+      view.max_rows[list] = max_rows[list];
+      view.masses[list] = masses[list];
+      view.residuals[list] = residuals[list];
+    }
+    view.faults = faults;
+    view.pool = pool;
+    view.page_bytes = page_bytes;
+    view.tails = tails;
+    view.tail_tiles = tail_tiles;
+    view.num_heads = num_heads;
+    view.head_dim = head_dim;
+    view.num_lists = num_lists;
+    view.joint_heads = joint_heads;
+    view.full_type = full_type;
+    view.full = full;
+    view.listed = listed;
+    view.compressed = compressed;
+    view.maps = maps;
+    view.metrics = metrics;
+    view.largest_values = largest_values;
+    view.weighed = weighed;
+    view.tail_masses = tail_masses;
+    view.segments = segments;
+    view.max_segments = max_segments;
+    view.rotary = rotary;
+    return view;
+  }
 };
+
+/// @brief A layer as kernels read it.
+using LayerView = LayerTables<false>;
+/// @brief A layer as kernels change it.
+using LayerEdit = LayerTables<true>;
 
 namespace detail {
 
@@ -161,7 +211,8 @@ __device__ int upper_bound(int count, int wanted, Number&& number) {
 }
 
 /// The position of a row of a list.
-__device__ inline int position_of(const Tables& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
+template <bool edits>
+__device__ int position_of(const LayerTables<edits>& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
   const std::int32_t *own = tables.row_positions(list, slot, head), *full = tables.row_positions(RowList::full, slot, head);
   if (own != nullptr) return own[row];
   if (list == RowList::full) return row;
@@ -172,9 +223,10 @@ __device__ inline int position_of(const Tables& tables, RowList list, int slot, 
 }  // namespace detail
 
 /// @brief The stored rows of a head that have masses: full ones, then compressed ones.
+template <bool edits>
 class WeighedRows {
  public:
-  __device__ WeighedRows(const Tables& tables, int slot, int head) : full_(0), count_(tables.weighed_rows(tables.rows[tables.index(slot, head)])) {
+  __device__ WeighedRows(const LayerTables<edits>& tables, int slot, int head) : full_(0), count_(tables.weighed_rows(tables.rows[tables.index(slot, head)])) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
       if (!tables.weighs(list)) continue;
       masses_[static_cast<int>(list)] = tables.row_masses(list, slot, head);
@@ -185,7 +237,7 @@ class WeighedRows {
   __device__ int count() const { return count_; }
   /// @brief Those of them that are full.
   __device__ int full() const { return full_; }
-  __device__ float& mass(int row) const { return row < full_ ? masses_[0][row] : masses_[1][row - full_]; }
+  __device__ std::conditional_t<edits, float&, float> mass(int row) const { return row < full_ ? masses_[0][row] : masses_[1][row - full_]; }
   __device__ std::int32_t position(int row) const { return row < full_ ? positions_[0][row] : positions_[1][row - full_]; }
   /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's place. All threads of a block call it.
   __device__ int pinned_among(int pinned) const {
@@ -199,14 +251,15 @@ class WeighedRows {
 
  private:
   int full_, count_;
-  float* masses_[2] = {};
+  typename LayerTables<edits>::template Pointer<float> masses_[2] = {};
   const std::int32_t* positions_[2] = {};
 };
 
 /// @brief Every step-th tile of a list in turn, without a division for each.
 class PageWalk {
  public:
-  __device__ PageWalk(const Tables& tables, const std::int32_t* table, const HeadTiles& layout, int tile)
+  template <bool edits>
+  __device__ PageWalk(const LayerTables<edits>& tables, const std::int32_t* table, const HeadTiles& layout, int tile)
       : pool_(tables.pool), page_bytes_(tables.page_bytes), table_(table), tiles_per_page_(layout.tiles_per_page), bytes_(layout.bytes) {
     seek(tile);
   }

@@ -20,7 +20,7 @@ class ResidualStore {
  public:
   ResidualStore() = default;
   /// @param max_rows  of a list  @param tables  are told where it is
-  ResidualStore(const CacheConfig& config, const std::int64_t (&max_rows)[2], Tables& tables) : heads_(config.shape.num_kv_heads) {
+  ResidualStore(const CacheConfig& config, const std::int64_t (&max_rows)[2], LayerEdit& tables) : heads_(config.shape.num_kv_heads) {
     if (!config.keep_residuals) return;
     const std::size_t heads = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(heads_);
     for (int list = config.full_row_bits == 8 ? 0 : 1; list < 2; ++list) {  // full rows of 16 bits lose nothing

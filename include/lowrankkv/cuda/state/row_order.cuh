@@ -85,7 +85,8 @@ struct LooseTiles {
   std::int32_t piece_bytes = 0;          ///< set aside for each
 
   /// @brief Where those of a list begin.
-  __device__ std::uint8_t* of(const Tables& tables, int sequence, int list) const { return data + static_cast<std::size_t>((sequence * tables.num_lists + list) * pieces) * static_cast<std::size_t>(piece_bytes); }
+  template <bool edits>
+  __device__ std::uint8_t* of(const LayerTables<edits>& tables, int sequence, int list) const { return data + static_cast<std::size_t>((sequence * tables.num_lists + list) * pieces) * static_cast<std::size_t>(piece_bytes); }
 };
 
 }  // namespace cuda

@@ -28,7 +28,8 @@ struct RowSource {
 /// @brief The rows of one (sequence, KV head): row 0 is the oldest.
 class SourceRows {
  public:
-  __device__ SourceRows(const Tables& tables, const RowSource& source, int slot, int head)
+  template <bool edits>
+  __device__ SourceRows(const LayerTables<edits>& tables, const RowSource& source, int slot, int head)
       : layout_(tables.full), type_(tables.full_type), offset_(source.packed == nullptr ? tables.lengths[slot].tail_first : source.first), ring_(source.packed == nullptr ? tables.ring_rows() : 1 << 30),
         tile_bytes_(source.tile_bytes == 0 ? tables.full.bytes : source.tile_bytes), base_(source.packed == nullptr ? tables.tail(slot, head) : source.packed + static_cast<std::size_t>(head) * static_cast<std::size_t>(source.tiles) * static_cast<std::size_t>(tile_bytes_)) {}
 

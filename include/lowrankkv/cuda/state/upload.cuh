@@ -20,7 +20,7 @@ struct PageEdits {
 
 /// @brief Writes entries of a page table.
 template <class = void>
-__global__ void write_pages_kernel(Tables tables, PageEdits edits) {
+__global__ void write_pages_kernel(LayerEdit tables, PageEdits edits) {
   for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
 }
 
@@ -33,7 +33,7 @@ struct PageCopies {
 
 /// @brief Copies pages of a pool. Grid: one block a page.
 template <class = void>
-__global__ void copy_pages_kernel(Tables tables, PageCopies copies) {
+__global__ void copy_pages_kernel(LayerEdit tables, PageCopies copies) {
   const uint4* from = reinterpret_cast<const uint4*>(tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
   uint4* to = reinterpret_cast<uint4*>(tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
   for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
@@ -47,7 +47,7 @@ struct SegmentList {
 
 /// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
 template <class = void>
-__global__ void write_lengths_kernel(Tables tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
+__global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = tail_length;
     tables.lengths[slot].tail_position = tail_position;
@@ -69,7 +69,7 @@ struct FirstRowsList {
 
 /// @brief Sets where the segments of heads that differ begin. One block, a thread a head.
 template <class = void>
-__global__ void write_first_rows_kernel(Tables tables, int slot, FirstRowsList own) {
+__global__ void write_first_rows_kernel(LayerEdit tables, int slot, FirstRowsList own) {
   const int head = static_cast<int>(threadIdx.x);
   for (int i = 0; head < own.count && i < own.segments; ++i) tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
 }
@@ -83,7 +83,7 @@ struct HeadRowsList {
 
 /// @brief Sets the rows of heads that differ. One block.
 template <class = void>
-__global__ void write_rows_kernel(Tables tables, int slot, HeadRowsList own) {
+__global__ void write_rows_kernel(LayerEdit tables, int slot, HeadRowsList own) {
   const int head = static_cast<int>(threadIdx.x);
   if (head < own.count) tables.rows[tables.index(slot, own.first + head)] = own.items[head];
 }

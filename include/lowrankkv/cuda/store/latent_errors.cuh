@@ -22,7 +22,7 @@ inline std::size_t latent_error_bytes(int head_dim) { return static_cast<std::si
 /// @brief errors [sequence of the batch, head, stride], by row of the source: those of keys, in; in all heads of a group, those of all its keys and values, out. Grid: pieces x groups of heads x sequences.
 /// @tparam type  of full rows  @tparam scale_groups  of tiles of codes; 0: plain ones  @param coded_type  of plain coefficients
 template <DType type, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(Tables tables, RowSource source, Leaving leaving, LatentPortion portion, bool relative, DType coded_type, float* errors, int stride) {
+__global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(LayerEdit tables, RowSource source, Leaving leaving, LatentPortion portion, bool relative, DType coded_type, float* errors, int stride) {
   constexpr int kWarps = kStoreThreads / 32, kWarpRows = kStoreRows / kWarps, kMaxDimUnits = kMaxHeadDim / kPlainUnit, kItems = 2 * kMaxDimUnits / kWarps, kGroups = scale_groups == 2 ? 2 : 1;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ float gains[kGroups][kStoreRows], loss[kMaxDimUnits][kStoreRows], whole[kMaxDimUnits][kStoreRows];  // by unit of channels

@@ -26,7 +26,7 @@ inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block 
 
 /// @brief transitions [sequence, head, part, most, most]: decoder_old encoder_new. Grid: pieces of kTransitionColumns new coefficients x heads x (sequences x 2).
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) transition_kernel(Tables tables, MergePlans plans, int most, float* transitions) {
+__global__ void __launch_bounds__(kStoreThreads) transition_kernel(LayerView tables, MergePlans plans, int most, float* transitions) {
   __shared__ float encoder[kTransitionColumns][kMaxHeadDim];
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kTransitionColumns, sequence = static_cast<int>(blockIdx.z) / 2;
   const MergePlan plan = plans.of(sequence);
@@ -92,7 +92,7 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
 /// @brief Rewrites the rows of a plan. Grid: 64-row pieces x heads x sequences.
 /// @tparam coded_groups  scale groups of tiles of codes; 0: tiles are plain, of `type`
 template <int coded_groups>
-__global__ void __launch_bounds__(kStoreThreads) merge_kernel(Tables tables, MergePlans plans, int most, const float* transitions, DType type) {
+__global__ void __launch_bounds__(kStoreThreads) merge_kernel(LayerEdit tables, MergePlans plans, int most, const float* transitions, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = coded_groups > 0;
   constexpr int scale_groups = codes ? coded_groups : 1;

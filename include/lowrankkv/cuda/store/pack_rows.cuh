@@ -75,7 +75,7 @@ __device__ bool stage_wide(const Rows& key, const Rows& value, std::int64_t firs
 /// @brief The `tail_rows` rows of a tail, then `count` rows of a prompt, as plain tiles [head, tiles]. A row of a head that is not finite, or beyond
 /// `limit`, becomes zeros and is counted in tables.faults. Rows past the end are zeros. Grid: 64-row pieces x heads.
 template <class Rows>
-__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(Tables tables, int slot, Rows key, Rows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
+__global__ void __launch_bounds__(kStoreThreads) pack_rows_kernel(LayerEdit tables, int slot, Rows key, Rows value, int tail_rows, std::int64_t count, std::uint8_t* packed, int tiles, float limit) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint16_t* stage = reinterpret_cast<std::uint16_t*>(shared_memory);  // [part, kStoreRows, stride]
   __shared__ int refused[kStoreRows];
@@ -128,7 +128,7 @@ inline constexpr int kRenewRows = 8;  ///< of a block of renew_tail_kernel
 
 /// @brief A tail becomes rows [first, first + count) of a packed source. Grid: pieces of kRenewRows rows (at least one) x KV heads.
 template <class = void>
-__global__ void renew_tail_kernel(Tables tables, int slot, RowSource source, int first, int count) {
+__global__ void renew_tail_kernel(LayerEdit tables, int slot, RowSource source, int first, int count) {
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, begin = tables.lengths[slot].tail_first, piece = static_cast<int>(blockIdx.x) * kRenewRows;
   const SourceRows rows(tables, source, slot, head);
   for (int item = static_cast<int>(threadIdx.x); item < min(kRenewRows, count - piece) * dim; item += static_cast<int>(blockDim.x)) {

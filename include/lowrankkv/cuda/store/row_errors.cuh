@@ -169,7 +169,7 @@ __device__ __forceinline__ void add_decoded(const MapElements& decoder, bool exa
 /// @brief errors [sequence of the batch, head, stride], by row of the source; where values are joint, those of keys. Grid: groups of `steps` sixteens of rows x heads x sequences.
 /// @tparam type  of full rows  @tparam scale_groups  of tiles of codes  @param coded_type  of plain coefficients
 template <StoreForm form, RowPath path, DType type, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(Tables tables, RowSource source, ErrorRows wanted, bool relative, DType coded_type, int steps, bool metric, float* errors, int stride) {
+__global__ void __launch_bounds__(kStoreThreads, 2) row_errors_kernel(LayerView tables, RowSource source, ErrorRows wanted, bool relative, DType coded_type, int steps, bool metric, float* errors, int stride) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int kMaxRows = 4 * kPlainRows, kShares = 16;
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = wanted.slots[index], dim = tables.head_dim, units = dim / kPlainUnit, width = detail::row_stride(dim);

@@ -42,7 +42,7 @@ inline std::size_t latent_floats(int groups, int rank) { return static_cast<std:
 /// @brief Coefficients, in steps, of the values of a group's heads. Grid: (groups of kLatentChannels channels x pieces) x groups of heads x sequences.
 /// @tparam type  of full rows
 template <DType type>
-__global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Tables tables, RowSource source, Leaving leaving, LatentPortion portion) {
+__global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(LayerEdit tables, RowSource source, Leaving leaving, LatentPortion portion) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int piece = static_cast<int>(blockIdx.x) % portion.pieces, group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = leaving.slots[index];
   const int leader = group * tables.joint_heads, dim = tables.head_dim, units = dim / kPlainUnit, stride = plain_stride(dim);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Table
 /// @brief Stores the coefficients of a portion. Pages are in place; lengths are those before. Grid: pieces x groups of heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @param type  of plain coefficients
 template <int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(Tables tables, Leaving leaving, LatentPortion portion, DType type) {
+__global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(LayerEdit tables, Leaving leaving, LatentPortion portion, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z);
   const int leader = group * tables.joint_heads, list = tables.num_heads + group, thread = static_cast<int>(threadIdx.x), warp = thread / 32;
@@ -169,7 +169,7 @@ namespace detail {
 /// @param most  of a sequence's rows  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
 template <class Function>
 void for_each_portion(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream, Function&& then) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim, all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;  // one more, since lists go on inside a tile
   const int rank = layer.most_value_rank();
   LatentPortion portion;

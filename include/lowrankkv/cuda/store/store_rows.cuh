@@ -172,7 +172,7 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 class ListPiece {
  public:
   /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are, the first of those that share them
-  __device__ ListPiece(const Tables& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
+  __device__ ListPiece(const LayerEdit& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
       : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = loose.data != nullptr;
     const int stored = tables.num_rows(list, leaving.slots[sequence], head), first = apart ? 0 : stored, added = leaving.added(list, tables.weighed, sequence, stored);
@@ -204,7 +204,7 @@ class ListPiece {
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
 /// @tparam scale_groups  of tiles of codes
 template <StoreForm form, RowPath path, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(Tables tables, RowSource source, Leaving leaving, RowOrder order, LooseTiles loose, DType type) {
+__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(LayerEdit tables, RowSource source, Leaving leaving, RowOrder order, LooseTiles loose, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/tiles/joint_layout.cuh  Joint values: how codes of a latent lie in a tile, and what an attention call over joint values works in.
 ///
-/// The latent of a row serves all heads of a group. It is a list of its own (Tables::compressed, behind those of the heads): plain tiles of sixteen rows, or tiles of codes
+/// The latent of a row serves all heads of a group. It is a list of its own (LayerView::compressed, behind those of the heads): plain tiles of sixteen rows, or tiles of codes
 /// whose scale groups are blocks of 32 channels of equal bits, most first, each block a unit in every plane that its bits have, so that planes are sums of the same channels.
 #pragma once
 

@@ -61,7 +61,7 @@ RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const Comp
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave, summed over heads whose values are joint: [heads, rows].
 template <class = void>
 const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const Leaving& leaving, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
   if (tables.rotary.turns()) source = enqueue_turned(tables, source, leaving.slots[0], leaving.position[0], scratch.turned, stream);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
@@ -201,7 +201,7 @@ template <class Updater>
 void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const float* scores, float share,
            CacheStatistics& statistics, cudaStream_t stream) {
   using Rule = Impl<Updater, Cuda>;
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
   ObservedRows observed{};
   const bool rolls = layer.rolls().rolls();
@@ -284,7 +284,7 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
 /// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
 void enqueue_errors(const LayerState& layer, const Leaving& leaving, const ErrorRows& wanted, bool relative, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int most_rows = static_cast<int>(*std::max_element(wanted.count, wanted.count + leaving.count));
   constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
   constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
@@ -309,7 +309,7 @@ void enqueue_errors(const LayerState& layer, const Leaving& leaving, const Error
 template <int coded_groups, bool joint>
 std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
   ErrorRows wanted{};
   Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};

@@ -36,7 +36,7 @@ inline constexpr float kAxisFloor = 1e-6F;    ///< of the largest number of G
 /// @brief The product M U of 16 columns, times U' from the left: columns of G [most, most] of each published basis. Grid: blocks of columns x (heads x 2) x sequences.
 /// @param moments  [sequence, head, part, split, head_dim, head_dim] in the metric, summed in the first of `splits`
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) axis_products_kernel(Tables tables, PublishedEpochs epochs, WorkingBases bases, const float* moments, int splits, AxisScratch scratch) {
+__global__ void __launch_bounds__(kStoreThreads) axis_products_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, const float* moments, int splits, AxisScratch scratch) {
   static_assert(kStoreThreads >= kMaxHeadDim);
   __shared__ float columns[kAxisColumns][kMaxHeadDim], products[kMaxHeadDim][kAxisColumns];
   const int which = static_cast<int>(blockIdx.y), head = which / 2, sequence = static_cast<int>(blockIdx.z), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), first = static_cast<int>(blockIdx.x) * kAxisColumns;
@@ -96,7 +96,7 @@ __device__ inline bool factorise(float* matrix, int rank, int stride, float* col
 /// @brief Turns the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one whose rows are not finite. Grid: 2 x heads x sequences.
 /// @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(Tables tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
+__global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ float lengths[kMaxHeadDim], column[kMaxHeadDim];
   __shared__ std::int32_t places[kMaxHeadDim];
@@ -194,7 +194,7 @@ inline std::size_t axis_buffer_bytes(int most, int head_dim) { return sizeof(flo
 /// @param moments  in the metric, summed in the first of `splits`, of the rows that are written under them first
 template <class = void>
 void turn_axes(const LayerState& layer, const PublishedEpochs& published, int count, const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const EpochStore& store = layer.epochs();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
   const dim3 columns(static_cast<unsigned>((store.most() + kAxisColumns - 1) / kAxisColumns), 2 * heads, sequences);

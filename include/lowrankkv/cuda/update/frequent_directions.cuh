@@ -123,7 +123,7 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 /// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
 /// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small; else null  @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* rolled) {
+__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* rolled) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ detail::RowProducts products;
   __shared__ float lengths[kMaxSketchBuffer];
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(Tables tables, R
 /// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param exempt  so many of every head's will stay full after all  @param before  rows of it that were stored and that the host does not count yet
 template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const RollStore& rolls = layer.rolls();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
   SketchSteps steps{};

@@ -14,7 +14,7 @@ namespace cuda {
 /// @param axes  of codes of principal axes, whose scale, and means, are an epoch's own: no sum over a row's channels, gain left out, is beyond 16 (lift_codes()); else without numbers
 /// Cost: the decoder once, head_dim x rank numbers of 16 bits.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables tables, PublishedEpochs epochs, AxisScales axes) {
+__global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales axes) {
   __shared__ float scale;
   const int head = static_cast<int>(blockIdx.y), epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, blocks = dim / (2 * kTurnPairs), thread = static_cast<int>(threadIdx.x);
   if (epoch < 0) return;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(Tables table
 /// @brief Writes what codes of principal axes want of epochs whose encoders and decoders were written before: steps, offsets in them, the maps that read channels. Grid: pieces of kStoreThreads
 /// numbers of the widest map x (heads x 2) x sequences. @param steps  [sequence, head, part, most], of the codes
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) code_epochs_kernel(Tables tables, PublishedEpochs epochs, AxisScales scales, const float* steps) {
+__global__ void __launch_bounds__(kStoreThreads) code_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales scales, const float* steps) {
   __shared__ float largest[kStoreThreads / 32];
   const int which = static_cast<int>(blockIdx.y), head = which / 2, epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x);
   if (epoch < 0) return;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kStoreThreads) code_epochs_kernel(Tables table
 
 /// @brief Enqueues what is made of the bases that `count` sequences have published besides themselves: maps in their metric, maps that lift keys which are stored unrotated. @param steps  of turn_axes(), where codes want principal axes; else null
 template <class = void>
-void finish_epochs(const Tables& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, const float* steps, cudaStream_t stream) {
+void finish_epochs(const LayerView& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, const float* steps, cudaStream_t stream) {
   if (store.metrics().any()) {
     const unsigned groups = static_cast<unsigned>((store.most() + detail::kMetricWarps - 1) / detail::kMetricWarps);
     metric_epochs_kernel<><<<dim3(2 * groups, static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), detail::kMetricThreads, 0, stream>>>(tables, store.metrics(), store.bases(), epochs);

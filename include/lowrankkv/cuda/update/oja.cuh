@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_moments(const std::uint16_t* rows, int strid
 /// @brief moments [sequence, head, part, split, head_dim, head_dim] = sum of (x - mean)^T (x - mean) over a share of the observed rows, f32. Rows without a
 /// mean enter as they are, centred ones as sums of two tf32. Grid: (splits x blocks of channels) x (heads x 2) x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) moment_kernel(Tables tables, RowSource source, ObservedRows observed, int splits, float* moments) {
+__global__ void __launch_bounds__(kStoreThreads) moment_kernel(LayerView tables, RowSource source, ObservedRows observed, int splits, float* moments) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* rows = reinterpret_cast<float*>(shared_memory);
   const int dim = tables.head_dim, stride = dim + 8, sides = (dim + kMomentSide - 1) / kMomentSide;
@@ -121,7 +121,7 @@ struct OjaSteps {
   float rate[kMaxBatch];            ///< negative: no step
   OjaRate of_steps;                 ///< the rate of any other number, where the device counts steps
   const SketchState* states = nullptr;  ///< then [slots, heads, 2]
-  std::int32_t epoch[kMaxBatch];    ///< in Tables::maps, to be written; -1: none
+  std::int32_t epoch[kMaxBatch];    ///< in LayerView::maps, to be written; -1: none
   bool moved[kMaxBatch];            ///< the bases have moved before
   OjaForm form = OjaForm::power;
 };
@@ -289,7 +289,7 @@ __device__ inline float block_sum(float of_warp, float* partial) {
 /// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows have no energy, or of which a column would vanish or not be finite, stays. Grid: 2 x heads x sequences.
 /// @tparam columns, parts  as of BasisColumns  @tparam printed  steps as the paper prints them (steps.form), not the power form
 template <int columns, int parts, bool printed>
-__global__ void __launch_bounds__(kOjaThreads) oja_kernel(Tables tables, OjaSteps steps, WorkingBases bases, const float* moments, int splits) {
+__global__ void __launch_bounds__(kOjaThreads) oja_kernel(LayerView tables, OjaSteps steps, WorkingBases bases, const float* moments, int splits) {
   constexpr int kWarps = kOjaThreads / 32;
   constexpr bool keeps_moment = 32 * parts <= kOjaKept;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];

@@ -23,7 +23,7 @@ struct PublicationRule {
 
 /// @brief Notes that the rows of an order have moved bases, and says whether they are published. Grid: sequences.
 template <class = void>
-__global__ void publication_kernel(Tables tables, Leaving leaving, RowOrder order, int first_sequence, PublicationRule rule, RollState* states, SketchState* updates, std::int32_t* rolled) {
+__global__ void publication_kernel(LayerView tables, Leaving leaving, RowOrder order, int first_sequence, PublicationRule rule, RollState* states, SketchState* updates, std::int32_t* rolled) {
   __shared__ int most;
   const int index = static_cast<int>(blockIdx.x), slot = leaving.slots[first_sequence + index];
   if (threadIdx.x == 0) most = 0;
@@ -69,7 +69,7 @@ void decide_publications(const LayerState& layer, const Leaving& leaving, int fi
 /// choose under the new epoch  @param before  rows of it that were stored and that the host does not count yet  @param splits  in which the moments of a sequence's rows are summed
 template <int coded_groups>
 void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const RollStore& rolls = layer.rolls();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
   ObservedRows observed{};

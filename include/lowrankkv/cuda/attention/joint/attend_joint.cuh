@@ -60,7 +60,7 @@ __device__ __forceinline__ float raise_reference(float& reference, float (&weigh
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
 /// @tparam turned  logits are there
 template <int scale_groups, DType type, int mine, int steps, bool turned>
-__global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_joint_kernel(Tables tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
+__global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;

@@ -19,7 +19,7 @@ inline constexpr int kFoldChannels = 16;  ///< of a block of fold_joint_kernel
 /// @brief Folds the splits of joint values, in order, takes codes' centres out, and hands every head its columns. Grid: groups of kFoldChannels channels x (chunks of columns x groups of heads) x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-__global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(Tables tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
+__global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
   constexpr int groups = scale_groups == 2 ? 2 : 1;
   __shared__ float factors[kMaxJointSplits][kJointColumns], references[groups][kMaxJointSplits][kJointColumns];  // of sums; besides, of values and sums of weights
   const int group = static_cast<int>(blockIdx.y) / call.chunks, chunk = static_cast<int>(blockIdx.y) % call.chunks, sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];

@@ -28,7 +28,7 @@ class JointRing {
 
   /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list, latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
   /// @param first, end  steps of the list that the block has  @param copies  shared memory of joint_copies()
-  __device__ JointRing(const Tables& tables, int slot, int first_head, int heads, const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows, int first, int end, const JointCall& call,
+  __device__ JointRing(const LayerView& tables, int slot, int first_head, int heads, const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows, int first, int end, const JointCall& call,
                        std::uint8_t* memory, int stage_bytes, std::uint64_t* barriers, JointCopy* copies)
       : tables_(tables), memory_(memory), barriers_(barriers), stage_bytes_(stage_bytes), stages_(call.stages), steps_(tile_rows == kPlainRows ? call.steps : 1), left_(end - first), copies_(copies) {
     const int place = static_cast<int>(threadIdx.x + kWarps * 32) - static_cast<int>(blockDim.x), item = place / 32 + kWarps * (place % 32);
@@ -93,7 +93,7 @@ class JointRing {
  private:
   __device__ static int step_bytes(const HeadTiles& layout) { return !layout.codes && layout.keys ? layout.key_units * kPlainUnitBytes : layout.bytes; }
 
-  const Tables& tables_;
+  const LayerView& tables_;
   std::uint8_t* memory_;
   std::uint64_t* barriers_;
   int stage_bytes_, stages_, steps_, left_;

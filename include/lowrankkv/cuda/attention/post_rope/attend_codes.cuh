@@ -51,7 +51,7 @@ __device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t
 /// @tparam groups         scale groups of the channels: gains of a row and part
 /// @tparam segmented      rows may be of several epochs: a block attends to one split of one segment, a chunk a warp
 template <int max_units, int column_blocks, CodeRing kind, int groups, bool segmented>
-__global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks, groups)) attend_codes_kernel(Tables tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
+__global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks, groups)) attend_codes_kernel(LayerView tables, AttentionStep step, Batch batch, int first_sequence, int blocks, int stages, int stage_bytes) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int most_stages = code_stages(kind);
   constexpr int parked_values = parked_floats(max_units, column_blocks);

@@ -32,7 +32,7 @@ enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 /// @tparam column_blocks  blocks of columns that a warp serves at once
 /// @param  stages         tiles of a warp's ring; of a tail whose tiles are larger than those in pages, as many as its memory holds
 template <DType type, PlainRows which, int max_units, int column_blocks, bool scaled = false>
-__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence, int stages) {
+__global__ void __launch_bounds__(kAttendThreads) attend_plain_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries raw_queries, int first_sequence, int stages) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   std::uint8_t* memory = shared_memory;
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][kPlainStages];

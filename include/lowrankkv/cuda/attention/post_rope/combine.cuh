@@ -62,7 +62,7 @@ __device__ inline float of_column(const float4& x, int index) { return index == 
 /// @tparam blocks_per_warp  blocks of eight channels of a head, over the warps
 /// @tparam wide             maps are f32, else 16 bits
 template <int scale_groups, int columns, int blocks_per_warp, bool wide>
-__global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_kernel(Tables tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
+__global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_kernel(LayerView tables, AttentionStep step, CodedForm form, Batch batch, DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   using Sums = detail::Columns<columns>;
   Sums* coefficients = reinterpret_cast<Sums*>(shared_memory);  // [width, or that of joint values]: sums over the compressed rows of a segment, by channel

@@ -106,7 +106,7 @@ __host__ __device__ constexpr int project_sequences(int columns, bool segmented)
 /// kProjectColumns columns.
 /// @tparam wide  maps are f32, else 16 bits  @tparam packs  whether project_sequences() is more than one  @param channels  largest number of key channels of a head's tiles
 template <DType coded_type, CodedForm form, bool wide, bool packs>
-__global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int channels, int first_sequence) {
+__global__ void __launch_bounds__(kStepThreads, 2) project_query_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int channels, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   release_next_kernel();  // its tiles are on their way meanwhile
   const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads, index = static_cast<int>(blockIdx.x) / heads, head_dim = tables.head_dim;

@@ -35,7 +35,7 @@ struct TurnedRows {
     shifts = rotary.shifts + slot * kMaxShifts;
   }
   /// Where compressed rows of a head stand: among the full ones, unless they are listed.
-  __device__ __forceinline__ void read_compressed(const Tables& tables, int slot, int head) {
+  __device__ __forceinline__ void read_compressed(const LayerView& tables, int slot, int head) {
     first_position = num_others = tables.num_rows(RowList::full, slot, head);
     listed = tables.row_positions(RowList::compressed, slot, head);
     others = listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
@@ -179,7 +179,7 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
 /// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
 template <DType type, PlainRows which, int max_units, bool scaled, bool segmented, bool scattered>
-__global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
+__global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
   __shared__ __align__(16) float factors[turned_warps(max_units) * kBlockColumns];

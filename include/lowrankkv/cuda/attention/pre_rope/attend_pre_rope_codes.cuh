@@ -117,7 +117,7 @@ inline constexpr int kTurnedCodeWarps = 8;
 /// @tparam scale_groups  of the channels: gains of a row and part
 /// @param  stage_bytes, lift_units  as of attend_turned_kernel
 template <int max_units, bool copied, bool segmented, bool scattered, int scale_groups>
-__global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
+__global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
   __shared__ __align__(16) float factors[kTurnedCodeWarps * kBlockColumns];

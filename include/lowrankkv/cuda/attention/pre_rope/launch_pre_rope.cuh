@@ -47,7 +47,7 @@ inline int turned_blocks(const LayerState& layer, const AttentionStep& step, con
 template <PlainRows which, bool scattered, bool scaled = false, bool segmented = false>
 void attend_turned_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   int units = 0, stage_bytes = 0, channels = 0, lift_units = 0;
   for (int head = 0; head < (coded ? tables.num_heads : 1); ++head) {
     const HeadTiles& tiles = coded ? layer.layout(RowList::compressed, head) : tables.full;  // no smaller than those of full rows in 8 bits
@@ -71,7 +71,7 @@ void attend_turned_plain(const LayerState& layer, const AttentionStep& step, con
 /// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own  @tparam scattered  rows may stand in any order
 template <int scale_groups, bool segmented, bool scattered>
 void attend_turned_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   int lines = 0, stage_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
     lines = (std::max)(lines, tiles.state_lines());
@@ -96,7 +96,7 @@ void attend_turned_codes(const LayerState& layer, const AttentionStep& step, con
 /// Logits of joint values' heads, for the columns of a launch of attend_joint_kernel. @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam scattered  rows may stand in any order
 template <int scale_groups, bool scattered>
 void make_logits(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, const JointCall& call, int first_sequence, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, units = layer.tiles().max_units(Part::key), last_column = (std::min)((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
   const int pairs = step.pair_of(last_column) - step.pair_of(call.first_chunk * kJointColumns) + 1;
   constexpr bool codes = scale_groups > 0;

@@ -23,7 +23,7 @@ __host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) {
 /// @tparam scattered  rows may stand in any order
 /// @param  stage_bytes   of a ring's stage: the keys of a tile  @param lift_units  as of attend_turned_kernel
 template <int scale_groups, DType type, int max_units, bool copied, bool scattered>
-__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_logits_kernel(Tables tables, AttentionStep step, Batch batch, StepQueries queries, JointCall call, int first_sequence, int blocks, int stage_bytes,
+__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_logits_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, JointCall call, int first_sequence, int blocks, int stage_bytes,
                                                                                                     int ring_bytes, int lift_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;

@@ -81,7 +81,7 @@ __device__ inline void move_row(const HeadTiles& layout, const std::uint8_t* sou
 /// @brief Moves rows to the places that others freed. Grid: pieces of as many rows as a block has warps x compressed lists x sequences.
 /// @param freed  [sequence of the batch, head, stride]: places
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) place_rows_kernel(Tables tables, Leaving leaving, LooseTiles loose, const std::int32_t* freed, std::int32_t stride) {
+__global__ void __launch_bounds__(kStoreThreads) place_rows_kernel(LayerEdit tables, Leaving leaving, LooseTiles loose, const std::int32_t* freed, std::int32_t stride) {
   const int list = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), head = list < tables.num_heads ? list : (list - tables.num_heads) * tables.joint_heads;
   const int row = static_cast<int>(blockIdx.x * kStoreThreads + threadIdx.x) / 32;
   if (row >= loose.counts[sequence * tables.num_heads + head]) return;

@@ -25,7 +25,7 @@ struct GoingRows {
 
 /// @brief Finds the moves of each head's lists; their positions, masses and residuals are those after them, and so are their lengths, where both are weighed, and segments. Grid: heads, or groups of them.
 template <class = void>
-__global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(Tables tables, int slot, GoingRows going, ListMoves moves) {
+__global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
   __shared__ typename detail::PlaceScan::TempStorage storage;
   __shared__ MassSelection selection;
   const int heads = tables.num_heads / static_cast<int>(gridDim.x), leader = static_cast<int>(blockIdx.x) * heads, thread = static_cast<int>(threadIdx.x);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(Tables tables
 
 /// @brief Memory for the moves of a sequence's weighed lists. Allocates it when that is asked for the first time.
 inline ListMoves row_moves(LayerState& layer) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   const auto rows_of = [&](RowList list) { return layer.is_weighed(list) ? static_cast<std::size_t>(layer.max_rows(list)) : 0; };
   const auto segments_of = [&](RowList list) { return static_cast<std::size_t>(list == RowList::full ? 1 : tables.max_segments); };
@@ -80,7 +80,7 @@ inline ListMoves row_moves(LayerState& layer) {
 /// @brief Enqueues what makes rows of the weighed lists go; the host's counts are those before, and so are the device's, unless both lists are weighed. Pages are the sequence's own.
 template <class = void>
 void keep_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   if (tables.weighed_rows(now.rows) == 0) return;
   const ListMoves moves = row_moves(layer);
@@ -104,7 +104,7 @@ inline void own_weighed_pages(LayerState& layer, int slot, cudaStream_t stream) 
 template <class = void>
 void limit_rows(LayerState& layer, int slot, std::int64_t limit, std::int64_t pinned, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
-  const Tables& tables = layer.tables();
+  const LayerEdit& tables = layer.tables();
   if (limit < 0 || tables.weighed_rows(now.rows) <= limit + (tables.weighs_both() ? pinned : 0)) return;
   keep_rows(layer, slot, {0, 0, 0, static_cast<std::int32_t>(limit), static_cast<std::int32_t>(pinned)}, stream);
   if (tables.weighs_both()) {

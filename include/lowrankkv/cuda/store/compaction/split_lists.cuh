@@ -19,7 +19,7 @@ class RowCuts {
   RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), weighed_(layer.tables().tail_masses != nullptr) {
     if (!chosen || first >= now_.first_tail()) return;
     if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
-    const Tables& tables = layer.tables();
+    const LayerEdit& tables = layer.tables();
     for (const RowList list : {RowList::full, RowList::compressed}) {
       const int which = static_cast<int>(list);
       listed_[which] = tables.positions[which] != nullptr;

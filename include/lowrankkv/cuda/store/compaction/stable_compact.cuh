@@ -48,7 +48,7 @@ struct ListShift {
   std::uint8_t* tiles;  // on their way
   int gap, from, until, rows;  // source rows [from, until) of so many
 
-  __device__ ListShift(const Tables& tables, int slot, RowList list, const ListCuts& cuts, int which, const RowShift& shift)
+  __device__ ListShift(const LayerView& tables, int slot, RowList list, const ListCuts& cuts, int which, const RowShift& shift)
       : layout(list == RowList::full ? tables.listed : tables.compressed[cuts.first + which]), table(tables.page_table(list, slot, cuts.first + which)),
         tiles(shift.scratch + static_cast<std::size_t>(which) * shift.stride), gap(cuts.end[which] - cuts.begin[which]), from(cuts.end[which] + shift.first), until(min(cuts.rows[which], from + shift.count)),
         rows(cuts.rows[which]) {
@@ -66,7 +66,7 @@ __device__ inline void copy_tile(const HeadTiles& layout, const std::uint8_t* so
 
 /// @brief Copies tiles with rows that move to scratch memory. Grid: tiles of a list x lists.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) copy_out_kernel(Tables tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
+__global__ void __launch_bounds__(kStoreThreads) copy_out_kernel(LayerView tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
   const detail::ListShift own(tables, slot, list, cuts, static_cast<int>(blockIdx.y), shift);
   const int tile = own.from / own.layout.rows + static_cast<int>(blockIdx.x);
   if (own.from >= own.until || tile * own.layout.rows >= own.until) return;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kStoreThreads) copy_out_kernel(Tables tables, 
 
 /// @brief Puts the rows of those tiles where they go. Grid: tiles of a list x lists.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) close_up_kernel(Tables tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
+__global__ void __launch_bounds__(kStoreThreads) close_up_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
   const detail::ListShift own(tables, slot, list, cuts, static_cast<int>(blockIdx.y), shift);
   const int tile_rows = own.layout.rows, begin = own.from - own.gap, end = own.until - own.gap, tile = begin / tile_rows + static_cast<int>(blockIdx.x);
   const int first = max(begin, tile * tile_rows), last = min(end, (tile + 1) * tile_rows);

@@ -25,12 +25,12 @@ namespace detail {
 using PlaceScan = cub::BlockScan<int, kEvictThreads>;
 
 /// Segments of a list: of one epoch where rows are full, or bases do not move.
-__device__ inline int list_segments(const Tables& tables, RowList list, int slot) { return list == RowList::full || tables.segments == nullptr ? 1 : tables.lengths[slot].num_segments; }
+__device__ inline int list_segments(const LayerView& tables, RowList list, int slot) { return list == RowList::full || tables.segments == nullptr ? 1 : tables.lengths[slot].num_segments; }
 
 /// Plans the moves of a head's list of `rows` rows, and lets its segments begin where they will. All threads of a block of kEvictThreads call it. Returns how many rows stay.
 /// @param stays  stays(row of the list)
 template <class Stays>
-__device__ int plan_moves(const Tables& tables, RowList list, int slot, int head, int rows, Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
+__device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int head, int rows, Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
   const int thread = static_cast<int>(threadIdx.x), segments = list_segments(tables, list, slot);
   DeviceSegment* own = list == RowList::full || tables.segments == nullptr ? nullptr : tables.segments_of(slot, head);
   int target = 0, total = 0;  // where the segment will begin, moves before
@@ -80,7 +80,7 @@ __device__ inline void copy_moves(const RowMoves& planned, const RowMoves& own) 
 }
 
 /// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call it, and are synchronised at the end.
-__device__ inline void move_numbers(const Tables& tables, RowList list, int slot, int head, const RowMoves& moves) {
+__device__ inline void move_numbers(const LayerEdit& tables, RowList list, int slot, int head, const RowMoves& moves) {
   std::int32_t* positions = tables.row_positions(list, slot, head);
   float* masses = tables.row_masses(list, slot, head);
   std::uint32_t* residuals = tables.residuals[static_cast<int>(list)] == nullptr ? nullptr : tables.row_residuals(list, slot, head);
@@ -100,7 +100,7 @@ __device__ inline void move_numbers(const Tables& tables, RowList list, int slot
 
 /// @brief Moves what is stored of the rows. Grid: pieces of as many moves as a block has warps, one where a list may have several segments, x lists, those of joint values too, x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(Tables tables, RowList list, Batch batch, RowMoves moves) {
+__global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(LayerEdit tables, RowList list, Batch batch, RowMoves moves) {
   const int index = static_cast<int>(blockIdx.y), head = index < tables.num_heads ? index : (index - tables.num_heads) * tables.joint_heads, slot = batch.slots[blockIdx.z];
   const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
   const std::int32_t* table = tables.page_table(list, slot, index);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(Tables tables, 
 
 /// @brief Enqueues move_rows_kernel. @param lists  of the kind  @param most  moves of a list, at most
 template <class = void>
-void move_rows(const Tables& tables, RowList list, const Batch& batch, const RowMoves& moves, int lists, std::int64_t most, cudaStream_t stream) {
+void move_rows(const LayerEdit& tables, RowList list, const Batch& batch, const RowMoves& moves, int lists, std::int64_t most, cudaStream_t stream) {
   const std::int64_t pieces = list == RowList::compressed && tables.segments != nullptr ? (std::min)(most, std::int64_t{1}) : (std::min)(std::int64_t{1024}, (most + kMoveThreads / 32 - 1) / (kMoveThreads / 32));
   if (pieces == 0) return;
   move_rows_kernel<><<<dim3(static_cast<unsigned>(pieces), static_cast<unsigned>(lists), static_cast<unsigned>(batch.count)), kMoveThreads, 0, stream>>>(tables, list, batch, moves);
