@@ -29,8 +29,8 @@ def layer(path):
 
 # The folders of cuda/: a folder may include itself and those before it.
 CUDA_FOLDERS = [
-    "runtime", "tiles", "maps", "state", "epochs", "layer",
-    "basis", "updater", "token_policy", "quantizer",
+    "runtime", "tiles", "maps", "state", "epochs",
+    "basis", "updater", "token_policy", "quantizer", "layer",
     "attention/post_rope", "attention/joint", "attention/pre_rope", "attention",
     "scores", "store", "store/compaction", "decode", "update", "compress", "sequence", "cache", "",
 ]

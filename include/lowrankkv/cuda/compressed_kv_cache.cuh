@@ -15,8 +15,13 @@
 #include "lowrankkv/core/memory_usage.hpp"
 #include "lowrankkv/cuda/attention/merge_states.cuh"
 #include "lowrankkv/cuda/backend.cuh"
+#include "lowrankkv/cuda/cache/cache_base.cuh"
+#include "lowrankkv/cuda/cache/checks.cuh"
+#include "lowrankkv/cuda/cache/decode_step.cuh"
+#include "lowrankkv/cuda/cache/prefill.cuh"
 #include "lowrankkv/cuda/cache/reconstruct_waiting.cuh"
 #include "lowrankkv/cuda/cache/token_edits.cuh"
+#include "lowrankkv/cuda/compress/compress.cuh"
 #include "lowrankkv/cuda/decode/certify.cuh"
 #include "lowrankkv/cuda/decode/reconstruct.cuh"
 #include "lowrankkv/cuda/layer/layer_memory.cuh"
@@ -36,18 +41,16 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
 /// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::TokenCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Base = cuda::TokenCalls<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using Base::config_;
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using typename Base::Layer;
   using Base::layer_;
-  using Base::policies_;
-  using Base::prompts_;
-  using Base::sequences_;
 
  public:
   using typename Base::PolicySet;
   using Pool = cuda::PagePool;
   using Shared = cuda::LentMemory;  ///< what the layers of a model share besides pages: a workspace
+  // What these do stands in cuda/cache/cache_base.cuh.
   using Base::bytes_of;
   using Base::check_divide_positions;
   using Base::check_limit;
@@ -78,33 +81,33 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
 
   /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of unrotated keys want 4 of them a token of max_sequences x max_tokens and query head (cuda/state/workspace.cuh).
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    return Base::decode_bytes(Base::checked(config, basis, policies, nullptr), basis, policies);
+    return Layer::decode_bytes(Layer::checked(config, basis, policies, nullptr), basis, policies);
   }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("create", stream);
-    layer_.clear(sequences_.add(seq), stream);
+    cuda::refuse_capture("create", stream);
+    layer_.state.clear(layer_.sequences.add(seq), stream);
   }
   /// @brief Starts `target` as a copy of `source`. Pages are shared until one of the two writes to them; the tail, tables and the sequence's own epochs are copied.
   /// @throws SequenceError if target exists, CapacityError beyond max_sequences
   void fork(SequenceId source, SequenceId target, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("fork", stream);
-    const int from = this->idle_slot(source);
-    cuda::fork_sequence(layer_, from, sequences_.add_copy(from, target), stream);
+    cuda::refuse_capture("fork", stream);
+    const int from = cuda::idle_slot(layer_, source);
+    cuda::fork_sequence(layer_.state, from, layer_.sequences.add_copy(from, target), stream);
   }
-  bool contains(SequenceId seq) const { return sequences_.contains(seq); }  ///< whether create() was called for it, or fork() or load()
+  bool contains(SequenceId seq) const { return layer_.sequences.contains(seq); }  ///< whether create() was called for it, or fork() or load()
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
-  std::int64_t num_tokens(SequenceId seq) const { return this->tokens_of(sequences_.find(seq)); }
+  std::int64_t num_tokens(SequenceId seq) const { return layer_.tokens_of(layer_.sequences.find(seq)); }
   /// @brief Tokens that are at full rank at the end of the sequence.
-  int tail_length(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).tail_length; }
+  int tail_length(SequenceId seq) const { return layer_.state.sequence(layer_.sequences.find(seq)).tail_length; }
   /// @brief Ends a sequence, also one whose prompt is unfinished, and frees its pages: work enqueued later may use them.
   void erase(SequenceId seq, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("erase", stream);
-    const int slot = sequences_.find(seq);
-    prompts_.end(slot);
-    layer_.clear(slot, stream);
-    sequences_.remove(seq);
+    cuda::refuse_capture("erase", stream);
+    const int slot = layer_.sequences.find(seq);
+    layer_.prompts.end(slot);
+    layer_.state.clear(slot, stream);
+    layer_.sequences.remove(seq);
   }
 
   /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored, the earlier rows of its chunk and itself,
@@ -116,10 +119,11 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused
   /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("prefill", stream);
-    const int slot = this->check_prompt(seq, key, value);
-    this->check_queries(query, out, lse, key.num_tokens);
-    this->take_prompt(slot, {key, value, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, true}, prompt, stream);
+    cuda::refuse_capture("prefill", stream);
+    const int slot = cuda::check_prompt(layer_, seq, key, value);
+    cuda::check_queries(layer_, query, out, lse, key.num_tokens);
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    cuda::take_prompt(layer_, slot, {key, value, query, target, true}, prompt, stream);
   }
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
     prefill(seq, query, key, value, out, lse, Prompt::complete, stream);
@@ -131,63 +135,66 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// all n tokens if chunks end inside the call; HeavyHitters: all n tokens, which are then attended to)
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window, Prompt prompt, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("ingest", stream);
-    const int slot = this->check_prompt(seq, key, value);
-    this->check_query_window(slot, q_window, key.num_tokens);
-    this->take_prompt(slot, {key, value, q_window, {}, Base::Rows::keeps_masses}, prompt, stream);  // masses need normalised attention
+    cuda::refuse_capture("ingest", stream);
+    const int slot = cuda::check_prompt(layer_, seq, key, value);
+    cuda::check_query_window(layer_, slot, q_window, key.num_tokens);
+    constexpr bool attends = Layer::Rows::keeps_masses;  // masses need normalised attention
+    cuda::take_prompt(layer_, slot, {key, value, q_window, {}, attends}, prompt, stream);
   }
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }  ///< a complete prompt
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }  ///< a complete prompt whose queries nobody wants
   /// @brief Stores what is left of a prompt whose last part came with Prompt::continues, and waits for counts where ingest() does. @throws CapacityError if others have taken the pages since
   void finish_prompt(SequenceId seq, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("finish_prompt", stream);
-    const int slot = sequences_.find(seq);
-    this->check_pages(slot, prompts_.of(slot).rows());
-    this->finish(slot, stream);
+    cuda::refuse_capture("finish_prompt", stream);
+    const int slot = layer_.sequences.find(seq);
+    cuda::check_prompt_pages(layer_, slot, layer_.prompts.of(slot).rows());
+    cuda::finish_prompt(layer_, slot, stream);
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
-    const int m = this->check_tokens(seqs, key, value);
-    const bool replayed = Base::capturing(stream);
+    const int m = cuda::check_tokens(layer_, seqs, key, value);
+    const bool replayed = cuda::capturing(stream);
     if (!replayed) check_advance(seqs, m);
-    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) { this->enqueue_append(batch, key, value, first * m, m, stream); });
-    if (!replayed) this->advance_host(seqs, m);
+    cuda::for_each_batch(layer_, seqs, [&](const cuda::Batch& batch, std::int64_t first) {
+      cuda::enqueue_append(layer_, batch, key, value, first * m, m, stream);
+    });
+    if (!replayed) cuda::advance_host(layer_, seqs, m);
   }
   void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }  ///< of one sequence
   /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) {
     check_advance(seqs, m);
-    this->advance_host(seqs, m);
+    cuda::advance_host(layer_, seqs, m);
   }
   /// @brief Raises what advance() would raise for these arguments.
-  void check_advance(std::span<const SequenceId> seqs, int m) const { Base::check_advance(seqs, m, config_.tail_capacity); }
+  void check_advance(std::span<const SequenceId> seqs, int m) const { cuda::check_advance(layer_, seqs, m, config().tail_capacity); }
 
   /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
   /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but where ResidualOutliers has a threshold or goes with HeavyHitters, for counts.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("maintain", stream);
-    this->flush(seqs, stream);
+    cuda::refuse_capture("maintain", stream);
+    cuda::flush(layer_, cuda::idle_slots(layer_, seqs), stream);
   }
   void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }  ///< of one sequence
   /// @brief Upper bound of the pages that maintain(seqs) takes.
-  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return this->pages_to_flush(this->idle_slots(seqs), 0); }
+  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), 0); }
 
   /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end. Not capturable.
   /// @throws as append(), CapacityError if the pool lacks the pages for all of it
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("append_maintained", stream);
-    const int m = this->check_tokens(seqs, key, value);
-    Base::check_advance(seqs, m, std::int64_t{1} << 40);
-    layer_.pool().allocator().require(this->pages_to_flush(this->idle_slots(seqs), m));
+    cuda::refuse_capture("append_maintained", stream);
+    const int m = cuda::check_tokens(layer_, seqs, key, value);
+    cuda::check_advance(layer_, seqs, m, std::int64_t{1} << 40);
+    layer_.state.pool().allocator().require(cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), m));
     maintain(seqs, stream);
-    if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config_.tail_capacity - tail_length(seq); })) {
+    if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config().tail_capacity - tail_length(seq); })) {
       append(seqs, key, value, stream);
     } else {
       for (std::size_t i = 0; i < seqs.size(); ++i) {
         for (int done = 0; done < m;) {
-          const int count = (std::min)(config_.tail_capacity - tail_length(seqs[i]), m - done);
+          const int count = (std::min)(config().tail_capacity - tail_length(seqs[i]), m - done);
           const std::int64_t first = static_cast<std::int64_t>(i) * m + done;
           append(seqs[i], key.tokens(first, count), value.tokens(first, count), stream);
           maintain(seqs[i], stream);
@@ -205,8 +212,9 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param query [seqs.size() * m, num_qo_heads, head_dim]  @param out the same, f32  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
   /// @throws ShapeError if m exceeds a tail or config.max_query_tokens
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
-    this->check_queries(query, out, lse, query.num_tokens);
-    attend_to<false>(seqs, query, {out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride}, cuda::QueryTokens::own, stream);
+    cuda::check_queries(layer_, query, out, lse, query.num_tokens);
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    cuda::attend_sequences<false>(layer_, seqs, query, target, cuda::QueryTokens::own, stream);
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }  ///< of one sequence
 
@@ -215,10 +223,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
   /// @throws as attend(), ShapeError
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) {
-    this->check_queries(query, out, lse, query.num_tokens);
-    const bool own = mass.data != nullptr && lse.data == nullptr;
-    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, own ? layer_.workspace().step_lse() : lse.data, own ? config_.shape.num_qo_heads : lse.token_stride};
-    attend_to<true>(seqs, query, target, cuda::QueryTokens::own, stream, mass);
+    cuda::check_queries(layer_, query, out, lse, query.num_tokens);
+    cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    if (mass.data != nullptr && lse.data == nullptr) {
+      target.lse = layer_.state.workspace().step_lse();
+      target.lse_stride = config().shape.num_qo_heads;
+    }
+    cuda::attend_sequences<true>(layer_, seqs, query, target, cuda::QueryTokens::own, stream, mass);
   }
   void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, mass, stream); }
 
@@ -226,12 +237,12 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// A number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
   /// @param mass  as given to attend(); empty: nothing  @throws ShapeError, SequenceError if a sequence is named twice
   void accumulate(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Base::Rows::keeps_masses)
+    requires(Layer::Rows::keeps_masses)
   {
-    this->accumulate_masses(seqs, mass, stream);
+    cuda::accumulate_masses(layer_, seqs, mass, stream);
   }
   void accumulate(SequenceId seq, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Base::Rows::keeps_masses)
+    requires(Layer::Rows::keeps_masses)
   {
     accumulate(std::span(&seq, 1), mass, stream);
   }
@@ -243,47 +254,17 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// before their rotary embedding count from this cache's first token: give queries that are turned back by the position of that token
   /// @throws as attend()
   void attend_partial(std::span<const SequenceId> seqs, const QueryView& query, const cuda::StateView& states, cuda::QueryTokens tokens, cudaStream_t stream = nullptr) {
-    this->check_queries(query, {states.values, states.num_tokens, states.num_heads, states.head_dim}, {states.maximum, states.num_tokens, states.num_heads}, query.num_tokens);
-    if (states.maximum == nullptr || states.sum == nullptr) detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens, " x ", states.num_heads, " numbers expected");
-    attend_to<false>(seqs, query, {states.values, std::int64_t{states.num_heads} * states.head_dim, states.head_dim, states.maximum, states.num_heads, states.sum}, tokens, stream);
+    const OutputView out{states.values, states.num_tokens, states.num_heads, states.head_dim};
+    const LseView lse{states.maximum, states.num_tokens, states.num_heads};
+    cuda::check_queries(layer_, query, out, lse, query.num_tokens);
+    if (states.maximum == nullptr || states.sum == nullptr) {
+      detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens, " x ", states.num_heads, " numbers expected");
+    }
+    const std::int64_t token_stride = std::int64_t{states.num_heads} * states.head_dim;
+    const cuda::DeviceOutput target{states.values, token_stride, states.head_dim, states.maximum, states.num_heads, states.sum};
+    cuda::attend_sequences<false>(layer_, seqs, query, target, tokens, stream);
   }
 
- private:
-  template <bool weighs>  // kernels that nobody asks for are not compiled
-  void attend_to(std::span<const SequenceId> seqs, const QueryView& query, const cuda::DeviceOutput& target, cuda::QueryTokens tokens, cudaStream_t stream, const MassView& mass = {}) {
-    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-    if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) detail::fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
-    if (count > config_.max_sequences) detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config_.max_sequences);
-    const int m = static_cast<int>(query.num_tokens / count);
-    const bool own = tokens == cuda::QueryTokens::own;
-    if (m > config_.max_query_tokens) detail::fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
-    const bool replayed = Base::capturing(stream);
-    std::int64_t compressed = replayed ? layer_.max_rows(RowList::compressed) : 0, full = replayed ? layer_.max_rows(RowList::full) : 0;
-    for (const SequenceId seq : seqs) {
-      const cuda::HostSequence& now = layer_.sequence(this->idle_slot(seq));
-      if (!replayed && own && m > now.tail_length) detail::fail<ShapeError>("attend: ", m, " query tokens, sequence ", seq, " has ", now.tail_length, " tokens in its tail");
-      compressed = (std::max)(compressed, std::int64_t{now.rows.num_compressed});
-      full = (std::max)(full, std::int64_t{now.rows.num_full});
-    }
-    if (weighs && mass.data != nullptr) {
-      this->check_masses(seqs, mass, replayed);
-      cuda::clear_masses(mass, stream);
-    }
-    cuda::AttentionStep step = layer_.workspace().step(m);
-    step.sees_all = !own;
-    this->for_each_batch(seqs, [&](const cuda::Batch& batch, std::int64_t first) {
-      cuda::attend_step<Base::kForm, Base::Rows::keeps_masses, Base::scale_groups, Base::joins, Base::Rule::adapts>(layer_, step, batch, cuda::device_rows(query), target, first * m, static_cast<int>(first), layer_.workspace().coded_splits(compressed), full, stream);
-      if constexpr (weighs) {
-        if (mass.data == nullptr) return;
-        const cuda::MassQueries measured = cuda::mass_queries(layer_, query, target.lse, target.lse_stride, m, first * m);
-        const cuda::DeviceMasses masses{mass.data, mass.num_positions};
-        cuda::measure_masses(layer_, batch, measured, {}, masses, static_cast<int>(first), full, stream);
-        if constexpr (Base::Rows::compresses) cuda::measure_compressed_masses<Base::coded_groups>(layer_, step, batch, measured, masses, static_cast<int>(first), compressed, stream);
-      }
-    });
-  }
-
- public:
   /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp), against attention over
   /// the same tokens at full rank, rounded to full_type as they arrived; dropped tokens are outside them. Needs config.keep_residuals. A query or an lse that is not finite has no bound.
   /// Cost: a reconstruction of the keys, their logits once more; a few launches a sequence and 2048 rows. Scratch memory may be allocated; waits for nothing else; not capturable.
@@ -292,11 +273,13 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @throws StateError without config.keep_residuals, ShapeError as attend()
   void certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr,
                cudaStream_t stream = nullptr) {
-    Base::refuse_capture("certify", stream);
-    const int m = this->check_certify(seqs, query, lse, out);
+    cuda::refuse_capture("certify", stream);
+    const int m = cuda::check_certify(layer_, seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const cuda::MassQueries queries = cuda::mass_queries(layer_, query, lse.data, lse.token_stride, m, static_cast<std::int64_t>(i) * m);
-      cuda::certify_sequence<Base::coded_groups>(layer_, sequences_.find(seqs[i]), queries, out, allowed, exceeding, stream);
+      const std::int64_t first = static_cast<std::int64_t>(i) * m;
+      const cuda::MassQueries queries = cuda::mass_queries(layer_.state, query, lse.data, lse.token_stride, m, first);
+      const int slot = layer_.sequences.find(seqs[i]);
+      cuda::certify_sequence<Layer::coded_groups>(layer_.state, slot, queries, out, allowed, exceeding, stream);
     }
   }
   void certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr, cudaStream_t stream = nullptr) {
@@ -306,87 +289,92 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
   /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
-    Base::refuse_capture("reconstruct", stream);
-    const int slot = sequences_.find(seq);
-    detail::check_rows("key", key, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
-    detail::check_rows("value", value, key.num_tokens, config_.shape.num_kv_heads, config_.shape.head_dim);
+    cuda::refuse_capture("reconstruct", stream);
+    const CacheShape& shape = config().shape;
+    const int slot = layer_.sequences.find(seq);
+    detail::check_rows("key", key, key.num_tokens, shape.num_kv_heads, shape.head_dim);
+    detail::check_rows("value", value, key.num_tokens, shape.num_kv_heads, shape.head_dim);
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
-    if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
-    const std::int64_t in_lists = layer_.sequence(slot).num_tokens, stored = (std::clamp)(in_lists - first, std::int64_t{0}, count);
+    if (first < 0 || first > tokens || count > tokens - first) {
+      detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
+    }
+    const std::int64_t in_lists = layer_.state.sequence(slot).num_tokens;
+    const std::int64_t stored = (std::clamp)(in_lists - first, std::int64_t{0}, count);
     const cuda::DeviceTarget keys = cuda::device_target(key), values = cuda::device_target(value);
     if (stored > 0) {
-      const cuda::TokenRange range = cuda::token_range(layer_, slot, first, stored);
-      cuda::reconstruct_rows<Base::coded_groups, Base::joins>(layer_, slot, range, Base::Rows::drops, keys, values, stream);
+      const cuda::TokenRange range = cuda::token_range(layer_.state, slot, first, stored);
+      cuda::reconstruct_rows<Layer::coded_groups, Layer::joins>(layer_.state, slot, range, Layer::Rows::drops, keys, values, stream);
     }
-    if (count > stored) cuda::reconstruct_waiting(config_, this->prompts_.of(slot), first + stored - in_lists, stored, count - stored, keys, values, stream);
+    if (count > stored) {
+      const cuda::OpenPrompt& waiting = layer_.prompts.of(slot);
+      cuda::reconstruct_waiting(config(), waiting, first + stored - in_lists, stored, count - stored, keys, values, stream);
+    }
   }
 
   /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail, and of an unfinished prompt that wait, are full. Waits for the stream.
   /// @throws ShapeError beyond the heads or the sequence
   void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream = nullptr) const {
-    Base::refuse_capture("row_states", stream);
-    cuda::read_row_states(layer_, sequences_.find(seq), num_tokens(seq), kv_head, first, states, stream);
+    cuda::refuse_capture("row_states", stream);
+    cuda::read_row_states(layer_.state, layer_.sequences.find(seq), num_tokens(seq), kv_head, first, states, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.
   std::uint32_t faults() const {
     std::uint32_t count = 0;
     cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    cuda::check(cudaMemcpy(&count, layer_.tables().faults, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    cuda::check(cudaMemcpy(&count, layer_.state.tables().faults, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return count;
   }
 
   /// @brief Bytes that save() writes for a sequence.
-  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_, this->idle_slot(seq), {}, true, nullptr); }
+  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_.state, cuda::idle_slot(layer_, seq), {}, true, nullptr); }
   /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of page size; own epochs included, the calibrated maps
   /// as a fingerprint. Loaded, it goes on bit for bit as the original. Waits for the stream; scratch memory may be allocated. The bytes are this backend's own.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
   std::size_t save(SequenceId seq, std::span<std::byte> buffer, cudaStream_t stream = nullptr) const {
-    Base::refuse_capture("save", stream);
-    return cuda::save_sequence(layer_, this->idle_slot(seq), buffer, false, stream);
+    cuda::refuse_capture("save", stream);
+    return cuda::save_sequence(layer_.state, cuda::idle_slot(layer_, seq), buffer, false, stream);
   }
   /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps, policies and tail capacity; max_tokens, pages and other
   /// sequences may differ. Waits for the stream.
   /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer, CapacityError if they do not fit
   void load(SequenceId seq, std::span<const std::byte> saved, cudaStream_t stream = nullptr) {
-    Base::refuse_capture("load", stream);
-    const cuda::SavedSequence sequence = cuda::read_sequence(layer_, saved);
-    const cuda::SavedCounts& counts = sequence.counts;
-    const std::int64_t stored = counts.num_tokens - counts.tail_length;
-    const auto check_kept = [&](const char* which, std::int64_t saved_rows, std::int64_t most_rows) {
-      if (saved_rows > most_rows) detail::fail<FormatError>("saved state: ", saved_rows, " ", which, " rows of ", stored, ", this cache's token policy keeps at most ", most_rows);
-    };
-    check_kept("full", sequence.rows.num_full, layer_.is_weighed(RowList::full) ? layer_.max_rows(RowList::full) : this->most_full_rows(stored));  // of weighed ones more may be left than will be
-    check_kept("compressed", sequence.rows.num_compressed, layer_.is_weighed(RowList::compressed) ? layer_.max_rows(RowList::compressed) : Base::most_rows(policies_.token_policy, stored).compressed);
-    layer_.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
-    cuda::load_sequence(layer_, sequences_.add(seq), sequence, stream);
+    cuda::refuse_capture("load", stream);
+    const cuda::SavedSequence sequence = cuda::read_sequence(layer_.state, saved);
+    cuda::check_saved_rows(layer_, sequence.rows, sequence.counts.num_tokens - sequence.counts.tail_length);
+    layer_.state.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
+    cuda::load_sequence(layer_.state, layer_.sequences.add(seq), sequence, stream);
   }
 
   /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them. Waits for the device where epochs begin when values say so.
-  MemoryUsage memory(SequenceId seq) const { return cuda::sequence_memory(layer_, sequences_.find(seq), Base::listed(), prompts_.of(sequences_.find(seq)).bytes()); }
+  MemoryUsage memory(SequenceId seq) const {
+    const int slot = layer_.sequences.find(seq);
+    return cuda::sequence_memory(layer_.state, slot, Layer::listed(), layer_.prompts.of(slot).bytes());
+  }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
     MemoryUsage usage;
-    sequences_.for_each([&](SequenceId seq, int) { usage += memory(seq); });
-    usage.shared_bytes = layer_.shared_map_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + prompts_.bytes() - usage.pending_bytes - usage.tail_bytes - usage.epoch_bytes - usage.updater_bytes - usage.residual_bytes + layer_.pool().idle_bytes();
+    layer_.sequences.for_each([&](SequenceId seq, int) { usage += memory(seq); });
+    usage.shared_bytes = layer_.state.shared_map_bytes();
+    const std::size_t in_use = usage.pending_bytes + usage.tail_bytes + usage.epoch_bytes + usage.updater_bytes + usage.residual_bytes;
+    usage.reserved_bytes = layer_.state.reserved_bytes() + layer_.prompts.bytes() - in_use + pool().idle_bytes();
     return usage;
   }
   /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.
-  std::size_t workspace_bytes() const { return layer_.workspace().decode_bytes(); }
+  std::size_t workspace_bytes() const { return layer_.state.workspace().decode_bytes(); }
   /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for the device where epochs begin when values say so.
   CacheStatistics statistics() const {
-    CacheStatistics all = this->statistics_;
-    if constexpr (Base::rolls) cuda::count_rolls(layer_, all);
+    CacheStatistics all = layer_.statistics;
+    if constexpr (Layer::rolls) cuda::count_rolls(layer_.state, all);
     return all;
   }
   /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys), unless the token policy keeps all at full rank.
-  int tokens_per_page(int kv_head) const { return cuda::tokens_per_page(layer_, kv_head); }
+  int tokens_per_page(int kv_head) const { return cuda::tokens_per_page(layer_.state, kv_head); }
   /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless the token policy keeps all at full rank).
-  std::size_t bytes_for(std::int64_t tokens) const { return cuda::bytes_for(layer_, tokens); }
-  int num_free_sequences() const { return sequences_.num_free(); }  ///< that create() still has room for
-  const CacheConfig& config() const { return config_; }  ///< as it was given, defaults filled in
-  const Pool& pool() const { return layer_.pool(); }  ///< pages, which layers may share
+  std::size_t bytes_for(std::int64_t tokens) const { return cuda::bytes_for(layer_.state, tokens); }
+  int num_free_sequences() const { return layer_.sequences.num_free(); }  ///< that create() still has room for
+  const CacheConfig& config() const { return layer_.config; }  ///< as it was given, defaults filled in
+  const Pool& pool() const { return layer_.state.pool(); }  ///< pages, which layers may share
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer and sequences, what is checked before a call changes anything.
+/// @file cuda/cache/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer, what layers
+/// share, and the calls that are about which tokens a sequence has and where they stand.
 #pragma once
 
 #include <algorithm>
@@ -11,267 +12,188 @@
 #include <vector>
 
 #include "lowrankkv/core/calls.hpp"
-#include "lowrankkv/core/statistics.hpp"
-#include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cuda/basis/folded_basis.cuh"
-#include "lowrankkv/cuda/cache/cache_rules.cuh"
-#include "lowrankkv/cuda/cache/open_prompt.cuh"
-#include "lowrankkv/cuda/layer/layer_state.cuh"
-#include "lowrankkv/cuda/scores/attention_scores.cuh"
-#include "lowrankkv/cuda/state/append_rows.cuh"
-#include "lowrankkv/cuda/update/compress_scratch.cuh"
-#include "lowrankkv/detail/sequence_table.hpp"
+#include "lowrankkv/cuda/cache/checks.cuh"
+#include "lowrankkv/cuda/cache/token_edits.cuh"
+#include "lowrankkv/cuda/compress/leaving_rows.cuh"
+#include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/sequence/remove_tokens.cuh"
+#include "lowrankkv/cuda/sequence/truncate_shift.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The state of a cache and its checks; CompressedKVCache<Cuda, ...> is the public face.
+/// @brief A cache's layer, and those of its calls that only count and move tokens;
+/// CompressedKVCache<Cuda, ...> is the public face.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CacheBase : public CacheRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+class CacheBase {
  public:  // CompressedKVCache inherits it privately
-  using Known = CacheRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using typename Known::Codec;
-  using typename Known::PolicySet;
-  using typename Known::Rows;
-  using typename Known::Rule;
-  using Known::coded_groups;
-  using Known::joins;
-  using Known::rolls, Known::sketches, Known::exempts_in_parts;
-  using Known::scale_groups;
+  using Layer = cuda::Layer<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using PolicySet = typename Layer::PolicySet;
 
-  CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies, std::shared_ptr<PagePool> pool, const LentMemory& workspace)
-      : policies_(policies), config_(Known::checked(config, basis, policies, pool.get())), layer_(config_, Known::tiles_of(config_, basis, policies), folded_basis(basis, policies.quantizer, config_.shape.head_dim), Known::most_rows(config_, policies), Known::limits(policies), Known::listed(), std::move(pool), workspace),
-        sequences_(config_), prompts_(config.max_sequences) {
+  CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies,
+            std::shared_ptr<PagePool> pool, const LentMemory& workspace)
+      : layer_(config, basis, policies, std::move(pool), workspace) {
     // Flushes of all sequences at once find their scratch memory there.
-    compress_scratch(layer_, 0, 0, lists_of(static_cast<std::size_t>(config_.max_sequences), Phase::decode), config_.flush_interval, layer_.max_rows(layer_.tables().weighed), ever_pinned());
+    const std::int64_t weighed = layer_.state.max_rows(layer_.state.tables().weighed);
+    flush_scratch(layer_, static_cast<std::size_t>(layer_.config.max_sequences), weighed);
   }
 
-  /// Rows of a sequence that are pinned, at most.
-  std::int64_t ever_pinned() const { return pinned_rows(policies_.token_policy, 0, config_.max_tokens); }
-  /// Lists of rows are chosen on the device: of the heads of one prompt, or of all sequences that are maintained at once.
-  std::size_t lists_of(std::size_t sequences, Phase phase) const {
-    const bool any = Rows::by_errors || Rows::keeps_masses || (phase == Phase::prefill && Known::scoring_window(policies_) > 0);
-    return any ? static_cast<std::size_t>(config_.shape.num_kv_heads) * (std::min)(sequences, std::size_t{kMaxBatch}) : 0;
-  }
-
-  /// The slot of a sequence whose prompt is complete. @throws StateError if it is not
-  int idle_slot(SequenceId seq) const {
-    const int slot = sequences_.find(seq);
-    if (prompts_.of(slot).open) {
-      ::lowrankkv::detail::fail<StateError>("sequence ", seq, ": its prompt of ", tokens_of(slot), " tokens so far continues, a complete one is expected; call finish_prompt");
+  /// @brief The pool that layers with these bases can ever need: pages of config.page_bytes, or of
+  /// the size that wastes least over all of them. @throws as the constructor
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+                            const PolicySet& policies) {
+    std::vector<LayerTiles> layers;
+    for (const LayerBasis& basis : bases) {
+      layers.push_back(
+          Layer::tiles_of(Layer::checked(config, basis, policies, nullptr), basis, policies));
     }
-    return slot;
+    return pool_of(config, std::move(layers), Layer::most_rows(config, policies));
   }
-  /// The same of some sequences; one that is named twice is there once.
-  std::vector<int> idle_slots(std::span<const SequenceId> seqs) const {
-    std::vector<int> slots;
-    for (const SequenceId seq : seqs) {
-      const int slot = idle_slot(seq);
-      if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
+  /// @brief Makes what layers share besides pages: a workspace for the largest of them. Allocates
+  /// on the device.
+  static LentMemory make_shared(const CacheConfig& config, std::span<const LayerBasis> bases,
+                                const PolicySet& policies) {
+    std::size_t bytes = 0;
+    for (const LayerBasis& basis : bases) {
+      const CacheConfig checked = Layer::checked(config, basis, policies, nullptr);
+      bytes = (std::max)(bytes, Layer::decode_bytes(checked, basis, policies));
     }
-    return slots;
+    const auto memory = std::make_shared<DeviceArray<std::uint8_t>>(bytes);
+    return {memory->data(), bytes, memory};
   }
-  /// Tokens of a sequence, those of an unfinished chunk included.
-  std::int64_t tokens_of(int slot) const { return layer_.sequence(slot).num_tokens + prompts_.of(slot).rows(); }
-
-  /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows that come after them.
-  float limit() const {
-    if (!config_.check_finite) return max_finite(DType::f32);
-    const float coded = config_.full_row_bits == 8 ? kScaledHalf * max_finite(DType::f16) : max_finite(DType::f32);  // so many steps, each an f16
-    return (std::min)(max_finite(config_.full_type), coded);
+  static std::size_t bytes_of(const LentMemory& shared) { return shared.bytes; }
+  /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
+  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
+                                const PolicySet& policies) {
+    return pool_size(config, {&basis, 1}, policies).num_pages;
   }
-
-  void check_views(const KeyView& key, const ValueView& value, std::int64_t sequences, std::int64_t m) const {
-    ::lowrankkv::detail::check_keys_and_values(key, value, sequences, m, config_.shape.num_kv_heads, config_.shape.head_dim);
-  }
-
-  /// Raises unless these are queries of so many tokens, side by side in no pages.
-  void check_query(const QueryView& query, std::int64_t tokens) const {
-    ::lowrankkv::detail::check_rows("query", query, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    if (query.pages.used()) ::lowrankkv::detail::fail<ShapeError>("query: in pages of ", query.pages.page_tokens, " tokens, 0 expected on this backend");
-  }
-  void check_queries(const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t tokens) const {
-    check_query(query, tokens);
-    ::lowrankkv::detail::check_rows("out", out, tokens, config_.shape.num_qo_heads, config_.shape.head_dim);
-    if (lse.data != nullptr) check_lse(lse, tokens);
-  }
-  void check_lse(const LseView& lse, std::int64_t tokens) const {
-    ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "lse", lse.num_heads);
-    ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
-  }
-  /// Raises what certify() raises. Returns query tokens of a sequence.
-  int check_certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out) const {
-    using ::lowrankkv::detail::fail;
-    if (!config_.keep_residuals) fail<StateError>("certify: keep_residuals is ", config_.keep_residuals, ", 1 is needed: norms of residuals are kept as rows are stored");
-    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-    if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) fail<ShapeError>("certify: ", query.num_tokens, " query tokens for ", count, " sequences");
-    check_query(query, query.num_tokens);
-    if (lse.data == nullptr) fail<ShapeError>("lse: null pointer with num_tokens ", query.num_tokens);
-    check_lse(lse, query.num_tokens);
-    ::lowrankkv::detail::check_equal("num_tokens", "expected", query.num_tokens, "certificates", out.data == nullptr ? 0 : out.num_tokens);
-    ::lowrankkv::detail::check_equal("num_heads", "cache", config_.shape.num_qo_heads, "certificates", out.num_heads);
-    const std::int64_t m = query.num_tokens / count;
-    if (m > config_.max_query_tokens) fail<ShapeError>("certify: ", m, " query tokens a sequence, max_query_tokens ", config_.max_query_tokens);
-    for (const SequenceId seq : seqs) {
-      const int tail = layer_.sequence(idle_slot(seq)).tail_length;
-      if (m > tail) fail<ShapeError>("certify: ", m, " query tokens, sequence ", seq, " has ", tail, " tokens in its tail");
-    }
-    return static_cast<int>(m);
-  }
-  /// Raises unless masses are there for all sequences, in all positions; captured, in all that replays can reach.
-  void check_masses(std::span<const SequenceId> seqs, const MassView& mass, bool captured) const {
-    check_mass(config_, mass, static_cast<std::int64_t>(seqs.size()), captured);
-    for (const SequenceId seq : seqs) {
-      const std::int64_t tokens = layer_.sequence(idle_slot(seq)).num_tokens;
-      if (mass.num_positions < tokens) ::lowrankkv::detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
-    }
+  /// @brief The page size that config.page_bytes = 0 stands for.
+  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
+                                const PolicySet& policies) {
+    return pool_size(config, {&basis, 1}, policies).page_bytes;
   }
 
-  /// Adds attention received to what rows have received before.
-  void accumulate_masses(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream) const {
-    if (mass.data == nullptr) return;
-    const bool replayed = capturing(stream);
-    check_masses(seqs, mass, replayed);
-    check_distinct("accumulate", seqs);
-    const HeadRows most{static_cast<std::int32_t>(layer_.max_rows(RowList::full)), static_cast<std::int32_t>(layer_.max_rows(RowList::compressed))};
-    std::int64_t rows = replayed ? std::int64_t{layer_.tables().weighed_rows(most)} + config_.tail_capacity : 0;
-    for (const SequenceId seq : seqs) {
-      const HostSequence& now = layer_.sequence(sequences_.find(seq));
-      rows = (std::max)(rows, std::int64_t{layer_.tables().weighed_rows(now.rows)} + now.tail_length);
-    }
-    if (rows == 0) return;
-    for_each_batch(seqs, [&](const Batch& batch, std::int64_t first) { enqueue_accumulate(layer_, batch, {mass.data, mass.num_positions}, static_cast<int>(first), rows, stream); });
+  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens;
+  /// copies of it too. The host's alone. @throws CapacityError beyond that, or if it has more
+  void limit(SequenceId seq, std::int64_t max_tokens) {
+    const int slot = layer_.sequences.find(seq);
+    layer_.sequences.limit(slot, max_tokens, layer_.tokens_of(slot));
+  }
+  /// @brief Raises what limit() would raise for these arguments.
+  void check_limit(SequenceId seq, std::int64_t max_tokens) const {
+    layer_.sequences.check_limit(max_tokens, layer_.tokens_of(layer_.sequences.find(seq)));
+  }
+  /// @brief Tokens that a sequence may have.
+  std::int64_t max_tokens(SequenceId seq) const {
+    return layer_.sequences.max_tokens(layer_.sequences.find(seq));
   }
 
-  /// Describes the rows that leave a slot as sequence `i` of a batch. @param before  so many leave before them
-  void describe(Leaving& leaving, int i, int slot, std::int64_t count, Phase phase, std::int64_t before = 0) const {
-    const RowCounts counts = row_counts(policies_.token_policy, layer_.sequence(slot).first_tail() + before, count, phase);
-    leaving.slots[i] = slot;
-    leaving.rows[i] = static_cast<std::int32_t>(count);
-    leaving.full[i] = static_cast<std::int32_t>(counts.full);
-    leaving.compressed[i] = static_cast<std::int32_t>(counts.compressed);
-    leaving.pinned[i] = static_cast<std::int32_t>(counts.pinned);
-    leaving.position[i] = static_cast<std::int32_t>(layer_.sequence(slot).first_tail() + before);
-    leaving.limit[i] = static_cast<std::int32_t>(counts.limit);
+  /// @brief The shortest length that truncate() reaches exactly.
+  std::int64_t rollback_limit(SequenceId seq) const {
+    return layer_.state.sequence(idle_slot(layer_, seq)).first_tail();
   }
-  /// Whether leaving rows may take places of stored ones: in the head whose list has the most, so that the fewest go to its end.
-  bool replaces_rows(const Leaving& leaving, int i, const SequenceRows& now) const {
-    const RowList weighed = layer_.tables().weighed;
-    const std::int32_t stored = layer_.tables().weighed_rows(now.rows);
-    if (Rows::weighs_both) return stored + leaving.candidates(i) > leaving.limit[i];
-    return Rows::keeps_masses && (stored > leaving.limit[i] || leaving.added(weighed, weighed, i, stored) < leaving.offered(weighed, i));
+  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where
+  /// values chose among them the stream is waited for, else nothing is.
+  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: CapacityError where a
+  /// head's outliers were so early that its full rows could outgrow their tables, or, where rows
+  /// stay by the attention that they have received, forks share pages and the pool lacks others
+  TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
+    refuse_capture("truncate", stream);
+    std::vector<HeadRows> kept = kept_below(layer_, seq, length, stream);
+    return truncate_sequence(layer_.state, layer_.sequences.find(seq), length, std::move(kept),
+                             stream);
   }
-  /// Whether how many rows stay full for their errors, only values say: of no part of a prompt might a head keep one, none might have a large enough error, and masses might keep none.
-  bool counts_vary(Phase phase) const { return Rows::weighs_both || (Known::exempts_in_parts && phase == Phase::prefill) || least_error(policies_.token_policy) > 0.0F; }
-  /// How many rows of a head come to the compressed list, at most.
-  std::int32_t most_compressed(const Leaving& leaving, int i, Phase phase) const { return counts_vary(phase) ? leaving.candidates(i) : leaving.compressed[i]; }
-  /// Adds the rows that leave sequence `i` of a batch, as many as lists may get.
-  void add_most(SequenceRows& after, const Leaving& leaving, int i, Phase phase) const {
-    if (Rows::weighs_both) return after.add_weighed(leaving, i, leaving.limit[i] + static_cast<std::int32_t>(ever_pinned()));
-    after.add_rows(leaving, i, layer_.tables().weighed);
-    after.rows.num_compressed += most_compressed(leaving, i, phase) - leaving.compressed[i];
+  /// @brief Raises what truncate() would raise for these arguments. Waits for the device where
+  /// values chose among the rows that would go.
+  void check_truncate(SequenceId seq, std::int64_t length) const {
+    static_cast<void>(kept_below(layer_, seq, length, nullptr));
   }
-  /// Adds the pages for rows that leave in turns. Returns the rows of the lists then. @param turn  gives how many leave next; 0: no more do
-  template <class Turn>
-  SequenceRows demand_rows(int slot, Phase phase, PageDemand& demand, Turn&& turn) const {
-    SequenceRows after = layer_.sequence(slot);
-    Leaving leaving;
-    bool replaces = false;
-    std::int64_t before = 0;
-    for (std::int64_t count = turn(); count > 0; before += count, count = turn()) {
-      describe(leaving, 0, slot, count, phase, before);
-      replaces = replaces || replaces_rows(leaving, 0, after);
-      if (!Rows::weighs_both) after.limit_rows(leaving.limit[0], layer_.tables().weighed);
-      add_most(after, leaving, 0, phase);
-    }
-    layer_.demand_rows(slot, after, replaces, demand);
-    return after;
-  }
-  /// Rows of a tail beyond which it is flushed.
-  int kept_rows() const { return recent_rows(policies_.token_policy) + config_.flush_interval; }
-  /// Upper bound of the pages for the flushes that are due when each slot has `added` more tokens.
-  std::int64_t pages_to_flush(std::span<const int> slots, std::int64_t added) const {
+
+  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that
+  /// the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
+  /// shift_positions() may close the gap where keys are stored unrotated. What bases learnt stays.
+  /// About ten launches, two more for every 32 MiB of rows that move, one for every 32 heads where
+  /// they differ, and one for every page that forks share; replayed steps see it. Rows that move
+  /// pass through scratch memory, which may be allocated, which waits. Waits for the stream where
+  /// values chose among rows that go or move, else for nothing.
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks
+  /// others; before the tail CapacityError as of truncate(), StateError where counts say which rows
+  /// are at full rank and fewer tokens would be left than the policy keeps so, compressed ones
+  /// among them
+  void remove(SequenceId seq, std::int64_t first, std::int64_t count,
+              cudaStream_t stream = nullptr) {
+    refuse_capture("remove", stream);
+    const RemovedRows rows = removed_rows(layer_, seq, first, count, stream);
+    const int slot = layer_.sequences.find(seq);
     PageDemand demand;
-    for (const int slot : slots) {
-      std::int64_t tail = layer_.sequence(slot).tail_length + added;
-      demand_rows(slot, Phase::decode, demand, [&]() -> std::int64_t {
-        if (tail <= kept_rows()) return 0;
-        tail -= config_.flush_interval;
-        return config_.flush_interval;
-      });
-    }
+    demand_removal(layer_.state, slot, rows, demand);
+    layer_.state.pool().allocator().require(demand.total());
+    remove_tokens(layer_.state, slot, first, count, rows, stream);
+  }
+  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise, and
+  /// allocates the scratch memory that it takes. Waits for the device where values chose among rows
+  /// that go or move.
+  std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
+    const RemovedRows rows = removed_rows(layer_, seq, first, count, nullptr);
+    PageDemand demand;
+    demand_removal(layer_.state, layer_.sequences.find(seq), rows, demand);
     return demand.total();
   }
 
-  /// Rows for the tails of some sequences: how many each has.
-  int check_tokens(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) const {
-    const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-    if (count == 0 || key.num_tokens % count != 0) ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
-    check_views(key, value, count, key.num_tokens / count);
-    return static_cast<int>(key.num_tokens / count);
-  }
-  /// Raises unless m more tokens fit each sequence, and its tail.
-  void check_advance(std::span<const SequenceId> seqs, int m, std::int64_t tail_capacity) const {
-    check_distinct("append", seqs);
-    for (const SequenceId seq : seqs) {
-      const HostSequence& now = layer_.sequence(idle_slot(seq));
-      if (m > tail_capacity - now.tail_length) {
-        ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", tail_capacity, ", sequence ", seq, " has ", now.tail_length, " rows in its tail, given ", m, "; call maintain");
-      }
-      const std::int64_t most = sequences_.max_tokens(sequences_.find(seq));
-      if (m > most - now.num_tokens) ::lowrankkv::detail::fail<CapacityError>("max_tokens: ", most, ", sequence ", seq, " has ", now.num_tokens, ", given ", m);
+  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless
+  /// positions were shifted. Queries of a token must arrive rotated to it.
+  std::int64_t position(SequenceId seq, std::int64_t token) const {
+    const int slot = layer_.sequences.find(seq);
+    const std::int64_t tokens = layer_.tokens_of(slot);
+    if (token < 0 || token > tokens) {
+      ::lowrankkv::detail::fail<ShapeError>("position: token ", token, ", sequence has ", tokens,
+                                            " tokens");
     }
+    return layer_.state.sequence(slot).shifts.position(token);
   }
-  void advance_host(std::span<const SequenceId> seqs, int m) {
-    for (const SequenceId seq : seqs) {
-      HostSequence& now = layer_.sequence(sequences_.find(seq));
-      now.tail_length += m;
-      now.num_tokens += m;
-    }
+  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two
+  /// calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
+  /// 24 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError if
+  /// positions could leave +-2^30, CapacityError beyond 32 pieces
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta,
+                       cudaStream_t stream = nullptr) {
+    refuse_capture("shift_positions", stream);
+    const int slot = idle_slot(layer_, seq);
+    set_shifts(slot, shifted(layer_.state, slot, first, delta), stream);
   }
-
-  /// Whether what is enqueued will run later, perhaps often.
-  static bool capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
+  /// @brief Raises what shift_positions() would raise for these arguments.
+  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
+    static_cast<void>(shifted(layer_.state, idle_slot(layer_, seq), first, delta));
   }
-
-  /// Raises while a graph is captured: what the call decides on the host would be replayed without it.
-  static void refuse_capture(const char* call, cudaStream_t stream) {
-    if (capturing(stream)) ::lowrankkv::detail::fail<StateError>(call, ": the stream is capturing a graph; only append, attend and accumulate can be captured");
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down:
+  /// several tokens share one. Else as shift_positions().
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError
+  /// unless divisors are 1 to 2^20 in all, CapacityError beyond 32 pieces
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
+                        std::int64_t divisor, cudaStream_t stream = nullptr) {
+    refuse_capture("divide_positions", stream);
+    const int slot = idle_slot(layer_, seq);
+    set_shifts(slot, divided(layer_.state, slot, first, count, divisor), stream);
   }
-
-  /// Calls f(batch, index of its first sequence) for as many sequences at a time as a launch takes.
-  template <class Function>
-  void for_each_batch(std::span<const SequenceId> seqs, Function&& function) const {
-    for (std::size_t first = 0; first < seqs.size(); first += kMaxBatch) {
-      Batch batch;
-      batch.count = static_cast<std::int32_t>((std::min)(seqs.size() - first, std::size_t{kMaxBatch}));
-      for (int i = 0; i < batch.count; ++i) batch.slots[i] = sequences_.find(seqs[first + static_cast<std::size_t>(i)]);
-      function(batch, static_cast<std::int64_t>(first));
-    }
+  /// @brief Raises what divide_positions() would raise for these arguments.
+  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
+                              std::int64_t divisor) const {
+    static_cast<void>(divided(layer_.state, idle_slot(layer_, seq), first, count, divisor));
   }
-
-  /// Raises if a sequence is named twice in a call that changes it.
-  static void check_distinct(const char* call, std::span<const SequenceId> seqs) {
-    for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const bool before = std::find(seqs.begin(), seqs.begin() + static_cast<std::ptrdiff_t>(i), seqs[i]) != seqs.begin() + static_cast<std::ptrdiff_t>(i);
-      if (before) ::lowrankkv::detail::fail<SequenceError>(call, ": sequence ", seqs[i], " stands at place ", i, " and before");
-    }
+  /// @brief The shifts of a sequence, valid until it changes.
+  const PositionShifts& position_shifts(SequenceId seq) const {
+    return layer_.state.sequence(layer_.sequences.find(seq)).shifts;
   }
 
-  void enqueue_append(const Batch& batch, const KeyView& key, const ValueView& value, std::int64_t first, int m, cudaStream_t stream) const {
-    with_rows(key, value, [&](auto keys, auto values) { append_kernel<<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(layer_.tables(), batch, keys, values, first, m, limit()); });
-    check(cudaGetLastError(), "append_kernel");
-  }
+  Layer layer_;
 
-  PolicySet policies_;
-  CacheConfig config_;
-  LayerState layer_;
-  ::lowrankkv::detail::SequenceTable sequences_;
-  OpenPrompts prompts_;
-  CacheStatistics statistics_;
+ private:
+  void set_shifts(int slot, PositionShifts shifts, cudaStream_t stream) {
+    PositionShifts& own = layer_.state.sequence(slot).shifts;
+    own = std::move(shifts);
+    layer_.state.rotary().write_shifts(slot, own, stream);
+  }
 };
 
 }  // namespace cuda

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/reconstruct_waiting.cuh  K and V of the rows of a prompt chunk that is not complete yet (cuda/cache/open_prompt.cuh).
+/// @file cuda/cache/reconstruct_waiting.cuh  K and V of the rows of a prompt chunk that is not complete yet (cuda/layer/open_prompt.cuh).
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "lowrankkv/cuda/cache/open_prompt.cuh"
+#include "lowrankkv/cuda/layer/open_prompt.cuh"
 #include "lowrankkv/cuda/decode/reconstruct.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

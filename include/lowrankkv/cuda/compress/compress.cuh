@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/compress.cuh  Rows leave full rank: what is decided of them, by what, in which order, and the launches that store them.
+/// @file cuda/compress/compress.cuh  Rows leave full rank: what is decided of them, by what, and in
+/// which order; then they are stored (cuda/compress/store_leaving.cuh).
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <utility>
+#include <tuple>
 #include <vector>
 
-#include "lowrankkv/cuda/cache/cache_base.cuh"
 #include "lowrankkv/cuda/compress/evict.cuh"
+#include "lowrankkv/cuda/compress/leaving_rows.cuh"
 #include "lowrankkv/cuda/compress/prompt_parts.cuh"
+#include "lowrankkv/cuda/compress/store_leaving.cuh"
 #include "lowrankkv/cuda/decode/residuals.cuh"
+#include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/layer/read_rows.cuh"
 #include "lowrankkv/cuda/state/append_rows.cuh"
 #include "lowrankkv/cuda/store/compaction/place_rows.cuh"
 #include "lowrankkv/cuda/update/adapt.cuh"
@@ -21,191 +25,329 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
+namespace detail {
 
-/// @brief How a cache's rows leave full rank, of tails and of prompts.
-template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class FlushCalls : public CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
- public:  // CompressedKVCache inherits it privately
-  using Base = CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using Base::Base;
-  using Base::config_, Base::layer_, Base::policies_, Base::statistics_;
-  using Base::rolls, Base::sketches, Base::exempts_in_parts, Base::joins, Base::coded_groups, Base::scale_groups;
-  using typename Base::Codec;
-  using typename Base::Rows;
-  using typename Base::Rule;
-
-  /// Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed prompt (one slot). Pages were checked. @param queries  the last of the prompt's, if any are known
-  void compress(std::span<const int> slots, std::int64_t count, const RowSource& source, const CompressScratch& scratch, Phase phase, const ScoreQueries& queries, cudaStream_t stream) {
-    for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
-      Leaving leaving;
-      leaving.count = static_cast<std::int32_t>((std::min)(slots.size() - first, std::size_t{kMaxBatch}));
-      std::int64_t most_full = 0, most_compressed = 0, most_candidates = 0;
-      for (int i = 0; i < leaving.count; ++i) {
-        const int slot = slots[first + static_cast<std::size_t>(i)];
-        this->describe(leaving, i, slot, count, phase);
-        most_candidates = (std::max)(most_candidates, std::int64_t{leaving.candidates(i)});
-        const HostSequence& now = layer_.sequence(slot);
-        const RowList weighed = layer_.tables().weighed;
-        if (this->replaces_rows(leaving, i, now)) own_weighed_pages(layer_, slot, stream);
-        if constexpr (Rows::keeps_masses) limit_rows(layer_, slot, leaving.limit[i], this->ever_pinned(), stream);
-        SequenceRows after = now;
-        this->add_most(after, leaving, i, phase);
-        layer_.add_pages(slot, after, stream);
-        const auto most_added = [&](RowList list) { return std::int64_t{leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))}; };
-        most_full = (std::max)(most_full, most_added(RowList::full));
-        most_compressed = (std::max)(most_compressed, (Rows::keeps_masses && rolls) || this->counts_vary(phase) ? std::int64_t{this->most_compressed(leaving, i, phase)} : most_added(RowList::compressed));
-      }
-      std::pair<RowOrder, RowOrder> orders;  // of the full list, of the compressed one
-      [[maybe_unused]] std::int64_t replacing = 0;
-      [[maybe_unused]] RowOrder& order = Rows::compresses ? orders.second : orders.first;
-      if constexpr (Rows::by_scores) {
-        if (phase == Phase::prefill && (Rows::keeps_masses || leaving.candidates(0) > 0)) {
-          const AttentionScores wanted = attention_scores(policies_.token_policy);
-          order = choose_kept(layer_, leaving, scratch, enqueue_scores(layer_, scratch, queries.last(wanted.window), wanted, leaving, stream), !Rows::compresses, stream);
-        }
-      }
-      [[maybe_unused]] const float* const own_masses = source.packed == nullptr ? nullptr : scratch.masses;
-      if constexpr (Rows::keeps_masses) {
-        const float* masses = own_masses;
-        if (order.rows != nullptr) masses = mask_scores(layer_, scratch, masses, order, leaving.candidates(0) + (Rows::compresses ? 0 : leaving.pinned[0]), leaving.rows[0], stream);
-        order = evict_rows<rolls || Rows::weighs_both>(layer_, leaving, this->ever_pinned(), masses, source, scratch, replacing, stream);
-      }
-      const bool in_parts = sketches && phase == Phase::prefill && orders.second.rows != nullptr, counted = in_parts && exempts_in_parts;
-      const std::int32_t* counts = nullptr;  // of rows that come to the lists, where only the device knows
-      if constexpr (Rule::adapts && Rows::compresses) {
-        Leaving rolling = leaving;
-        for (int i = 0; i < leaving.count && rolls && least_error(policies_.token_policy) > 0.0F; ++i) {  // it may turn out that all of them are compressed
-          rolling.full[i] = leaving.pinned[i];
-          rolling.compressed[i] = leaving.candidates(i);
-        }
-        if constexpr (sketches) {
-          if (in_parts) compress_in_parts(leaving, orders.second, source, scratch, stream);
-          for (int one = 0; one < leaving.count && most_candidates > 0 && !in_parts; one += kAdaptBatch) {
-            roll_over<coded_groups>(layer_, policies_.updater, rolling, one, (std::min)(kAdaptBatch, leaving.count - one), source, orders.second.from(one, config_.shape.num_kv_heads), 0, 0, scratch, stream);
-          }
-        } else {
-          if (most_candidates > 0) adapt_leaving(rolling, source, scratch, phase, orders.second, queries, stream);
-        }
-      }
-      if constexpr (Rows::by_errors) {
-        const bool any = std::any_of(leaving.full, leaving.full + leaving.count, [&](const std::int32_t& full) { return full > leaving.pinned[&full - leaving.full]; });
-        if ((any || (Rows::weighs_both && most_candidates > 0)) && !counted) {
-          orders = exempt_outliers<coded_groups, joins>(layer_, leaving, relative_errors(policies_.token_policy), least_error(policies_.token_policy), orders.second, source, scratch, stream);
-          counts = orders.first.ends;
-        }
-      }
-      if constexpr (Rows::weighs_both) {
-        if (!in_parts) note_masses(layer_, leaving, own_masses, scratch.rows, orders.first, orders.second, stream);
-      }
-      if (most_full > 0 && !counted) launch_store<StoreForm::full, RowPath::words>(leaving, source, orders.first, {}, most_full, config_.full_type, stream);
-      if (most_compressed > 0 && !in_parts) store_compressed(leaving, source, scratch, orders.second, {}, most_compressed, stream);
-      if constexpr (Rows::keeps_masses && Rows::compresses && !rolls && !Rows::weighs_both) {
-        if (replacing > 0) {
-          store_compressed(leaving, source, scratch, orders.second, scratch.loose, replacing, stream);
-          place_rows(layer_, leaving, scratch.loose, {scratch.rest, scratch.rows}, replacing, stream);
-        }
-      }
-      note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, stream>>>(layer_.tables(), leaving, source.packed == nullptr, !counted, !in_parts, counts);
-      check(cudaGetLastError(), "note_stored_kernel");
-      const bool asks = counted || counts != nullptr || Rows::weighs_both;  // the host does not know how many rows came
-      if (asks) read_rows(layer_, {leaving.slots, static_cast<std::size_t>(leaving.count)}, stream);
-      for (int i = 0; i < leaving.count; ++i) {
-        HostSequence& now = layer_.sequence(leaving.slots[i]);
-        if (!asks) now.add_rows(leaving, i, layer_.tables().weighed);
-        if (source.packed == nullptr) now.tail_length -= static_cast<std::int32_t>(count);
-        if (config_.keep_residuals) {
-          const LeftRows left{source, leaving.slots[i], leaving.rows[i], source.packed == nullptr ? layer_.tables().ring_rows() - leaving.rows[i] : 0, leaving.position[i]};
-          note_residuals<coded_groups, joins, Rows::keeps_masses>(layer_, left, leaving.full[i], this->most_compressed(leaving, i, phase), scratch.decoded, stream);
-        }
-        if (asks && source.packed == nullptr) layer_.settle(leaving.slots[i], stream, true);  // pages that lists might have taken; of a prompt, at its end
-      }
-      statistics_.flushes += leaving.count;
-    }
-  }
-
-  /// Flushes every tail that is longer than kept_rows().
-  void flush(std::span<const SequenceId> seqs, cudaStream_t stream) {
-    std::vector<int> slots = this->idle_slots(seqs);
-    layer_.pool().allocator().require(this->pages_to_flush(slots, 0));
-    for (;;) {
-      std::erase_if(slots, [&](int slot) { return layer_.sequence(slot).tail_length <= this->kept_rows(); });
-      if (slots.empty()) return;
-      std::int64_t weighed = 0;
-      for (const int slot : slots) weighed = (std::max)(weighed, layer_.sequence(slot).num_rows(layer_.tables().weighed));
-      const int interval = config_.flush_interval;
-      compress(slots, interval, {}, compress_scratch(layer_, 0, 0, this->lists_of(slots.size(), Phase::decode), interval, weighed, this->ever_pinned()), Phase::decode, {}, stream);
-    }
-  }
-
- private:
-  /// Rows of a prompt that scores or masses chose go under epochs that begin when values say so, part by part; where errors choose too, the host is told how many rows lists have then.
-  void compress_in_parts(const Leaving& leaving, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
-    const std::int32_t length = config_.flush_interval;
-    for_each_part(layer_, leaving, kept, length, scratch, stream, [&](const Leaving& part, const RowOrder& order, std::int32_t before) -> const std::int32_t* {
-      const std::int64_t first = std::int64_t{order.part} * length, exempt = exempt_rows(policies_.token_policy, part.position[0] + first, (std::min)(std::int64_t{length}, part.rows[0] - first), Phase::prefill);
-      const float least = least_error(policies_.token_policy);
-      roll_over<coded_groups>(layer_, policies_.updater, part, 0, 1, source, order, least > 0.0F ? 0 : static_cast<int>(exempt), before, scratch, stream);
-      const std::int64_t most = (std::min)(part.compressed[0], length);
-      if constexpr (exempts_in_parts) {
-        const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
-        if (exempt + pinned > 0) {
-          const auto [full, compressed] = exempt_of_part<coded_groups>(layer_, part, order, length, exempt, relative_errors(policies_.token_policy), least, source, scratch, stream);
-          if constexpr (Rows::weighs_both) note_masses(layer_, part, scratch.masses, scratch.rows, full, compressed, stream);
-          launch_store<StoreForm::full, RowPath::words>(part, source, full, {}, exempt + pinned, config_.full_type, stream);
-          store_compressed(part, source, scratch, compressed, {}, most, stream);
-          return scratch.exempt;
-        }
-      }
-      if constexpr (Rows::weighs_both) {
-        Leaving none = part;
-        none.full[0] = 0;
-        note_masses(layer_, none, scratch.masses, scratch.rows, {}, order, stream);
-      }
-      store_compressed(part, source, scratch, order, {}, most, stream);
-      return nullptr;
-    });
-  }
-  void adapt_leaving(const Leaving& leaving, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const ScoreQueries& queries, cudaStream_t stream) {
-    const PromptSelection selection = Rule::prompt_selection(policies_.updater);
-    const float* scores = nullptr;
-    if (queries.count > 0 && selection.share < 1.0F) {
-      scores = enqueue_scores(layer_, scratch, queries.last(selection.scores.window), selection.scores, leaving, stream);
-      if (kept.rows != nullptr) scores = mask_scores(layer_, scratch, scores, kept, leaving.candidates(0), leaving.rows[0], stream);
-    }
-    for (int first = 0; first < leaving.count; first += kAdaptBatch) {
-      const int count = (std::min)(kAdaptBatch, leaving.count - first);
-      const RowOrder own = kept.from(first, config_.shape.num_kv_heads);
-      adapt(layer_, policies_.updater, leaving, first, count, source, scratch, phase, own, scores, selection.share, statistics_, stream);
-      if constexpr (rolls) {
-        decide_publications(layer_, leaving, first, count, own, phase, scores == nullptr || selection.share > 0.0F, scratch, stream);
-        roll_epochs<coded_groups>(layer_, leaving, first, count, source, own, 0, 0, phase == Phase::prefill ? kMomentSplits : 1, scratch, stream);
-      }
-    }
-    for (int i = 0; i < leaving.count; ++i) {
-      if constexpr (!rolls) {
-        // Where it might turn out that all rows stay full, too: settle() closes a segment of none.
-        if (this->most_compressed(leaving, i, phase) > 0) open_segment<coded_groups>(layer_, leaving.slots[i], scratch, statistics_, stream);
-      }
-    }
-  }
-  /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that wait in loose tiles.
-  template <StoreForm form, RowPath path>
-  void launch_store(const Leaving& leaving, const RowSource& source, const RowOrder& order, const LooseTiles& loose, std::int64_t most, DType type, cudaStream_t stream) const {
-    constexpr int groups = form == StoreForm::codes ? scale_groups : 1;
-    const std::size_t bytes = detail::store_bytes(form, path, config_.shape.head_dim, layer_.most_rank(), form == StoreForm::codes ? layer_.tiles().max_head_tile_bytes() : 0, groups);
-    // A piece more, since lists go on inside a tile.
-    const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1), static_cast<unsigned>(config_.shape.num_kv_heads), static_cast<unsigned>(leaving.count));
-    detail::launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes, "store_rows_kernel", stream, layer_.tables(), source, leaving, order, loose, type);
-  }
-  /// The same of compressed rows.
-  void store_compressed(const Leaving& leaving, const RowSource& source, [[maybe_unused]] const CompressScratch& scratch, const RowOrder& order, const LooseTiles& loose, std::int64_t most, cudaStream_t stream) const {
-    if constexpr (joins) store_latents<coded_groups>(layer_, leaving, source, most, order, loose, scratch.latents, stream);
-    detail::with_path(config_.epoch_type != config_.full_type ? RowPath::wide : order.rows != nullptr ? RowPath::staged : RowPath::words, [&](auto path) {
-      constexpr StoreForm form = Codec::form == CodedForm::codes ? StoreForm::codes : StoreForm::coefficients;
-      launch_store<form, path()>(leaving, source, order, loose, most, layer_.tiles().coded_type, stream);
-    });
-  }
+/// Rows that leave together, and what has been decided of them so far.
+struct LeavingBatch {
+  Leaving leaving;
+  std::int64_t most_full = 0, most_compressed = 0;  ///< rows that come to a list, at most
+  std::int64_t most_candidates = 0;  ///< Leaving::candidates() of a sequence, at most
+  RowOrder full, compressed;         ///< which rows go to the lists
+  std::int64_t replacing = 0;        ///< rows of a sequence that take places of others, at most
+  bool in_parts = false;             ///< compressed rows are stored part by part of a prompt
+  bool counted = false;              ///< so are full ones; the device has counted them
+  const std::int32_t* counts = nullptr;  ///< of rows that lists get, where only the device knows
 };
+
+/// Describes the rows that leave some slots, and gives the sequences the pages for them.
+template <class Layer>
+LeavingBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const int> slots,
+                         std::int64_t count) {
+  LeavingBatch batch;
+  Leaving& leaving = batch.leaving;
+  leaving.count = static_cast<std::int32_t>(slots.size());
+  const bool varies = (Layer::Rows::keeps_masses && Layer::rolls) || counts_vary(layer, call.phase);
+  for (int i = 0; i < leaving.count; ++i) {
+    const int slot = slots[static_cast<std::size_t>(i)];
+    describe_leaving(layer, leaving, i, slot, count, call.phase);
+    batch.most_candidates = (std::max)(batch.most_candidates, std::int64_t{leaving.candidates(i)});
+    const HostSequence& now = layer.state.sequence(slot);
+    if (replaces_rows(layer, leaving, i, now)) own_weighed_pages(layer.state, slot, call.stream);
+    if constexpr (Layer::Rows::keeps_masses) {
+      limit_rows(layer.state, slot, leaving.limit[i], layer.ever_pinned(), call.stream);
+    }
+    SequenceRows after = now;
+    add_most(layer, after, leaving, i, call.phase);
+    layer.state.add_pages(slot, after, call.stream);
+    const auto most_added = [&](RowList list) {
+      const RowList weighed = layer.state.tables().weighed;
+      return std::int64_t{
+          leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))};
+    };
+    batch.most_full = (std::max)(batch.most_full, most_added(RowList::full));
+    batch.most_compressed = (std::max)(
+        batch.most_compressed, varies ? std::int64_t{most_compressed(layer, leaving, i, call.phase)}
+                                      : most_added(RowList::compressed));
+  }
+  return batch;
+}
+
+/// Scores choose among the rows of a prompt.
+template <class Layer>
+void choose_by_scores(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
+  using Rows = typename Layer::Rows;
+  if (call.phase != Phase::prefill) return;
+  if (!Rows::keeps_masses && batch.leaving.candidates(0) <= 0) return;
+  const AttentionScores wanted = attention_scores(layer.policies.token_policy);
+  const float* scores = enqueue_scores(layer.state, call.scratch, call.queries.last(wanted.window),
+                                       wanted, batch.leaving, call.stream);
+  RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
+  order =
+      choose_kept(layer.state, batch.leaving, call.scratch, scores, !Rows::compresses, call.stream);
+}
+
+/// Masses choose among stored rows and those that leave, of which scores may have chosen some.
+template <class Layer>
+void choose_by_masses(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
+  using Rows = typename Layer::Rows;
+  const Leaving& leaving = batch.leaving;
+  RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
+  const float* masses = call.masses();
+  if (order.rows != nullptr) {
+    const int kept = leaving.candidates(0) + (Rows::compresses ? 0 : leaving.pinned[0]);
+    masses =
+        mask_scores(layer.state, call.scratch, masses, order, kept, leaving.rows[0], call.stream);
+  }
+  constexpr bool closes = Layer::rolls || Rows::weighs_both;
+  order = evict_rows<closes>(layer.state, leaving, layer.ever_pinned(), masses, call.source,
+                             call.scratch, batch.replacing, call.stream);
+}
+
+/// Stores the compressed rows of a part of a prompt, and those that stay full: the pinned ones of
+/// the first part, and `exempt` more for their errors. Returns what for_each_part() wants to know.
+template <class Layer>
+const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call,
+                                    const Leaving& part, const RowOrder& order,
+                                    [[maybe_unused]] std::int64_t exempt) {
+  const std::int32_t length = layer.config.flush_interval;
+  const std::int64_t most = (std::min)(part.compressed[0], length);
+  [[maybe_unused]] const CompressScratch& scratch = call.scratch;
+  if constexpr (Layer::exempts_in_parts) {
+    const auto& policy = layer.policies.token_policy;
+    const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
+    if (exempt + pinned > 0) {
+      const auto [full, compressed] = exempt_of_part<Layer::coded_groups>(
+          layer.state, part, order, length, exempt, relative_errors(policy), least_error(policy),
+          call.source, scratch, call.stream);
+      if constexpr (Layer::Rows::weighs_both) {
+        note_masses(layer.state, part, scratch.masses, scratch.rows, full, compressed, call.stream);
+      }
+      store_full(layer, call, part, full, exempt + pinned);
+      store_compressed(layer, call, part, compressed, {}, most);
+      return scratch.exempt;
+    }
+  }
+  if constexpr (Layer::Rows::weighs_both) {
+    Leaving none = part;
+    none.full[0] = 0;
+    note_masses(layer.state, none, scratch.masses, scratch.rows, {}, order, call.stream);
+  }
+  store_compressed(layer, call, part, order, {}, most);
+  return nullptr;
+}
+
+/// Rows of a prompt that scores or masses chose go under epochs that begin when values say so, part
+/// by part; where errors choose too, the host is told how many rows lists have then.
+template <class Layer>
+void compress_in_parts(Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
+  const std::int32_t length = layer.config.flush_interval;
+  const auto& policy = layer.policies.token_policy;
+  const auto store = [&](const Leaving& part, const RowOrder& order, std::int32_t before) {
+    const std::int64_t first = std::int64_t{order.part} * length;
+    const std::int64_t rows = (std::min)(std::int64_t{length}, part.rows[0] - first);
+    const std::int64_t exempt = exempt_rows(policy, part.position[0] + first, rows, Phase::prefill);
+    // Where errors must exceed a threshold, it may turn out that all rows are compressed.
+    const int surely_exempt = least_error(policy) > 0.0F ? 0 : static_cast<int>(exempt);
+    roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, part, 0, 1, call.source,
+                                   order, surely_exempt, before, call.scratch, call.stream);
+    return store_part_rows(layer, call, part, order, exempt);
+  };
+  for_each_part(layer.state, batch.leaving, batch.compressed, length, call.scratch, call.stream,
+                store);
+}
+
+/// Rows enter sketches, which may begin epochs.
+template <class Layer>
+void sketch_leaving(Layer& layer, const CompressCall& call, const LeavingBatch& batch,
+                    const Leaving& rolling) {
+  if (batch.in_parts) return compress_in_parts(layer, call, batch);
+  if (batch.most_candidates <= 0) return;
+  const int heads = layer.config.shape.num_kv_heads;
+  for (int first = 0; first < rolling.count; first += kAdaptBatch) {
+    const int count = (std::min)(kAdaptBatch, rolling.count - first);
+    roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, rolling, first, count,
+                                   call.source, batch.compressed.from(first, heads), 0, 0,
+                                   call.scratch, call.stream);
+  }
+}
+
+/// The updater observes rows, and bases may move.
+template <class Layer>
+void adapt_leaving(Layer& layer, const CompressCall& call, const Leaving& leaving,
+                   const RowOrder& kept) {
+  LayerState& state = layer.state;
+  const CompressScratch& scratch = call.scratch;
+  const PromptSelection selection = Layer::Rule::prompt_selection(layer.policies.updater);
+  const float* scores = nullptr;
+  if (call.queries.count > 0 && selection.share < 1.0F) {
+    const ScoreQueries queries = call.queries.last(selection.scores.window);
+    scores = enqueue_scores(state, scratch, queries, selection.scores, leaving, call.stream);
+    if (kept.rows != nullptr) {
+      scores = mask_scores(state, scratch, scores, kept, leaving.candidates(0), leaving.rows[0],
+                           call.stream);
+    }
+  }
+  for (int first = 0; first < leaving.count; first += kAdaptBatch) {
+    const int count = (std::min)(kAdaptBatch, leaving.count - first);
+    const RowOrder own = kept.from(first, layer.config.shape.num_kv_heads);
+    adapt(state, layer.policies.updater, leaving, first, count, call.source, scratch, call.phase,
+          own, scores, selection.share, layer.statistics, call.stream);
+    if constexpr (Layer::rolls) {
+      const bool observes = scores == nullptr || selection.share > 0.0F;
+      decide_publications(state, leaving, first, count, own, call.phase, observes, scratch,
+                          call.stream);
+      const int splits = call.phase == Phase::prefill ? kMomentSplits : 1;
+      roll_epochs<Layer::coded_groups>(state, leaving, first, count, call.source, own, 0, 0, splits,
+                                       scratch, call.stream);
+    }
+  }
+  if constexpr (!Layer::rolls) {
+    for (int i = 0; i < leaving.count; ++i) {
+      // Where it might turn out that all rows stay full, too: settle() closes a segment of none.
+      if (most_compressed(layer, leaving, i, call.phase) <= 0) continue;
+      open_segment<Layer::coded_groups>(state, leaving.slots[i], scratch, layer.statistics,
+                                        call.stream);
+    }
+  }
+}
+
+/// Bases adapt to the rows that leave; new epochs may begin.
+template <class Layer>
+void adapt_bases(Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
+  Leaving rolling = batch.leaving;
+  if (Layer::rolls && least_error(layer.policies.token_policy) > 0.0F) {
+    for (int i = 0; i < rolling.count; ++i) {  // it may turn out that all of them are compressed
+      rolling.full[i] = batch.leaving.pinned[i];
+      rolling.compressed[i] = batch.leaving.candidates(i);
+    }
+  }
+  if constexpr (Layer::sketches) {
+    sketch_leaving(layer, call, batch, rolling);
+  } else {
+    if (batch.most_candidates > 0) adapt_leaving(layer, call, rolling, batch.compressed);
+  }
+}
+
+/// Errors choose which of the rows that could be compressed stay full.
+template <class Layer>
+void choose_by_errors(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
+  const Leaving& leaving = batch.leaving;
+  const auto& policy = layer.policies.token_policy;
+  bool any = Layer::Rows::weighs_both && batch.most_candidates > 0;
+  for (int i = 0; i < leaving.count; ++i) any = any || leaving.full[i] > leaving.pinned[i];
+  if (!any || batch.counted) return;
+  std::tie(batch.full, batch.compressed) = exempt_outliers<Layer::coded_groups, Layer::joins>(
+      layer.state, leaving, relative_errors(policy), least_error(policy), batch.compressed,
+      call.source, call.scratch, call.stream);
+  batch.counts = batch.full.ends;
+}
+
+/// Stores the rows of a batch that are not stored yet, and notes on the device how long lists and
+/// tails are.
+template <class Layer>
+void store_batch(const Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
+  using Rows = typename Layer::Rows;
+  const Leaving& leaving = batch.leaving;
+  if constexpr (Rows::weighs_both) {
+    if (!batch.in_parts) {
+      note_masses(layer.state, leaving, call.masses(), call.scratch.rows, batch.full,
+                  batch.compressed, call.stream);
+    }
+  }
+  if (batch.most_full > 0 && !batch.counted) {
+    store_full(layer, call, leaving, batch.full, batch.most_full);
+  }
+  if (batch.most_compressed > 0 && !batch.in_parts) {
+    store_compressed(layer, call, leaving, batch.compressed, {}, batch.most_compressed);
+  }
+  if constexpr (Rows::keeps_masses && Rows::compresses && !Layer::rolls && !Rows::weighs_both) {
+    if (batch.replacing > 0) {
+      const CompressScratch& scratch = call.scratch;
+      store_compressed(layer, call, leaving, batch.compressed, scratch.loose, batch.replacing);
+      place_rows(layer.state, leaving, scratch.loose, {scratch.rest, scratch.rows}, batch.replacing,
+                 call.stream);
+    }
+  }
+  note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, call.stream>>>(
+      layer.state.tables(), leaving, call.of_tails(), !batch.counted, !batch.in_parts,
+      batch.counts);
+  check(cudaGetLastError(), "note_stored_kernel");
+}
+
+/// The host follows: it knows how many rows lists have then, or asks for it. What was lost is
+/// noted.
+template <class Layer>
+void finish_batch(Layer& layer, const CompressCall& call, const LeavingBatch& batch,
+                  std::int64_t count) {
+  LayerState& state = layer.state;
+  const Leaving& leaving = batch.leaving;
+  // Whether the host does not know how many rows came.
+  const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::weighs_both;
+  if (asks) read_rows(state, {leaving.slots, static_cast<std::size_t>(leaving.count)}, call.stream);
+  for (int i = 0; i < leaving.count; ++i) {
+    const int slot = leaving.slots[i];
+    HostSequence& now = state.sequence(slot);
+    if (!asks) now.add_rows(leaving, i, state.tables().weighed);
+    if (call.of_tails()) now.tail_length -= static_cast<std::int32_t>(count);
+    if (layer.config.keep_residuals) {
+      const std::int32_t behind =
+          call.of_tails() ? state.tables().ring_rows() - leaving.rows[i] : 0;
+      const LeftRows left{call.source, slot, leaving.rows[i], behind, leaving.position[i]};
+      note_residuals<Layer::coded_groups, Layer::joins, Layer::Rows::keeps_masses>(
+          state, left, leaving.full[i], most_compressed(layer, leaving, i, call.phase),
+          call.scratch.decoded, call.stream);
+    }
+    // Pages that lists might have taken; of a prompt, at its end.
+    if (asks && call.of_tails()) state.settle(slot, call.stream, true);
+  }
+  layer.statistics.flushes += leaving.count;
+}
+
+}  // namespace detail
+
+/// @brief Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed
+/// prompt (one slot). Pages were checked (cuda/compress/leaving_rows.cuh).
+/// @param queries  the last of the prompt's, if any are known
+template <class Layer>
+void compress(Layer& layer, std::span<const int> slots, std::int64_t count, const RowSource& source,
+              const CompressScratch& scratch, Phase phase, const ScoreQueries& queries,
+              cudaStream_t stream) {
+  using Rows = typename Layer::Rows;
+  const detail::CompressCall call{source, scratch, phase, queries, stream};
+  for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
+    const std::size_t together = (std::min)(slots.size() - first, std::size_t{kMaxBatch});
+    detail::LeavingBatch batch =
+        detail::begin_batch(layer, call, slots.subspan(first, together), count);
+    if constexpr (Rows::by_scores) detail::choose_by_scores(layer, call, batch);
+    if constexpr (Rows::keeps_masses) detail::choose_by_masses(layer, call, batch);
+    batch.in_parts = Layer::sketches && phase == Phase::prefill && batch.compressed.rows != nullptr;
+    batch.counted = batch.in_parts && Layer::exempts_in_parts;
+    if constexpr (Layer::Rule::adapts && Rows::compresses) detail::adapt_bases(layer, call, batch);
+    if constexpr (Rows::by_errors) detail::choose_by_errors(layer, call, batch);
+    detail::store_batch(layer, call, batch);
+    detail::finish_batch(layer, call, batch, count);
+  }
+}
+
+/// @brief Flushes every tail of these slots that is longer than Layer::kept_rows().
+/// @throws CapacityError if the pool lacks the pages for all of it, before anything changes
+template <class Layer>
+void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {
+  layer.state.pool().allocator().require(pages_to_flush(layer, slots, 0));
+  for (;;) {
+    std::erase_if(slots, [&](int slot) {
+      return layer.state.sequence(slot).tail_length <= layer.kept_rows();
+    });
+    if (slots.empty()) return;
+    std::int64_t weighed = 0;
+    for (const int slot : slots) {
+      weighed =
+          (std::max)(weighed, layer.state.sequence(slot).num_rows(layer.state.tables().weighed));
+    }
+    const CompressScratch scratch = flush_scratch(layer, slots.size(), weighed);
+    compress(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode, {}, stream);
+  }
+}
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/open_prompt.cuh  The rows of a prompt chunk that is not complete yet: they wait at full rank until a later call completes it.
+/// @file cuda/layer/open_prompt.cuh  The rows of a prompt chunk that is not complete yet: they wait at full rank until a later call completes it.
 ///
 /// Floor: a chunk's keys and values read and written once more than those of a prompt that comes in one call.
 #pragma once

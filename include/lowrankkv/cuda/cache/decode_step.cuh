@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/cache/decode_step.cuh  What append(), attend(), attend_partial() and accumulate() do:
+/// the calls of a decode step, for as many sequences at a time as a launch takes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cuda/attention/attend.cuh"
+#include "lowrankkv/cuda/attention/merge_states.cuh"
+#include "lowrankkv/cuda/cache/checks.cuh"
+#include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/scores/attention_scores.cuh"
+#include "lowrankkv/cuda/scores/pre_rope_scores.cuh"
+#include "lowrankkv/cuda/state/append_rows.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+
+/// @brief Calls f(batch, index of its first sequence) for as many sequences at a time as a launch
+/// takes.
+template <class Layer, class Function>
+void for_each_batch(const Layer& layer, std::span<const SequenceId> seqs, Function&& function) {
+  for (std::size_t first = 0; first < seqs.size(); first += kMaxBatch) {
+    Batch batch;
+    batch.count =
+        static_cast<std::int32_t>((std::min)(seqs.size() - first, std::size_t{kMaxBatch}));
+    for (int i = 0; i < batch.count; ++i) {
+      batch.slots[i] = layer.sequences.find(seqs[first + static_cast<std::size_t>(i)]);
+    }
+    function(batch, static_cast<std::int64_t>(first));
+  }
+}
+
+/// @brief Enqueues m rows of each sequence of a batch, from row `first` of the views on, to its
+/// tail.
+template <class Layer>
+void enqueue_append(const Layer& layer, const Batch& batch, const KeyView& key,
+                    const ValueView& value, std::int64_t first, int m, cudaStream_t stream) {
+  with_rows(key, value, [&](auto keys, auto values) {
+    append_kernel<<<static_cast<unsigned>(batch.count), 256, 0, stream>>>(
+        layer.state.tables(), batch, keys, values, first, m, layer.value_limit());
+  });
+  check(cudaGetLastError(), "append_kernel");
+}
+/// @brief The host's lengths follow.
+template <class Layer>
+void advance_host(Layer& layer, std::span<const SequenceId> seqs, int m) {
+  for (const SequenceId seq : seqs) {
+    HostSequence& now = layer.state.sequence(layer.sequences.find(seq));
+    now.tail_length += m;
+    now.num_tokens += m;
+  }
+}
+
+namespace detail {
+
+/// Raises unless these are queries of as many tokens of each sequence. Returns how many.
+template <class Layer>
+int check_attend(const Layer& layer, std::span<const SequenceId> seqs, const QueryView& query) {
+  using ::lowrankkv::detail::fail;
+  const CacheConfig& config = layer.config;
+  const std::int64_t count = static_cast<std::int64_t>(seqs.size());
+  if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) {
+    fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
+  }
+  if (count > config.max_sequences) {
+    fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config.max_sequences);
+  }
+  const int m = static_cast<int>(query.num_tokens / count);
+  if (m > config.max_query_tokens) {
+    fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ",
+                     config.max_query_tokens);
+  }
+  return m;
+}
+
+/// The rows that lists of some sequences have, at most; captured, those that they can ever have.
+/// Raises unless `own` query tokens of each are in its tail.
+template <class Layer>
+HeadRows most_attended(const Layer& layer, std::span<const SequenceId> seqs, int own,
+                       bool captured) {
+  HeadRows most{0, 0};
+  if (captured) {
+    most = {static_cast<std::int32_t>(layer.state.max_rows(RowList::full)),
+            static_cast<std::int32_t>(layer.state.max_rows(RowList::compressed))};
+  }
+  for (const SequenceId seq : seqs) {
+    const HostSequence& now = layer.state.sequence(idle_slot(layer, seq));
+    if (!captured && own > now.tail_length) {
+      ::lowrankkv::detail::fail<ShapeError>("attend: ", own, " query tokens, sequence ", seq,
+                                            " has ", now.tail_length, " tokens in its tail");
+    }
+    most.num_full = (std::max)(most.num_full, now.rows.num_full);
+    most.num_compressed = (std::max)(most.num_compressed, now.rows.num_compressed);
+  }
+  return most;
+}
+
+}  // namespace detail
+
+/// @brief Attention of the queries of some sequences, which were checked but for their numbers, and
+/// what positions receive from them, if `mass` has data. Raises before anything changes.
+/// @tparam weighs  whether masses can be asked for: kernels that nobody asks for are not compiled
+template <bool weighs, class Layer>
+void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
+                      const DeviceOutput& target, QueryTokens tokens, cudaStream_t stream,
+                      [[maybe_unused]] const MassView& mass = {}) {
+  using Rows = typename Layer::Rows;
+  LayerState& state = layer.state;
+  const int m = detail::check_attend(layer, seqs, query);
+  const bool own = tokens == QueryTokens::own, captured = capturing(stream);
+  const HeadRows most = detail::most_attended(layer, seqs, own ? m : 0, captured);
+  if constexpr (weighs) {
+    if (mass.data != nullptr) {
+      check_masses(layer, seqs, mass, captured);
+      clear_masses(mass, stream);
+    }
+  }
+  AttentionStep step = state.workspace().step(m);
+  step.sees_all = !own;
+  for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first_sequence) {
+    const int first = static_cast<int>(first_sequence);
+    const std::int64_t first_row = first_sequence * m;
+    attend_step<Layer::kForm, Rows::keeps_masses, Layer::scale_groups, Layer::joins,
+                Layer::Rule::adapts>(state, step, batch, device_rows(query), target, first_row,
+                                     first, state.workspace().coded_splits(most.num_compressed),
+                                     most.num_full, stream);
+    if constexpr (weighs) {
+      if (mass.data == nullptr) return;
+      const MassQueries queries =
+          mass_queries(state, query, target.lse, target.lse_stride, m, first_row);
+      const DeviceMasses masses{mass.data, mass.num_positions};
+      measure_masses(state, batch, queries, {}, masses, first, most.num_full, stream);
+      if constexpr (Rows::compresses) {
+        measure_compressed_masses<Layer::coded_groups>(state, step, batch, queries, masses, first,
+                                                       most.num_compressed, stream);
+      }
+    }
+  });
+}
+
+/// @brief Adds attention received to what rows have received before.
+template <class Layer>
+void accumulate_masses(const Layer& layer, std::span<const SequenceId> seqs, const MassView& mass,
+                       cudaStream_t stream) {
+  if (mass.data == nullptr) return;
+  const LayerState& state = layer.state;
+  const bool captured = capturing(stream);
+  check_masses(layer, seqs, mass, captured);
+  check_distinct("accumulate", seqs);
+  const HeadRows most{static_cast<std::int32_t>(state.max_rows(RowList::full)),
+                      static_cast<std::int32_t>(state.max_rows(RowList::compressed))};
+  std::int64_t rows =
+      captured ? std::int64_t{state.tables().weighed_rows(most)} + layer.config.tail_capacity : 0;
+  for (const SequenceId seq : seqs) {
+    const HostSequence& now = state.sequence(layer.sequences.find(seq));
+    rows = (std::max)(rows, std::int64_t{state.tables().weighed_rows(now.rows)} + now.tail_length);
+  }
+  if (rows == 0) return;
+  for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
+    const DeviceMasses masses{mass.data, mass.num_positions};
+    enqueue_accumulate(state, batch, masses, static_cast<int>(first), rows, stream);
+  });
+}
+
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cuda/compress/store_leaving.cuh  The launches that store leaving rows, full or compressed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/scores/snapkv_scores.cuh"
+#include "lowrankkv/cuda/state/row_order.cuh"
+#include "lowrankkv/cuda/state/row_source.cuh"
+#include "lowrankkv/cuda/store/store_joint.cuh"
+#include "lowrankkv/cuda/store/store_rows.cuh"
+#include "lowrankkv/cuda/update/compress_scratch.cuh"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// What a call of compress() was given.
+struct CompressCall {
+  const RowSource& source;
+  const CompressScratch& scratch;
+  Phase phase;
+  const ScoreQueries& queries;
+  cudaStream_t stream;
+
+  bool of_tails() const { return source.packed == nullptr; }
+  /// Masses of the rows of a prompt; null: those of the tails.
+  const float* masses() const { return of_tails() ? nullptr : scratch.masses; }
+};
+
+/// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that
+/// wait in loose tiles.
+template <StoreForm form, RowPath path, class Layer>
+void launch_store(const Layer& layer, const CompressCall& call, const Leaving& leaving,
+                  const RowOrder& order, const LooseTiles& loose, std::int64_t most, DType type) {
+  constexpr int groups = form == StoreForm::codes ? Layer::scale_groups : 1;
+  const int tile_bytes = form == StoreForm::codes ? layer.state.tiles().max_head_tile_bytes() : 0;
+  const int dim = layer.config.shape.head_dim;
+  const std::size_t bytes =
+      store_bytes(form, path, dim, layer.state.most_rank(), tile_bytes, groups);
+  // A piece more, since lists go on inside a tile.
+  const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1),
+                  static_cast<unsigned>(layer.config.shape.num_kv_heads),
+                  static_cast<unsigned>(leaving.count));
+  launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes,
+                "store_rows_kernel", call.stream, layer.state.tables(), call.source, leaving, order,
+                loose, type);
+}
+
+/// The same of full rows at their lists' ends.
+template <class Layer>
+void store_full(const Layer& layer, const CompressCall& call, const Leaving& leaving,
+                const RowOrder& order, std::int64_t most) {
+  launch_store<StoreForm::full, RowPath::words>(layer, call, leaving, order, {}, most,
+                                                layer.config.full_type);
+}
+
+/// The same of compressed rows.
+template <class Layer>
+void store_compressed(const Layer& layer, const CompressCall& call, const Leaving& leaving,
+                      const RowOrder& order, const LooseTiles& loose, std::int64_t most) {
+  if constexpr (Layer::joins) {
+    store_latents<Layer::coded_groups>(layer.state, leaving, call.source, most, order, loose,
+                                       call.scratch.latents, call.stream);
+  }
+  const bool wide = layer.config.epoch_type != layer.config.full_type;
+  const RowPath narrow = order.rows != nullptr ? RowPath::staged : RowPath::words;
+  with_path(wide ? RowPath::wide : narrow, [&](auto path) {
+    constexpr bool codes = Layer::Codec::form == CodedForm::codes;
+    constexpr StoreForm form = codes ? StoreForm::codes : StoreForm::coefficients;
+    launch_store<form, path()>(layer, call, leaving, order, loose, most,
+                               layer.state.tiles().coded_type);
+  });
+}
+
+}  // namespace detail
+}  // namespace cuda
+LOWRANKKV_NAMESPACE_END
