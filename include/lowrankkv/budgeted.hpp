@@ -230,5 +230,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   return model;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(BudgetedModel budgeted<double>(std::span<const LayerMoments>, const BudgetOptions&))
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

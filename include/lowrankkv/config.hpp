@@ -24,3 +24,14 @@
 #if !defined(LOWRANKKV_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
 #define LOWRANKKV_NO_EXCEPTIONS 1
 #endif
+
+// LOWRANKKV_COMPILED: what needs no policy of the caller's, Eigen's solvers above all, can be compiled once for many
+// sources. 1: it is declared here and linked (CMake: lowrankkv_add_compiled()); 2: this source is the one that has it.
+// Not defined: every source that calls it compiles it.
+#if !defined(LOWRANKKV_COMPILED)
+#define LOWRANKKV_COMPILED_TEMPLATE(...)
+#elif LOWRANKKV_COMPILED == 1
+#define LOWRANKKV_COMPILED_TEMPLATE(...) extern template __VA_ARGS__;
+#else
+#define LOWRANKKV_COMPILED_TEMPLATE(...) template __VA_ARGS__;
+#endif

@@ -195,5 +195,8 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
   return layers;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(void save_moments<void>(const std::string&, const std::vector<LayerMoments>&, const std::map<std::string, std::string>&))
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<LayerMoments> load_moments<double>(const std::string&, const CacheShape&, int))
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -240,5 +240,9 @@ class CodingStatistics {
   std::vector<Eigen::MatrixXd> grams_;
 };
 
+LOWRANKKV_COMPILED_TEMPLATE(CodingStatistics::CodingStatistics(const CacheShape&, const RopeConfig&, int))
+LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add<void>(const QueryView&, const KeyView&, const ValueView&, std::int64_t, int))
+LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add_block<CodingStatistics::RowsOf<float>, Eigen::MatrixXf, Eigen::VectorXf>(const QueryView&, int, const std::vector<std::int64_t>&, const RowsOf<float>&, const RowsOf<float>&, const Eigen::MatrixXf&, const Eigen::VectorXf&, std::int64_t, std::int64_t, CodingHead&) const)
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

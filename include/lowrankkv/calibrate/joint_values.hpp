@@ -81,5 +81,7 @@ Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up, const cpu::
   return output_up * projection;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(JointValueMaps joint_values<double>(const Moments&, int, int))
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

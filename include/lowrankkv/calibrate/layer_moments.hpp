@@ -194,5 +194,13 @@ class LayerMoments {
   CodingStatistics coding_;
 };
 
+LOWRANKKV_COMPILED_TEMPLATE(LayerMoments::LayerMoments(const CacheShape&, const RopeConfig&))
+LOWRANKKV_COMPILED_TEMPLATE(void LayerMoments::add<void>(const QueryView&, const KeyView&, const ValueView&, std::int64_t))
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::key_spectrum<double>(int, const BasisOptions&) const)
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::value_spectrum<void>(int, const BasisOptions&) const)
+LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::key_rank<void>(const BasisOptions&) const)
+LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::value_rank<void>(const BasisOptions&) const)
+LOWRANKKV_COMPILED_TEMPLATE(LayerBasis LayerMoments::basis<double>(const BasisOptions&) const)
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

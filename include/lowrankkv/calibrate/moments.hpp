@@ -89,5 +89,12 @@ MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
   return {vectors * roots.asDiagonal() * vectors.transpose(), vectors * roots.cwiseInverse().asDiagonal() * vectors.transpose()};
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(void Moments::add<double>(MatrixView))
+LOWRANKKV_COMPILED_TEMPLATE(Moments& Moments::operator+=<double>(const Moments&))
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd Moments::mean<double>() const)
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd Moments::centred<double>() const)
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum principal_axes<double>(const cpu::MatrixIn<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(MetricRoot metric_root<double>(const cpu::MatrixIn<double>&, double))
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

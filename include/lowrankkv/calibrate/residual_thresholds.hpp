@@ -54,5 +54,7 @@ void set_residual_thresholds(const LayerMoments& moments, const PerHead& policy,
   }
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(void set_residual_thresholds<void>(const LayerMoments&, const PerHead&, double, LayerBasis&))
+
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -37,5 +37,8 @@ std::vector<float> to_row_major(const cpu::MatrixRef<Real>& matrix) {
   return values;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd to_matrix<float>(MatrixView))
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<float> to_row_major<double>(const MatrixRef<double>&))
+
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -72,5 +72,7 @@ void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>
   }
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(void turn_to_axes<double, float>(MatrixView, std::vector<float>&, std::vector<float>&, int))
+
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -211,5 +211,7 @@ class BasicSketch {
 /// @brief The sketch as everything here uses it, in f64.
 using FrequentDirectionsSketch = BasicSketch<double>;
 
+LOWRANKKV_COMPILED_TEMPLATE(class BasicSketch<double>)
+
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

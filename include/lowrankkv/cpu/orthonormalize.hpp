@@ -34,5 +34,8 @@ void orthonormalize(std::vector<float>& basis, int dim) {
   matrix = orthonormal_columns(matrix.template cast<double>()).template cast<float>();
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd orthonormal_columns<double>(const MatrixIn<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(void orthonormalize<float>(std::vector<float>&, int))
+
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -68,5 +68,7 @@ inline std::vector<float> pool_scores(std::span<const float> scores, int kernel,
   return pooled;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<float> snapkv_scores<float>(MatrixView, int, MatrixView, float))
+
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -123,5 +123,8 @@ FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
   return best;
 }
 
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd singular_values<double>(const cpu::MatrixRef<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd principal_angles<double>(const cpu::MatrixRef<double>&, const cpu::MatrixRef<double>&))
+
 }  // namespace diagnostics
 LOWRANKKV_NAMESPACE_END

@@ -87,4 +87,8 @@ struct Impl<PerHead, Cpu> {
 
 static_assert(BasisFor<PerHead, Cpu>);
 
+LOWRANKKV_COMPILED_TEMPLATE(void Impl<PerHead, Cpu>::to_metric<float>(const PerHead&, const HeadBasis&, int, Part, float*, int))
+LOWRANKKV_COMPILED_TEMPLATE(HeadBasis Impl<PerHead, Cpu>::with_working_bases<float>(const PerHead&, const HeadBasis&, int, std::vector<float>, std::vector<float>))
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<float> Impl<PerHead, Cpu>::product<float>(const std::vector<float>&, const std::vector<float>&, int, int))
+
 LOWRANKKV_NAMESPACE_END

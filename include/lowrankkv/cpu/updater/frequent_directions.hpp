@@ -82,4 +82,7 @@ struct Impl<FrequentDirections, Cpu> {
 
 static_assert(UpdaterFor<FrequentDirections, Cpu>);
 
+LOWRANKKV_COMPILED_TEMPLATE(void Impl<FrequentDirections, Cpu>::observe<double>(const FrequentDirections&, State&, MatrixView, MatrixView, Phase))
+LOWRANKKV_COMPILED_TEMPLATE(bool Impl<FrequentDirections, Cpu>::maybe_update<void>(const FrequentDirections&, State&, MatrixView, MutableMatrixView, Phase))
+
 LOWRANKKV_NAMESPACE_END

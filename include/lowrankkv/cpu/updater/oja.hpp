@@ -96,4 +96,8 @@ struct Impl<Oja, Cpu> {
 
 static_assert(UpdaterFor<Oja, Cpu>);
 
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd cpu::oja_update<double>(const cpu::MatrixRef<double>&, const cpu::MatrixIn<double>&, double, OjaForm))
+LOWRANKKV_COMPILED_TEMPLATE(bool Impl<Oja, Cpu>::maybe_update<double, float>(const Oja&, State&, MatrixView, MutableMatrixView, Phase))
+LOWRANKKV_COMPILED_TEMPLATE(void Impl<Oja, Cpu>::observe<double>(const Oja&, State&, MatrixView, MatrixView, Phase))
+
 LOWRANKKV_NAMESPACE_END
