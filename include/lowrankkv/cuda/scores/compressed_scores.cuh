@@ -12,6 +12,7 @@
 
 #include "lowrankkv/cuda/scores/attention_scores.cuh"
 #include "lowrankkv/cuda/tiles/code_products.cuh"
+#include "lowrankkv/cuda/tiles/row_gains.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

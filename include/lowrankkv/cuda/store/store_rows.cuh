@@ -11,6 +11,7 @@
 #include "lowrankkv/cuda/store/plain_tiles.cuh"
 #include "lowrankkv/cuda/store/project_rows.cuh"
 #include "lowrankkv/cuda/tiles/int8_tiles.cuh"
+#include "lowrankkv/cuda/tiles/row_gains.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -33,14 +34,6 @@ __host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path,
   const int results = form == StoreForm::coefficients ? 2 * kStoreRows * 2 * plain_stride(max_rank) : kStoreRows * 4 * (max_rank + 1 + scale_groups) + tile_bytes + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
   return static_cast<std::size_t>(path_bytes(path, head_dim) + results);
 }
-
-/// 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16).
-__device__ inline int gain_code(float gain) {
-  if (!(gain > 0.0F)) return 0;
-  if (!(gain < 256.0F)) return 255;
-  return min(255, max(1, static_cast<int>(lroundf(16.0F * log2f(gain))) + 128));
-}
-__device__ inline float gain_of(int code) { return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F); }
 
 /// A row's gain as it is stored, and what that stands for.
 struct StoredGain {
@@ -74,12 +67,6 @@ __device__ inline StoredGain gain_of_size(const PartMaps& maps, float size, int 
   const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));  // not below: nothing is clipped
   return {__half_as_ushort(up), __half2float(up)};
 }
-/// The gain of a row of a tile of codes.
-__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int group = 0) {
-  const std::uint8_t* place = tile + layout.gain_place(part, row, group);
-  return layout.gains == ScaleKind::norm_log8 ? gain_of(*place) : __half2float(*reinterpret_cast<const __half*>(place));
-}
-
 /// The code of 2 half_range levels of a coefficient in steps, gains taken out.
 __device__ inline std::uint32_t code_of(float coefficient, float half_range) {
   return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range), 2.0F * half_range - 1.0F));  // NaN becomes the lowest
