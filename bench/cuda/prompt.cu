@@ -38,8 +38,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     short_one.max_tokens = 2048;
     config.num_pages = 16 * Cache::num_pages(short_one, maps, policies) + Cache::num_pages(one, maps, policies);
     Cache cache(config, maps, policies);
-    constexpr bool weighs = requires(const MassView& mass) { cache.accumulate(0, mass); };
-    const std::int64_t query_tokens = weighs ? tokens : 32;
+    constexpr bool has_scores = requires(const ScoreView& accumulated) { cache.accumulate(0, accumulated); };
+    const std::int64_t query_tokens = has_scores ? tokens : 32;
     const std::vector<__half> rows = bench::random_halves(static_cast<std::size_t>(tokens * kHeads * kDim)), queries = bench::random_halves(static_cast<std::size_t>(query_tokens * kQueryHeads * kDim));
     const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), query_rows(queries);
     const KeyView key(key_rows.data(), DType::f16, tokens, kHeads, kDim, kHeads * kDim, kDim);
@@ -50,11 +50,11 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       which.create(0);
     };
     const float prompt = bench::milliseconds(nullptr, 15, [&] { renew(cache); }, [&] { cache.ingest(0, key, value, query); });
-    [[maybe_unused]] float with_masses = 0.0F, without = 0.0F;
-    if constexpr (weighs) {
-      const gpu::DeviceArray<float> out(static_cast<std::size_t>(kQueryHeads * kDim)), mass(static_cast<std::size_t>(kHeads * tokens));
+    [[maybe_unused]] float with_scores = 0.0F, without = 0.0F;
+    if constexpr (has_scores) {
+      const gpu::DeviceArray<float> out(static_cast<std::size_t>(kQueryHeads * kDim)), accumulated(static_cast<std::size_t>(kHeads * tokens));
       const OutputView target{out.data(), 1, kQueryHeads, kDim};
-      with_masses = bench::milliseconds(nullptr, 15, [] {}, [&] { cache.attend(0, query.tokens(0, 1), target, {}, MassView{mass.data(), 1, kHeads, tokens}); });
+      with_scores = bench::milliseconds(nullptr, 15, [] {}, [&] { cache.attend(0, query.tokens(0, 1), target, {}, ScoreView{accumulated.data(), 1, kHeads, tokens}); });
       without = bench::milliseconds(nullptr, 15, [] {}, [&] { cache.attend(0, query.tokens(0, 1), target); });
     }
     float maintenance = 0.0F;
@@ -63,7 +63,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       for (int i = 1; i <= 15; ++i) seqs.push_back(i);
       for (const SequenceId seq : seqs) {
         cache.create(seq);
-        cache.ingest(seq, key.tokens(0, 512), value.tokens(0, 512), query.tokens(0, weighs ? 512 : 32));
+        cache.ingest(seq, key.tokens(0, 512), value.tokens(0, 512), query.tokens(0, has_scores ? 512 : 32));
       }
       const int interval = cache.config().flush_interval, room = cache.config().tail_capacity;
       maintenance = bench::milliseconds(
@@ -75,7 +75,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       maintenance /= static_cast<float>(interval);
     }
     float chunks = 0.0F, calls = 0.0F;
-    if (tokens == 32768 && !weighs) {
+    if (tokens == 32768 && !has_scores) {
       config.prefill_chunk = 4096;
       Cache chunked(config, maps, policies);
       const QueryView all(query_rows.data(), DType::f16, tokens, kQueryHeads, kDim, 0, kDim);  // one query, over and over
@@ -88,7 +88,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
     std::printf("%-22s prompt of %5lld: %.3f ms", name, static_cast<long long>(tokens), static_cast<double>(prompt));
     if (tokens == 8192) std::printf("; maintain(), 15 sequences: %.4f ms a token", static_cast<double>(maintenance));
     if (chunks > 0.0F) std::printf("; in chunks of 4096 %.3f, which come in calls of 512 %.3f", static_cast<double>(chunks), static_cast<double>(calls));
-    if (weighs) std::printf("; a step of one sequence %.4f ms, with masses %.4f", static_cast<double>(without), static_cast<double>(with_masses));
+    if (has_scores) std::printf("; a step of one sequence %.4f ms, with accumulated_scores %.4f", static_cast<double>(without), static_cast<double>(with_scores));
     std::printf("\n");
     std::fflush(stdout);
   }

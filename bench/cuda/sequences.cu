@@ -36,8 +36,8 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
   const gpu::DeviceArray<__half> key_rows(rows), value_rows(rows), key_out(rows.size()), value_out(rows.size());
   const KeyView key(key_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
   const ValueView value(value_rows.data(), DType::f16, kTokens, kHeads, kDim, kHeads * kDim, kDim);
-  constexpr bool weighs = gpu::TokenRules<decltype(policies.token_policy)>::keeps_masses;  // then every query counts: one, over and over
-  const QueryView query(key_rows.data(), DType::f16, weighs ? kTokens : 32, kQueryHeads, kDim, weighs ? 0 : kQueryHeads * kDim, kDim);
+  constexpr bool has_scores = gpu::TokenRules<decltype(policies.token_policy)>::accumulates_scores;  // then every query counts: one, over and over
+  const QueryView query(key_rows.data(), DType::f16, has_scores ? kTokens : 32, kQueryHeads, kDim, has_scores ? 0 : kQueryHeads * kDim, kDim);
   cudaStream_t stream;
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   gpu::check(cudaDeviceSynchronize(), "inputs");

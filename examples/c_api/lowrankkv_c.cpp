@@ -13,7 +13,7 @@
 #include "lowrankkv/lowrankkv.hpp"
 
 #if defined(LOWRANKKV_NO_EXCEPTIONS)
-#error "lowrankkv_c.cpp turns exceptions into statuses: compile it with exceptions; what calls it may be compiled without"
+#error "lowrankkv_c.cpp pre_rope exceptions into statuses: compile it with exceptions; what calls it may be compiled without"
 #endif
 
 namespace {

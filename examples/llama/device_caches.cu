@@ -30,12 +30,12 @@ class Caches final : public DeviceCaches {
     send(n, query, key, value);
     cache(layer).append(seq, keys(n), values(n));
     // Eviction by accumulated attention needs to be told what the step's queries attended to.
-    if constexpr (requires(Cache& cache, const MassView& mass) { cache.accumulate(seq, mass); }) {
+    if constexpr (requires(Cache& cache, const ScoreView& accumulated) { cache.accumulate(seq, accumulated); }) {
       const std::size_t most = static_cast<std::size_t>(shape_.num_kv_heads) * static_cast<std::size_t>(cache(layer).config().max_tokens);
-      if (mass_.size() < most) mass_ = gpu::DeviceArray<float>(most);
-      const MassView mass(mass_.data(), 1, shape_.num_kv_heads, cache(layer).num_tokens(seq));
-      cache(layer).attend(seq, queries(n), outputs(n), {}, mass);
-      cache(layer).accumulate(seq, mass);
+      if (accumulated_.size() < most) accumulated_ = gpu::DeviceArray<float>(most);
+      const ScoreView accumulated(accumulated_.data(), 1, shape_.num_kv_heads, cache(layer).num_tokens(seq));
+      cache(layer).attend(seq, queries(n), outputs(n), {}, accumulated);
+      cache(layer).accumulate(seq, accumulated);
     } else {
       cache(layer).attend(seq, queries(n), outputs(n));
     }
@@ -67,7 +67,7 @@ class Caches final : public DeviceCaches {
 
   CacheShape shape_;
   LayerStack<Cache> stack_;
-  gpu::DeviceArray<float> query_, key_, value_, out_, mass_;
+  gpu::DeviceArray<float> query_, key_, value_, out_, accumulated_;
 };
 
 }  // namespace

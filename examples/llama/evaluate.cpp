@@ -262,7 +262,7 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
       head.key = keys[static_cast<std::size_t>(index)];
       head.value = values[static_cast<std::size_t>(index)];
       for (int member = 0; member < group; ++member) {
-        const calibrate::Moments query = calibrate::turned_moments(queries[static_cast<std::size_t>(index * group + member)], target.coding().rotary(), distances);
+        const calibrate::Moments query = calibrate::rotated_moments(queries[static_cast<std::size_t>(index * group + member)], target.coding().rotary(), distances);
         head.query.second += query.second;
         head.query.first += query.first;
         head.query.count += query.count;

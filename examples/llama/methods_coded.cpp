@@ -97,7 +97,7 @@ std::vector<Method> coded_methods() {
       {{"Budgeted", "bytes, everything counted", "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 sinks and 32 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
-      {{"Budgeted+PreRoPE", "bytes, everything counted", "Budgeted on keys before their rotary embedding: they are lifted and turned when they are read", {0.1, 0.05}, true}, budgeted},
+      {{"Budgeted+PreRoPE", "bytes, everything counted", "Budgeted on keys before their rotary embedding: they are up_projected and rotated when they are read", {0.1, 0.05}, true}, budgeted},
   };
 }
 

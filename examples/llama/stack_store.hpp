@@ -34,11 +34,11 @@ class StackStore final : public KvStore {
     Cache& cache = stack_.layer(layer);
     cache.append(seq, keys(rows, n), values(rows, n));
     // Eviction by accumulated attention needs to be told what the step's queries attended to.
-    if constexpr (requires(const lowrankkv::MassView& mass) { cache.accumulate(seq, mass); }) {
-      mass_.resize(static_cast<std::size_t>(shape_.num_kv_heads * cache.num_tokens(seq)));
-      const lowrankkv::MassView mass(mass_.data(), 1, shape_.num_kv_heads, cache.num_tokens(seq));
-      cache.attend(seq, queries(rows, n), outputs(out, n), {}, mass);
-      cache.accumulate(seq, mass);
+    if constexpr (requires(const lowrankkv::ScoreView& accumulated) { cache.accumulate(seq, accumulated); }) {
+      accumulated_.resize(static_cast<std::size_t>(shape_.num_kv_heads * cache.num_tokens(seq)));
+      const lowrankkv::ScoreView accumulated(accumulated_.data(), 1, shape_.num_kv_heads, cache.num_tokens(seq));
+      cache.attend(seq, queries(rows, n), outputs(out, n), {}, accumulated);
+      cache.accumulate(seq, accumulated);
     } else {
       cache.attend(seq, queries(rows, n), outputs(out, n));
     }
@@ -59,7 +59,7 @@ class StackStore final : public KvStore {
   lowrankkv::CacheShape shape_;
   bool unrotated_ = false;
   lowrankkv::LayerStack<Cache> stack_;
-  std::vector<float> mass_;
+  std::vector<float> accumulated_;
 };
 
 /// Caches in device memory behind the same interface: cache and attention are on the GPU, everything else of the model is on the CPU.

@@ -119,7 +119,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
       const std::int64_t begin = (std::max)(first, offset);
       if (first + count > begin) layer_.sequence(slot).chunk.add_queries(q_window.tokens(begin - offset, first + count - begin));
-      if constexpr (Base::keeps_mass) {  // masses need normalised attention: attend, and forget the outputs
+      if constexpr (Base::accumulates_scores) {  // masses need normalised attention: attend, and forget the outputs
         std::vector<float> out(static_cast<std::size_t>(count) * static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
         this->attend_piece(slot, q_window.tokens(first, count), {out.data(), count, q_window.num_heads, q_window.head_dim}, {}, own_row);
       }
@@ -189,21 +189,21 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @param mass  optional: attention that every position received from these queries, for accumulate(). Costs the logits
   /// once more and allocates.
   /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, const MassView& mass = {}) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, const ScoreView& accumulated = {}) {
     const std::int64_t m = this->check_attend(seqs, query, out, lse);
-    this->check_mass(seqs, mass);
+    this->check_score_view(seqs, accumulated);
     std::vector<float> scratch;
-    const LseView sums = mass.data != nullptr && lse.data == nullptr ? this->scratch_lse(scratch, query.num_tokens) : lse;
+    const LseView sums = accumulated.data != nullptr && lse.data == nullptr ? this->scratch_lse(scratch, query.num_tokens) : lse;
     const auto slot_of = [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); };
     const auto block_of = [&](std::int64_t i) {
       return typename Layer::Block{query.tokens(i * m, m), out.tokens(i * m, m), sums.tokens(i * m, m), layer_.config.shape.group_size(),
                                    layer_.config.scale(), layer_.table.lengths(slot_of(i)).tail_length - m};
     };
     layer_.attend(static_cast<std::int64_t>(seqs.size()), slot_of, block_of, false);
-    for (std::int64_t i = 0; mass.data != nullptr && i < mass.num_sequences; ++i) this->write_mass(slot_of(i), block_of(i), mass, i);
+    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i) this->write_scores(slot_of(i), block_of(i), accumulated, i);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, const MassView& mass = {}) {
-    attend(std::span(&seq, 1), query, out, lse, mass);
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, const ScoreView& accumulated = {}) {
+    attend(std::span(&seq, 1), query, out, lse, accumulated);
   }
 
   /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in
@@ -231,17 +231,17 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
 
   /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what
   /// HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as given to attend()
-  void accumulate(std::span<const SequenceId> seqs, const MassView& mass)
-    requires(Base::keeps_mass)
+  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated)
+    requires(Base::accumulates_scores)
   {
-    this->check_mass(seqs, mass);
-    if (mass.data != nullptr) this->check_mass_values(mass);
-    for (std::int64_t i = 0; mass.data != nullptr && i < mass.num_sequences; ++i) this->add_mass(this->idle_slot(seqs[static_cast<std::size_t>(i)]), mass, i);
+    this->check_score_view(seqs, accumulated);
+    if (accumulated.data != nullptr) this->check_accumulated_values(accumulated);
+    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i) this->add_score(this->idle_slot(seqs[static_cast<std::size_t>(i)]), accumulated, i);
   }
-  void accumulate(SequenceId seq, const MassView& mass)
-    requires(Base::keeps_mass)
+  void accumulate(SequenceId seq, const ScoreView& accumulated)
+    requires(Base::accumulates_scores)
   {
-    accumulate(std::span(&seq, 1), mass);
+    accumulate(std::span(&seq, 1), accumulated);
   }
 
   /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into flushed rows.
@@ -259,7 +259,7 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     }
     now.tail_length = static_cast<std::int32_t>(length - first_tail);
     now.num_tokens = length;
-    for (auto& mass : layer_.sequence(slot).mass) mass.recent.resize(static_cast<std::size_t>(now.tail_length));
+    for (auto& accumulated : layer_.sequence(slot).accumulated) accumulated.recent.resize(static_cast<std::size_t>(now.tail_length));
     return TruncateResult::exact;
   }
 

@@ -80,7 +80,7 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
   };
   std::vector<Case> cases;
   for (std::size_t method = 0; method < std::size(support::kMethodNames); ++method) {
-    if (support::turns_axes(static_cast<Method>(method)) || static_cast<Method>(method) == Method::directions_outliers || static_cast<Method>(method) == Method::directions_snapkv || (support::by_errors(static_cast<Method>(method)) && support::by_scores(static_cast<Method>(method)))) continue;  // chosen_rows.cu
+    if (support::aligns_axes(static_cast<Method>(method)) || static_cast<Method>(method) == Method::directions_outliers || static_cast<Method>(method) == Method::directions_snapkv || (support::by_errors(static_cast<Method>(method)) && support::by_scores(static_cast<Method>(method)))) continue;  // chosen_rows.cu
     for (const DType type : {DType::f16, DType::bf16}) {
       Settings settings;
       settings.method = static_cast<Method>(method);
@@ -435,7 +435,7 @@ TEST_CASE("prefill is exact attention over the prompt's own rows and what is sto
       before_key.insert(before_key.end(), key.begin(), key.end());
       before_value.insert(before_value.end(), value.begin(), value.end());
       std::vector<double> expected, expected_lse;
-      support::attend_f64(config.shape, config.scale(), support::turned(config, before_key), before_value, query, expected, expected_lse);
+      support::attend_f64(config.shape, config.scale(), support::rotated(config, before_key), before_value, query, expected, expected_lse);
       CAPTURE(trial);
       CAPTURE(n);
       const double limit = settings.unrotated ? 4e-3 : settings.method == Method::codes && part == 1 ? 1e-3 : 2e-5;
@@ -602,7 +602,7 @@ TEST_CASE("maintain() demands the pages that it takes: with one less it changes 
   CHECK(taken > 2);
 }
 
-TEST_CASE("bases move in a batch as they do alone, even where all leaving rows of a sequence stay full") {
+TEST_CASE("bases move in a batch as they do alone, even where all flushed rows of a sequence stay full") {
   Random random(43);
   CacheConfig config;
   config.shape = {4, 2, 64};

@@ -94,8 +94,8 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
   device.reconstruct(seq, key, value);
   for (const auto& row : given.keys) exact_key.insert(exact_key.end(), row.begin(), row.end());
   const auto position = [&](std::int64_t token) { return device.cache.position(seq, token); };
-  key = turned(config, std::move(key), position);
-  exact_key = turned(config, std::move(exact_key), position);
+  key = rotated(config, std::move(key), position);
+  exact_key = rotated(config, std::move(exact_key), position);
   std::vector<RowState> states(static_cast<std::size_t>(tokens));
   for (int head = 0; head < heads; ++head) {
     device.cache.row_states(seq, head, 0, states);
@@ -242,9 +242,9 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
         given.add(config, key, value);
         if constexpr (heavy) {  // recent rows receive much, and take the places of others
           const std::int64_t tokens = device.cache.num_tokens(1), heads = config.shape.num_kv_heads;
-          std::vector<float> mass(static_cast<std::size_t>(heads * tokens));
-          for (std::int64_t i = 0; i < heads * tokens; ++i) mass[static_cast<std::size_t>(i)] = i % tokens >= device.cache.rollback_limit(1) && random() % 2 == 0 ? 5.0F : 0.0F;
-          const gpu::DeviceArray<float> received(mass);
+          std::vector<float> accumulated(static_cast<std::size_t>(heads * tokens));
+          for (std::int64_t i = 0; i < heads * tokens; ++i) accumulated[static_cast<std::size_t>(i)] = i % tokens >= device.cache.rollback_limit(1) && random() % 2 == 0 ? 5.0F : 0.0F;
+          const gpu::DeviceArray<float> received(accumulated);
           device.cache.accumulate(1, {received.data(), 1, config.shape.num_kv_heads, tokens});
         }
       }

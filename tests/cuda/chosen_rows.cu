@@ -213,7 +213,7 @@ TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both:
   };
   for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}, {Method::oja_evicting, DType::f16, true},
                                                {Method::directions_outliers, DType::f16}, {Method::directions_outliers, DType::bf16, true}, {Method::directions_evicting, DType::f16}, {Method::directions_evicting, DType::bf16, true}, {Method::directions_snapkv, DType::f16}, {Method::directions_snapkv, DType::bf16, true}}) {
-    if (support::effort() == 0 && (support::rolls(method) ? unrotated || method == Method::directions_snapkv : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting))) continue;
+    if (support::effort() == 0 && (support::device_epochs(method) ? unrotated || method == Method::directions_snapkv : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting))) continue;
     support::Settings settings;
     settings.method = method;
     settings.coefficients = type;

@@ -60,7 +60,7 @@ class HeavyCache : public HeavySide {
     cache_.append(1, {key.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim}, {value.data(), tokens_of(key), shape().num_kv_heads, shape().head_dim});
   }
   void maintain() override { cache_.maintain(1); }
-  void accumulate(std::vector<float>& mass) override { cache_.accumulate(1, {mass.data(), 1, shape().num_kv_heads, cache_.num_tokens(1)}); }
+  void accumulate(std::vector<float>& accumulated) override { cache_.accumulate(1, {accumulated.data(), 1, shape().num_kv_heads, cache_.num_tokens(1)}); }
   void truncate(std::int64_t length) override { cache_.truncate(1, length); }
   void remove(std::int64_t first, std::int64_t count) override { cache_.remove(1, first, count); }
   int tail_length() const override { return cache_.tail_length(1); }

@@ -30,9 +30,9 @@ inline constexpr const char* kMethodNames[] = {"full", "static_pca", "hybrid", "
 /// Whether bases move.
 inline bool adapts(Method method) { return method >= Method::oja && method <= Method::oja_evicting; }
 /// Whether epochs begin when values say so.
-inline bool rolls(Method method) { return method == Method::subspace_a || method == Method::directions || method == Method::directions_codes || method == Method::directions_snapkv || method == Method::directions_outliers || method == Method::directions_evicting; }
+inline bool device_epochs(Method method) { return method == Method::subspace_a || method == Method::directions || method == Method::directions_codes || method == Method::directions_snapkv || method == Method::directions_outliers || method == Method::directions_evicting; }
 /// Whether codes are of principal axes that bases are turned to: those of both sides are the same as far as energies differ (moving_codes.cu).
-inline bool turns_axes(Method method) { return method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes; }
+inline bool aligns_axes(Method method) { return method == Method::oja_codes || method == Method::oja_blocks || method == Method::directions_codes; }
 /// Whether rows of large errors stay full.
 inline bool by_errors(Method method) { return method >= Method::directions_outliers && method <= Method::budgeted_evicting; }
 /// Whether rows are dropped, and whether it is their scores that decide.
@@ -137,7 +137,7 @@ class HeavySide {
   virtual void ingest(const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void append(const std::vector<float>& key, const std::vector<float>& value) = 0;
   virtual void maintain() = 0;
-  virtual void accumulate(std::vector<float>& mass) = 0;  ///< [heads, tokens]
+  virtual void accumulate(std::vector<float>& accumulated) = 0;  ///< [heads, tokens]
   virtual void truncate(std::int64_t length) = 0;
   virtual void remove(std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length() const = 0;

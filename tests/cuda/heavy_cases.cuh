@@ -11,7 +11,7 @@ namespace heavy {
 
 /// Masses of steps against float64 over what is stored. Returns the largest error. @param type  of full rows, and of coefficients  @param unrotated  how keys are stored
 template <class Cache>
-double check_masses(Random& random, DType type, int trials, bool unrotated = false) {
+double check_scores(Random& random, DType type, int trials, bool unrotated = false) {
   double worst = 0.0;
   for (int trial = 0; trial < trials; ++trial) {
     const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7}, heads = joins<Cache> ? 2 + 2 * (trial % 2) : 1 + trial % 2, group = groups[trial % 3], dim = joins<Cache> ? dims[trial % 3] : dims[trial % 4];
@@ -36,9 +36,9 @@ double check_masses(Random& random, DType type, int trials, bool unrotated = fal
     for (int step = 0; step < 5; ++step) {  // rows take others' places
       side.append(seqs, random_rows(random, 3 * 16, heads, dim, type), random_rows(random, 3 * 16, heads, dim, type));
       const std::int64_t positions = side.cache.num_tokens(6);
-      std::vector<float> mass(static_cast<std::size_t>(3 * heads * positions));
-      for (float& x : mass) x = static_cast<float>(random() % 300);
-      side.accumulate(seqs, mass, positions);
+      std::vector<float> accumulated(static_cast<std::size_t>(3 * heads * positions));
+      for (float& x : accumulated) x = static_cast<float>(random() % 300);
+      side.accumulate(seqs, accumulated, positions);
       side.cache.maintain(seqs);
     }
     const int m = 1 + trial % 5;
@@ -46,29 +46,29 @@ double check_masses(Random& random, DType type, int trials, bool unrotated = fal
     side.append(seqs, random_rows(random, 3 * m, heads, dim, type), random_rows(random, 3 * m, heads, dim, type));
     const DType query_type = trial % 2 == 0 ? DType::f32 : type;
     const auto query = random_rows(random, 3 * m, heads * group, dim, query_type, 1.5F);
-    const Weighed answer = side.weigh(seqs, query, query_type);
-    CHECK(answer == side.weigh(seqs, query, query_type));
-    CHECK(answer.mass == side.weigh(seqs, query, query_type, false).mass);
+    const ScoredList answer = side.accumulate(seqs, query, query_type);
+    CHECK(answer == side.accumulate(seqs, query, query_type));
+    CHECK(answer.accumulated == side.accumulate(seqs, query, query_type, false).accumulated);
     CAPTURE(trial);
     CAPTURE(dim);
     CAPTURE(group);
     for (std::size_t i = 0; i < 3; ++i) {
-      const auto own_query = part_of(query, i, 3), own_mass = part_of(answer.mass, i, 3);
-      const Weighed alone = side.weigh(std::span(&seqs[i], 1), own_query, query_type);
+      const auto own_query = part_of(query, i, 3), own_score = part_of(answer.accumulated, i, 3);
+      const ScoredList alone = side.accumulate(std::span(&seqs[i], 1), own_query, query_type);
       CHECK(alone.out == part_of(answer.out, i, 3));
       CHECK(alone.lse == part_of(answer.lse, i, 3));
       std::vector<float> key, value, found;
       side.reconstruct(seqs[i], key, value);
       const std::vector<bool> there = kept_rows_of(config.shape, key);
-      const std::vector<double> expected = masses_f64(config.shape, config.scale(), support::turned(config, key, [&](std::int64_t token) { return side.cache.position(seqs[i], token); }), there, own_query);
+      const std::vector<double> expected = masses_f64(config.shape, config.scale(), support::rotated(config, key, [&](std::int64_t token) { return side.cache.position(seqs[i], token); }), there, own_query);
       const std::int64_t tokens = side.cache.num_tokens(seqs[i]);
       bool zeros = true, same = true;
       for (int head = 0; head < heads; ++head) {
         for (std::int64_t position = 0; position < answer.positions; ++position) {
-          const float mass = own_mass[static_cast<std::size_t>(head * answer.positions + position)];
-          if (position < tokens) found.push_back(mass);
-          if (position >= tokens || !there[static_cast<std::size_t>(position * heads + head)]) zeros = zeros && mass == 0.0F;
-          if (position < tokens) same = same && alone.mass[static_cast<std::size_t>(head * alone.positions + position)] == mass;
+          const float accumulated = own_score[static_cast<std::size_t>(head * answer.positions + position)];
+          if (position < tokens) found.push_back(accumulated);
+          if (position >= tokens || !there[static_cast<std::size_t>(position * heads + head)]) zeros = zeros && accumulated == 0.0F;
+          if (position < tokens) same = same && alone.accumulated[static_cast<std::size_t>(head * alone.positions + position)] == accumulated;
         }
       }
       CHECK(zeros);
@@ -122,8 +122,8 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
       CHECK(found == full);
       ledger.check(before, kept_rows_of(config.shape, key), left, wanted, sinks, band);
       CHECK(side.cache.memory(seq).full_row_bytes == static_cast<std::size_t>(full * dim * 4));
-      const std::int64_t weighed = compresses<Cache> && !exempts<Cache> ? wanted - pinned : wanted;
-      if (!moves<Cache>) CHECK(side.cache.memory(seq).updater_bytes == static_cast<std::size_t>((weighed + side.cache.tail_length(seq)) * heads * 4));
+      const std::int64_t scored = compresses<Cache> && !exempts<Cache> ? wanted - pinned : wanted;
+      if (!moves<Cache>) CHECK(side.cache.memory(seq).updater_bytes == static_cast<std::size_t>((scored + side.cache.tail_length(seq)) * heads * 4));
       CHECK(side.cache.memory(seq).position_bytes == static_cast<std::size_t>(wanted * heads * 4));
     };
     CAPTURE(trial);
@@ -135,9 +135,9 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
       const std::vector<bool> before = kept_rows_of(config.shape, key);
       const std::int64_t tokens = static_cast<std::int64_t>(before.size()) / heads;
       ledger.extend(tokens);
-      const std::vector<double> received = masses_f64(config.shape, config.scale(), support::turned(config, key), before, query);
+      const std::vector<double> received = masses_f64(config.shape, config.scale(), support::rotated(config, key), before, query);
       for (int head = 0; head < heads; ++head) {
-        for (std::int64_t t = 0; t < tokens; ++t) ledger.mass[static_cast<std::size_t>(head)][static_cast<std::size_t>(t)] += received[static_cast<std::size_t>(head * tokens + t)];
+        for (std::int64_t t = 0; t < tokens; ++t) ledger.accumulated[static_cast<std::size_t>(head)][static_cast<std::size_t>(t)] += received[static_cast<std::size_t>(head * tokens + t)];
       }
       if (trial % 2 == 0) side.prefill(seq, query, prompt_key, prompt_value);
       else side.ingest(seq, prompt_key, prompt_value, query);
@@ -145,15 +145,15 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
       for (int step = 0; step < 3; ++step) {  // each flushes once at most
         const int count = 24;
         side.append(std::span(&seq, 1), random_rows(random, count, heads, dim, type), random_rows(random, count, heads, dim, type));
-        Weighed answer = side.weigh(std::span(&seq, 1), random_rows(random, 5, heads * group, dim, DType::f32, 1.5F));
-        for (float& x : answer.mass) x *= 40.0F;  // as many such steps: so that rows of the tail can drive out stored ones
-        side.accumulate(std::span(&seq, 1), answer.mass, answer.positions);
+        ScoredList answer = side.accumulate(std::span(&seq, 1), random_rows(random, 5, heads * group, dim, DType::f32, 1.5F));
+        for (float& x : answer.accumulated) x *= 40.0F;  // as many such steps: so that rows of the tail can drive out stored ones
+        side.accumulate(std::span(&seq, 1), answer.accumulated, answer.positions);
         side.reconstruct(seq, key, value);
         const std::vector<bool> stored = kept_rows_of(config.shape, key);
         ledger.extend(side.cache.num_tokens(seq));
         for (int head = 0; head < heads; ++head) {
           for (std::int64_t t = 0; t < side.cache.num_tokens(seq); ++t) {
-            ledger.mass[static_cast<std::size_t>(head)][static_cast<std::size_t>(t)] += static_cast<double>(answer.mass[static_cast<std::size_t>(head * answer.positions + t)]);
+            ledger.accumulated[static_cast<std::size_t>(head)][static_cast<std::size_t>(t)] += static_cast<double>(answer.accumulated[static_cast<std::size_t>(head * answer.positions + t)]);
           }
         }
         const std::int64_t limit = side.cache.rollback_limit(seq);
@@ -215,20 +215,20 @@ void check_parity(Random& random, int trials) {
       std::int64_t positions = 0;
       for (const SequenceId seq : seqs) positions = std::max(positions, side.cache.num_tokens(seq));
       positions += static_cast<std::int64_t>(random() % 3);
-      std::vector<float> mass(static_cast<std::size_t>(3 * heads * positions));
-      for (float& x : mass) x = static_cast<float>(random() % static_cast<unsigned>(levels)) / 64.0F;
+      std::vector<float> accumulated(static_cast<std::size_t>(3 * heads * positions));
+      for (float& x : accumulated) x = static_cast<float>(random() % static_cast<unsigned>(levels)) / 64.0F;
       if (random() % 3 != 0) {  // others have received nothing
-        side.accumulate(seqs, mass, positions);
+        side.accumulate(seqs, accumulated, positions);
       } else {
-        mass.clear();
+        accumulated.clear();
       }
       side.cache.maintain(seqs);
       for (std::size_t i = 0; i < 3; ++i) {
         cpu[i]->append(part_of(key, i, 3), part_of(value, i, 3));
-        if (!mass.empty()) {
+        if (!accumulated.empty()) {
           std::vector<float> own;
           for (int head = 0; head < heads; ++head) {
-            const auto begin = mass.begin() + static_cast<std::ptrdiff_t>((i * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(positions));
+            const auto begin = accumulated.begin() + static_cast<std::ptrdiff_t>((i * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(positions));
             own.insert(own.end(), begin, begin + side.cache.num_tokens(seqs[i]));
           }
           cpu[i]->accumulate(own);
@@ -340,14 +340,14 @@ void check_copies(Random& random, int full_row_bits = 0) {
     const auto answer = [&](SequenceId seq) {
       std::vector<float> key, value;
       side.reconstruct(seq, key, value);
-      Weighed all = side.weigh(std::span(&seq, 1), query);
+      ScoredList all = side.accumulate(std::span(&seq, 1), query);
       all.out.insert(all.out.end(), key.begin(), key.end());
       all.lse.insert(all.lse.end(), value.begin(), value.end());
       return all;
     };
     const int steps = effort() == 0 ? 12 : 50;
     Growth(random, config.shape, steps).grow(side, 1);
-    const Weighed before = answer(1);
+    const ScoredList before = answer(1);
     const std::int64_t free = side.cache.pool().allocator().num_free();
     side.cache.fork(1, 2);
     CHECK(side.cache.pool().allocator().num_free() == free);  // nothing is copied yet
@@ -364,7 +364,7 @@ void check_copies(Random& random, int full_row_bits = 0) {
     side.cache.fork(2, 4);
     more.grow(side, 1);
     more.grow(side, 3);
-    const Weighed after = answer(1);
+    const ScoredList after = answer(1);
     CHECK(!(after == before));
     for (const SequenceId seq : {2, 3, 4}) CHECK(answer(seq) == after);
     Growth(random, config.shape, steps).grow(side, 4);
@@ -388,7 +388,7 @@ void check_copies(Random& random, int full_row_bits = 0) {
     side.cache.fork(1, 2);
     const Growth last(random, config.shape, steps);
     for (const SequenceId seq : {1, 2, 3}) last.grow(side, seq);
-    const Weighed in_the_end = answer(1);
+    const ScoredList in_the_end = answer(1);
     CHECK(answer(2) == in_the_end);
     CHECK(answer(3) == in_the_end);
     CHECK(answer(4) == after);
@@ -415,13 +415,13 @@ void check_replays(Random& random, bool unrotated = false) {
     }
   }
   gpu::DeviceArray<float> key(2 * 2 * 128), value(2 * 2 * 128), query(2 * 8 * 128), out(2 * 8 * 128);
-  const gpu::DeviceArray<float> mass(2 * 2 * 1000);
-  const MassView masses(mass.data(), 2, 2, 1000);
+  const gpu::DeviceArray<float> accumulated(2 * 2 * 1000);
+  const ScoreView accumulated_scores(accumulated.data(), 2, 2, 1000);
   const support::CapturedStep step([&](cudaStream_t stream) {
-    CHECK(support::message_of([&] { side.cache.accumulate(seqs, {mass.data(), 2, 2, 999}, stream); }) == "mass: 999 positions in a captured graph, max_tokens 1000");
+    CHECK(support::message_of([&] { side.cache.accumulate(seqs, {accumulated.data(), 2, 2, 999}, stream); }) == "attention scores: 999 positions in a captured graph, max_tokens 1000");
     side.cache.append(seqs, side.keys(key, 2), side.values(value, 2), stream);
-    side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 8, 128}, {}, masses, stream);
-    side.cache.accumulate(seqs, masses, stream);
+    side.cache.attend(seqs, side.queries(query, 2), {out.data(), 2, 8, 128}, {}, accumulated_scores, stream);
+    side.cache.accumulate(seqs, accumulated_scores, stream);
   });
   for (int round = 0; round < (effort() == 0 ? 40 : 150); ++round) {
     const auto k = random_rows(random, 2, 2, 128, DType::f16), v = random_rows(random, 2, 2, 128, DType::f16), q = random_rows(random, 2, 8, 128, DType::f32);
@@ -430,14 +430,14 @@ void check_replays(Random& random, bool unrotated = false) {
     support::upload(q, query);
     step.replay(side.cache, seqs);
     plain.append(seqs, k, v);
-    const Weighed expected = plain.weigh(seqs, q);
-    plain.accumulate(seqs, expected.mass, expected.positions);
+    const ScoredList expected = plain.accumulate(seqs, q);
+    plain.accumulate(seqs, expected.accumulated, expected.positions);
     plain.cache.maintain(seqs);
     CHECK(host(out) == expected.out);
     if (round % 10 != 9) continue;
-    const auto found = host(mass);
+    const auto found = host(accumulated);
     for (std::size_t list = 0; list < 4; ++list) {
-      const float *own = found.data() + list * 1000, *other = expected.mass.data() + list * static_cast<std::size_t>(expected.positions);
+      const float *own = found.data() + list * 1000, *other = expected.accumulated.data() + list * static_cast<std::size_t>(expected.positions);
       CHECK(std::equal(own, own + expected.positions, other));
       CHECK(std::all_of(own + expected.positions, own + 1000, [](float x) { return x == 0.0F; }));
     }

@@ -26,15 +26,15 @@ using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, 
 
 }  // namespace
 
-TEST_CASE("heavy hitters with outliers: masses are those of float64 attention over what is stored, of full rows and compressed ones; the same bits in any batch") {
+TEST_CASE("heavy hitters with outliers: accumulated_scores are those of float64 attention over what is stored, of full rows and compressed ones; the same bits in any batch") {
   Random random(271);
   const int trials = effort() == 0 ? 1 : 4 * effort();
-  check_masses<Plain>(random, DType::f16, trials);
-  check_masses<Codes>(random, DType::bf16, trials);
-  check_masses<Codes>(random, DType::f16, trials, true);
+  check_scores<Plain>(random, DType::f16, trials);
+  check_scores<Codes>(random, DType::bf16, trials);
+  check_scores<Codes>(random, DType::f16, trials, true);
 }
 
-TEST_CASE("heavy hitters with outliers: rows that prompts and steps keep are those that float64 masses choose, and some of them are full") {
+TEST_CASE("heavy hitters with outliers: rows that prompts and steps keep are those that float64 accumulated_scores choose, and some of them are full") {
   Random random(277);
   const int trials = effort() == 0 ? 1 : 4 * effort();
   check_kept<Plain>(random, trials);
@@ -87,15 +87,15 @@ TEST_CASE("heavy hitters with outliers: heads have other numbers of full rows, t
   for (int step = 0; step < (effort() == 0 ? 60 : 300); ++step) {
     const auto key = random_rows(random, 3, 2, 64, DType::f16), value = random_rows(random, 3, 2, 64, DType::f16), query = random_rows(random, 3, 4, 64, DType::f32);
     together.append(seqs, key, value);
-    const Weighed all = together.weigh(seqs, query);
-    together.accumulate(seqs, all.mass, all.positions);
+    const ScoredList all = together.accumulate(seqs, query);
+    together.accumulate(seqs, all.accumulated, all.positions);
     together.cache.maintain(seqs);
     for (std::size_t i = 0; i < 3; ++i) {
       const auto one = std::span(&seqs[i], 1);
       alone.append(one, part_of(key, i, 3), part_of(value, i, 3));
-      const Weighed own = alone.weigh(one, part_of(query, i, 3));
+      const ScoredList own = alone.accumulate(one, part_of(query, i, 3));
       CHECK(own.out == part_of(all.out, i, 3));
-      alone.accumulate(one, own.mass, own.positions);
+      alone.accumulate(one, own.accumulated, own.positions);
       alone.cache.maintain(one);
       if (step % 20 == 19) CHECK(alone.save(seqs[i]) == together.save(seqs[i]));
       const auto full_of = [&](int head) {
@@ -133,9 +133,9 @@ TEST_CASE("heavy hitters with outliers: saved states of positions that are nobod
     most[1] = std::max(most[1], static_cast<std::size_t>(std::count(states.begin(), end, RowState::compressed)));
   }
   const auto padded = [](std::size_t rows) { return (2 * rows * 4 + 15) / 16 * 16; };
-  const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), tail_masses = saved.size() - 2 * ring * 4, masses = tail_masses - padded(most[1]), full_masses = masses - padded(most[0]);
-  const std::size_t compressed = full_masses - padded(most[1]), full = compressed - padded(most[0]);
-  for (const std::size_t place : {tail_masses + 4, masses + 8, full_masses + 4}) {
+  const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), tail_scores = saved.size() - 2 * ring * 4, accumulated_scores = tail_scores - padded(most[1]), full_scores = accumulated_scores - padded(most[0]);
+  const std::size_t compressed = full_scores - padded(most[1]), full = compressed - padded(most[0]);
+  for (const std::size_t place : {tail_scores + 4, accumulated_scores + 8, full_scores + 4}) {
     auto hostile = saved;
     const float value = -1.0F;
     std::memcpy(hostile.data() + place, &value, sizeof value);

@@ -26,27 +26,27 @@ RandomLayer no_bases(const CacheConfig& config) { return {{}, config.shape}; }
 
 }  // namespace
 
-TEST_CASE("masses of a step are those of float64: stored rows in any order, tails, several query tokens; the same bits in any batch") {
+TEST_CASE("accumulated_scores of a step are those of float64: stored rows in any order, tails, several query tokens; the same bits in any batch") {
   Random random(3);
   const int trials = effort() == 0 ? 2 : 12 * effort();
-  const double f16 = check_masses<H2O<Cuda>>(random, DType::f16, trials), bf16 = check_masses<H2O<Cuda>>(random, DType::bf16, trials);
-  MESSAGE("masses of a step: f16 " << f16 << ", bf16 " << bf16);
+  const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials), bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials);
+  MESSAGE("accumulated_scores of a step: f16 " << f16 << ", bf16 " << bf16);
 }
 
-TEST_CASE("what prompts and steps keep is what float64 masses choose, also on top of stored rows") {
+TEST_CASE("what prompts and steps keep is what float64 accumulated_scores choose, also on top of stored rows") {
   Random random(11);
   check_kept<Sinks>(random, effort() == 0 ? 2 : 10 * effort());
 }
 
-TEST_CASE("rows whose keys are stored unrotated: masses of float64, and what they keep, stored in any order") {
+TEST_CASE("rows whose keys are stored unrotated: accumulated_scores of float64, and what they keep, stored in any order") {
   Random random(12);
   const int trials = effort() == 0 ? 2 : 8 * effort();
-  const double f16 = check_masses<H2O<Cuda>>(random, DType::f16, trials, true), bf16 = check_masses<H2O<Cuda>>(random, DType::bf16, trials, true);
-  MESSAGE("masses of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);
+  const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials, true), bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials, true);
+  MESSAGE("accumulated_scores of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);
   check_kept<Sinks>(random, trials, true);
 }
 
-TEST_CASE("the same masses keep the same rows as on the CPU, ties included; tails are cut, prompts come in between") {
+TEST_CASE("the same accumulated_scores keep the same rows as on the CPU, ties included; tails are cut, prompts come in between") {
   Random random(17);
   check_parity<Sinks>(random, effort() == 0 ? 2 : 14 * effort());
 }
@@ -92,12 +92,12 @@ TEST_CASE("forks of H2O sequences that are maintained together demand the pages 
   }
 }
 
-TEST_CASE("append, attend with masses and accumulate in a CUDA graph, maintain between its replays") {
+TEST_CASE("append, attend with accumulated_scores and accumulate in a CUDA graph, maintain between its replays") {
   Random random(31);
   check_replays<H2O<Cuda>>(random);
 }
 
-TEST_CASE("H2O: bad input is refused with both values, and masses that are not numbers reach no row") {
+TEST_CASE("H2O: bad input is refused with both values, and accumulated_scores that are not numbers reach no row") {
   const CacheConfig config = config_of({4, 2, 64}, 300, 2, 16);
   CHECK(message_of([&] { Side<H2O<Cuda>>(config, no_bases(config), {{1.5F, 0, 8}}); }) == "HeavyHitters: keep is in [0, 1], given 1.5");
   CHECK(message_of([&] { Side<H2O<Cuda>>(config, no_bases(config), {{0.5F, -1, 8}}); }) == "HeavyHitters: budget is at least 0, given -1");
@@ -106,19 +106,19 @@ TEST_CASE("H2O: bad input is refused with both values, and masses that are not n
   side.cache.create(1);
   side.cache.create(2);
   const auto rows = random_rows(random, 10, 2, 64, DType::f16), query = random_rows(random, 10, 4, 64, DType::f32);
-  const gpu::DeviceArray<float> k(rows), q(query), out(query.size()), mass(2 * 2 * 300);
+  const gpu::DeviceArray<float> k(rows), q(query), out(query.size()), accumulated(2 * 2 * 300);
   CHECK(message_of([&] { side.cache.ingest(1, side.keys(k, 10), side.values(k, 10), side.queries(q, 3)); }) == "q_window: prompt rows are chosen by the attention of 10 queries, given 3");
   CHECK(message_of([&] { side.cache.ingest(1, side.keys(k, 10), side.values(k, 10)); }) == "q_window: prompt rows are chosen by the attention of 10 queries, given 0");
   CHECK(side.cache.num_tokens(1) == 0);
   side.append(std::span<const SequenceId>(std::vector<SequenceId>{1, 2}), rows, rows);
-  const auto attend = [&](const MassView& view) { side.cache.attend(1, side.queries(q, 1), {out.data(), 1, 4, 64}, {}, view); };
-  CHECK(message_of([&] { attend({mass.data(), 2, 2, 300}); }) == "num_sequences: call 1, mass 2");
-  CHECK(message_of([&] { attend({mass.data(), 1, 4, 300}); }) == "num_heads: cache 2, mass 4");
-  CHECK(message_of([&] { attend({mass.data(), 1, 2, 4}); }) == "mass: 4 positions, sequence 1 has 5 tokens");
+  const auto attend = [&](const ScoreView& view) { side.cache.attend(1, side.queries(q, 1), {out.data(), 1, 4, 64}, {}, view); };
+  CHECK(message_of([&] { attend({accumulated.data(), 2, 2, 300}); }) == "num_sequences: call 1, accumulated 2");
+  CHECK(message_of([&] { attend({accumulated.data(), 1, 4, 300}); }) == "num_heads: cache 2, accumulated 4");
+  CHECK(message_of([&] { attend({accumulated.data(), 1, 2, 4}); }) == "attention scores: 4 positions, sequence 1 has 5 tokens");
   CHECK(message_of([&] { attend({}); }) == "nothing was raised");
-  CHECK(message_of([&] { side.cache.accumulate(1, {mass.data(), 1, 2, 4}); }) == "mass: 4 positions, sequence 1 has 5 tokens");
-  CHECK(message_of([&] { side.cache.accumulate(std::vector<SequenceId>{1, 2, 1}, {mass.data(), 3, 2, 5}); }) == "accumulate: sequence 1 stands at place 2 and before");
-  CHECK(message_of([&] { side.cache.accumulate(std::vector<SequenceId>{1, 7}, {mass.data(), 2, 2, 5}); }) == "unknown sequence 7; 2 sequences exist");
+  CHECK(message_of([&] { side.cache.accumulate(1, {accumulated.data(), 1, 2, 4}); }) == "attention scores: 4 positions, sequence 1 has 5 tokens");
+  CHECK(message_of([&] { side.cache.accumulate(std::vector<SequenceId>{1, 2, 1}, {accumulated.data(), 3, 2, 5}); }) == "accumulate: sequence 1 stands at place 2 and before");
+  CHECK(message_of([&] { side.cache.accumulate(std::vector<SequenceId>{1, 7}, {accumulated.data(), 2, 2, 5}); }) == "unknown sequence 7; 2 sequences exist");
   CHECK(side.cache.faults() == 0);
   const std::vector<std::byte> clean = side.save(1);
   side.accumulate(std::vector<SequenceId>{1}, {std::nanf(""), -1.0F, 2e30F, HUGE_VALF, -HUGE_VALF, 0.0F, 0.0F, 0.0F, 0.0F, -0.0F}, 5);
@@ -136,7 +136,7 @@ TEST_CASE("H2O: bad input is refused with both values, and masses that are not n
   CHECK(side.save(2) == saved);
 }
 
-TEST_CASE("saved H2O sequences: hostile masses and positions under a right checksum are refused, or do no harm") {
+TEST_CASE("saved H2O sequences: hostile accumulated_scores and positions under a right checksum are refused, or do no harm") {
   Random random(41);
   const CacheConfig config = config_of({4, 2, 64}, 600, 2, 16);
   Side<Sinks> side(config, no_bases(config), {{0.25F, 0, 20}, {3, 0}});
@@ -147,8 +147,8 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
   const auto load = [&](const std::vector<std::byte>& bytes) { return message_of([&] { side.cache.load(2, support::with_checksum(bytes)); }); };
   // From the end: masses of the ring [head, place], of the full rows [head, row], positions [head, row].
   const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), rows = side.cache.memory(1).full_row_bytes / 512, padded = (2 * rows * 4 + 15) / 16 * 16;
-  const std::size_t tail_masses = saved.size() - 2 * ring * 4, masses = tail_masses - padded, positions = masses - padded;
-  for (const std::size_t place : {tail_masses + 4, masses + 8}) {
+  const std::size_t tail_scores = saved.size() - 2 * ring * 4, accumulated_scores = tail_scores - padded, positions = accumulated_scores - padded;
+  for (const std::size_t place : {tail_scores + 4, accumulated_scores + 8}) {
     for (const float value : {std::nanf(""), -1.0F, HUGE_VALF}) {
       auto hostile = saved;
       std::memcpy(hostile.data() + place, &value, sizeof value);
@@ -172,7 +172,7 @@ TEST_CASE("saved H2O sequences: hostile masses and positions under a right check
           other.token_policy.get<KeepFull>().recent = 0;
           other.token_policy.get<SnapKV>().window = 20;
           SnapKVOnly<Cuda>(config, {}, other).load(1, saved);
-        }) == "masses of rows: cache 0, saved 1");
+        }) == "accumulated_scores of rows: cache 0, saved 1");
   const int loaded = load_hostile(random, side, saved, positions, effort() == 0 ? 60 : 600);
   CHECK(loaded > 0);
   CHECK(loaded < 600);

@@ -24,16 +24,16 @@ using Star = StarKVH2O<Cuda>;
 
 }  // namespace
 
-TEST_CASE("masses of rows with joint values are those of float64 attention over what is stored; the same bits in any batch") {
+TEST_CASE("accumulated_scores of rows with joint values are those of float64 attention over what is stored; the same bits in any batch") {
   Random random(104);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
-    const double joint = check_masses<Joint>(random, type, trials), star = check_masses<Star>(random, type, trials);
-    MESSAGE("masses of a step, " << std::string(name_of(type)) << ": joint values " << joint << ", STAR-KV " << star);
+    const double joint = check_scores<Joint>(random, type, trials), star = check_scores<Star>(random, type, trials);
+    MESSAGE("accumulated_scores of a step, " << std::string(name_of(type)) << ": joint values " << joint << ", STAR-KV " << star);
   }
 }
 
-TEST_CASE("rows with joint values that prompts and steps keep are those that float64 masses choose") {
+TEST_CASE("rows with joint values that prompts and steps keep are those that float64 accumulated_scores choose") {
   Random random(112);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   check_kept<Joint>(random, trials);
@@ -41,13 +41,13 @@ TEST_CASE("rows with joint values that prompts and steps keep are those that flo
   check_kept<Star>(random, trials);
 }
 
-TEST_CASE("rows with joint values whose keys are stored unrotated: masses of float64, and what they keep, stored in any order") {
+TEST_CASE("rows with joint values whose keys are stored unrotated: accumulated_scores of float64, and what they keep, stored in any order") {
   Random random(114);
   const int trials = effort() == 0 ? 1 : 4 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     if (effort() == 0 && type == DType::bf16) continue;
-    const double joint = check_masses<Joint>(random, type, trials, true), star = check_masses<Star>(random, type, trials, true);
-    MESSAGE("masses of a step, unrotated, " << std::string(name_of(type)) << ": joint values " << joint << ", STAR-KV " << star);
+    const double joint = check_scores<Joint>(random, type, trials, true), star = check_scores<Star>(random, type, trials, true);
+    MESSAGE("accumulated_scores of a step, unrotated, " << std::string(name_of(type)) << ": joint values " << joint << ", STAR-KV " << star);
   }
   check_kept<Star>(random, trials, true);
   if (effort() == 0) return;
@@ -55,7 +55,7 @@ TEST_CASE("rows with joint values whose keys are stored unrotated: masses of flo
   check_kept<JointCodes>(random, trials, true);
 }
 
-TEST_CASE("the same masses keep the same rows with joint values as on the CPU, and what is stored of them is the same") {
+TEST_CASE("the same accumulated_scores keep the same rows with joint values as on the CPU, and what is stored of them is the same") {
   Random random(118);
   const int trials = effort() == 0 ? 1 : 8 * effort();
   check_parity<Joint>(random, trials);
@@ -133,7 +133,7 @@ TEST_CASE("tokens that go from among heavy hitters that a fork reads: without pa
   CHECK(side.cache.num_tokens(2) == 500);
 }
 
-TEST_CASE("saved compressed heavy hitters: hostile masses, positions and counts under a right checksum are refused, or do no harm") {
+TEST_CASE("saved compressed heavy hitters: hostile accumulated_scores, positions and counts under a right checksum are refused, or do no harm") {
   Random random(141);
   const CacheConfig config = config_of({4, 2, 64}, 600, 2, 16);
   const HeavySettings settings{{0.25F, 0, 20}, {3, 0}};
@@ -146,8 +146,8 @@ TEST_CASE("saved compressed heavy hitters: hostile masses, positions and counts 
   const auto load = [&](const std::vector<std::byte>& bytes) { return message_of([&] { side.cache.load(2, support::with_checksum(bytes)); }); };
   // From the end: masses of the ring [head, place], of the compressed rows [head, row], their positions.
   const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), rows = side.cache.memory(1).position_bytes / 8 - 3, padded = (2 * rows * 4 + 15) / 16 * 16;
-  const std::size_t tail_masses = saved.size() - 2 * ring * 4, masses = tail_masses - padded, positions = masses - padded;
-  for (const std::size_t place : {tail_masses + 4, masses + 8}) {
+  const std::size_t tail_scores = saved.size() - 2 * ring * 4, accumulated_scores = tail_scores - padded, positions = accumulated_scores - padded;
+  for (const std::size_t place : {tail_scores + 4, accumulated_scores + 8}) {
     for (const float value : {std::nanf(""), -1.0F}) {
       auto hostile = saved;
       std::memcpy(hostile.data() + place, &value, sizeof value);

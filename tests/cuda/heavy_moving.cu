@@ -22,7 +22,7 @@ using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, 
 
 }  // namespace
 
-TEST_CASE("heavy hitters under bases that they move: the same masses keep the same rows as on the CPU, under the same epochs") {
+TEST_CASE("heavy hitters under bases that they move: the same accumulated_scores keep the same rows as on the CPU, under the same epochs") {
   Random random(211);
   const int trials = effort() == 0 ? 2 : 8 * effort();
   check_parity<OjaPlain>(random, trials);
@@ -30,7 +30,7 @@ TEST_CASE("heavy hitters under bases that they move: the same masses keep the sa
   check_parity<OjaCodes>(random, trials);
 }
 
-TEST_CASE("heavy hitters under bases that they move: what prompts and steps keep is what float64 masses choose") {
+TEST_CASE("heavy hitters under bases that they move: what prompts and steps keep is what float64 accumulated_scores choose") {
   Random random(213);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   check_kept<OjaPlain>(random, trials);
@@ -39,12 +39,12 @@ TEST_CASE("heavy hitters under bases that they move: what prompts and steps keep
   check_kept<OjaCodes>(random, trials, true);
 }
 
-TEST_CASE("heavy hitters under bases that they move: masses are those of float64 attention over what is stored") {
+TEST_CASE("heavy hitters under bases that they move: accumulated_scores are those of float64 attention over what is stored") {
   Random random(217);
   const int trials = effort() == 0 ? 1 : 6 * effort();
-  const double plain = check_masses<OjaPlain>(random, DType::f16, trials), codes = check_masses<OjaCodes>(random, DType::f16, trials), directions = check_masses<Directions>(random, DType::f16, trials),
-               unrotated = check_masses<Directions>(random, DType::f16, trials, true);
-  MESSAGE("masses of a step: Oja " << plain << ", over codes " << codes << ", Frequent Directions " << directions << ", unrotated " << unrotated);
+  const double plain = check_scores<OjaPlain>(random, DType::f16, trials), codes = check_scores<OjaCodes>(random, DType::f16, trials), directions = check_scores<Directions>(random, DType::f16, trials),
+               unrotated = check_scores<Directions>(random, DType::f16, trials, true);
+  MESSAGE("accumulated_scores of a step: Oja " << plain << ", over codes " << codes << ", Frequent Directions " << directions << ", unrotated " << unrotated);
 }
 
 TEST_CASE("heavy hitters under bases that they move: certificates are never violated, and what float64 says they are") {
@@ -84,15 +84,15 @@ void check_many(Random& random) {
   for (int step = 0; step < 8; ++step) {
     const auto key = random_rows(random, 4 * count, 2, 64, DType::f16), value = random_rows(random, 4 * count, 2, 64, DType::f16);
     const std::int64_t positions = 4 * (step + 1);
-    std::vector<float> mass(static_cast<std::size_t>(count * 2 * positions));
-    for (float& x : mass) x = static_cast<float>(random() % 1000);
+    std::vector<float> accumulated(static_cast<std::size_t>(count * 2 * positions));
+    for (float& x : accumulated) x = static_cast<float>(random() % 1000);
     together.append(seqs, key, value);
-    together.accumulate(seqs, mass, positions);
+    together.accumulate(seqs, accumulated, positions);
     together.cache.maintain(seqs);
     for (std::size_t i = 0; i < count; ++i) {
       const std::span one(&seqs[i], 1);
       alone.append(one, part_of(key, i, count), part_of(value, i, count));
-      alone.accumulate(one, part_of(mass, i, count), positions);
+      alone.accumulate(one, part_of(accumulated, i, count), positions);
       alone.cache.maintain(one);
     }
   }
@@ -136,10 +136,10 @@ TEST_CASE("heavy hitters under bases that they move: prompts of which an updater
       side.append(std::span(&now, 1), key, value);
       cpu->append(key, value);
       const std::int64_t tokens = side.cache.num_tokens(now);
-      std::vector<float> mass(static_cast<std::size_t>(2 * tokens), 0.0F);
-      for (int head = 1; head <= 2; ++head) mass[static_cast<std::size_t>(head * tokens - 1)] = 900.0F;  // so that others go
-      side.accumulate(std::span(&now, 1), mass, tokens);
-      cpu->accumulate(mass);
+      std::vector<float> accumulated(static_cast<std::size_t>(2 * tokens), 0.0F);
+      for (int head = 1; head <= 2; ++head) accumulated[static_cast<std::size_t>(head * tokens - 1)] = 900.0F;  // so that others go
+      side.accumulate(std::span(&now, 1), accumulated, tokens);
+      cpu->accumulate(accumulated);
       side.cache.maintain(now);
       cpu->maintain();
     }

@@ -89,10 +89,10 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
         side.append(one, key, value);
         cpu->append(key, value);
         const std::int64_t tokens = side.cache.num_tokens(1);
-        std::vector<float> mass(static_cast<std::size_t>(heads * tokens));
-        for (float& x : mass) x = static_cast<float>(random() % 100);
-        side.accumulate(one, mass, tokens);
-        cpu->accumulate(mass);
+        std::vector<float> accumulated(static_cast<std::size_t>(heads * tokens));
+        for (float& x : accumulated) x = static_cast<float>(random() % 100);
+        side.accumulate(one, accumulated, tokens);
+        cpu->accumulate(accumulated);
         side.cache.maintain(one);
         cpu->maintain();
       }

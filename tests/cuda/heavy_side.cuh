@@ -37,7 +37,7 @@ inline constexpr bool compresses = gpu::TokenRules<decltype(Parts<Cache>::token_
 template <class Cache>
 inline constexpr bool moves = !std::is_same_v<decltype(Parts<Cache>::updater), Static>;
 template <class Cache>
-inline constexpr bool exempts = gpu::TokenRules<decltype(Parts<Cache>::token_policy)>::weighs_both;
+inline constexpr bool exempts = gpu::TokenRules<decltype(Parts<Cache>::token_policy)>::scores_both;
 template <class Cache>
 constexpr HeavyForm form_of() {
   if (!compresses<Cache>) return HeavyForm::full;
@@ -97,11 +97,11 @@ Parts<Cache> policies_of(const HeavySettings& settings) {
 }
 
 /// What attention gave, and what rows received of it: mass [seqs, heads, positions].
-struct Weighed {
-  std::vector<float> out, lse, mass;
+struct ScoredList {
+  std::vector<float> out, lse, accumulated;
   std::int64_t positions = 0;
 
-  friend bool operator==(const Weighed&, const Weighed&) = default;
+  friend bool operator==(const ScoredList&, const ScoredList&) = default;
 };
 
 template <class Cache>
@@ -114,9 +114,9 @@ class Side : public support::DeviceCache<Cache> {
       : Base(config, layer.basis, policies_of<Cache>(settings), std::move(pool)) {}
 
   /// @param type  of the queries' tensor  @param with_lse  whether the caller has memory for it
-  Weighed weigh(std::span<const SequenceId> seqs, const std::vector<float>& query, DType type = DType::f32, bool with_lse = true) {
+  ScoredList accumulate(std::span<const SequenceId> seqs, const std::vector<float>& query, DType type = DType::f32, bool with_lse = true) {
     const std::int64_t m = Base::query_tokens(query);
-    Weighed answer;
+    ScoredList answer;
     for (const SequenceId seq : seqs) answer.positions = std::max(answer.positions, cache.num_tokens(seq) + 7);
     std::vector<std::uint16_t> halves;
     for (const float x : query) {
@@ -128,11 +128,11 @@ class Side : public support::DeviceCache<Cache> {
     const std::int64_t row = std::int64_t{shape.num_qo_heads} * shape.head_dim;
     const QueryView view = type == DType::f32 ? Base::queries(q32, m) : QueryView(q16.data(), type, m, shape.num_qo_heads, shape.head_dim, row, shape.head_dim);
     const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(m * shape.num_qo_heads));
-    const auto mass = poisoned(seqs.size() * static_cast<std::size_t>(shape.num_kv_heads * answer.positions));
+    const auto accumulated = poisoned(seqs.size() * static_cast<std::size_t>(shape.num_kv_heads * answer.positions));
     cache.attend(seqs, view, {out.data(), m, shape.num_qo_heads, shape.head_dim}, with_lse ? LseView{lse.data(), m, shape.num_qo_heads} : LseView{},
-                 MassView{mass.data(), static_cast<std::int64_t>(seqs.size()), shape.num_kv_heads, answer.positions});
+                 ScoreView{accumulated.data(), static_cast<std::int64_t>(seqs.size()), shape.num_kv_heads, answer.positions});
     answer.out = host(out);
-    answer.mass = host(mass);
+    answer.accumulated = host(accumulated);
     if (with_lse) answer.lse = host(lse);
     return answer;
   }
@@ -141,8 +141,8 @@ class Side : public support::DeviceCache<Cache> {
     cache.row_states(seq, head, 0, all);
     return all;
   }
-  void accumulate(std::span<const SequenceId> seqs, const std::vector<float>& mass, std::int64_t positions) {
-    const gpu::DeviceArray<float> received(mass);
+  void accumulate(std::span<const SequenceId> seqs, const std::vector<float>& accumulated, std::int64_t positions) {
+    const gpu::DeviceArray<float> received(accumulated);
     cache.accumulate(seqs, {received.data(), static_cast<std::int64_t>(seqs.size()), shape.num_kv_heads, positions});
     gpu::check(cudaDeviceSynchronize(), "accumulate");
   }
@@ -160,7 +160,7 @@ inline std::vector<bool> kept_rows_of(const CacheShape& shape, const std::vector
 inline std::vector<double> masses_f64(const CacheShape& shape, double scale, const std::vector<float>& key, const std::vector<bool>& there, const std::vector<float>& query) {
   const int dim = shape.head_dim, heads = shape.num_kv_heads, group = shape.group_size();
   const std::int64_t tokens = static_cast<std::int64_t>(there.size()) / heads, m = static_cast<std::int64_t>(query.size()) / (shape.num_qo_heads * dim);
-  std::vector<double> masses(there.size(), 0.0), weights(static_cast<std::size_t>(tokens));
+  std::vector<double> accumulated_scores(there.size(), 0.0), weights(static_cast<std::size_t>(tokens));
   for (int column = 0; column < shape.num_qo_heads * static_cast<int>(m); ++column) {
     const int h = column % shape.num_qo_heads, head = h / group;
     const std::int64_t seen = tokens - m + column / shape.num_qo_heads + 1;
@@ -176,12 +176,12 @@ inline std::vector<double> masses_f64(const CacheShape& shape, double scale, con
       for (std::int64_t t = 0; t < seen; ++t) {
         if (!there[static_cast<std::size_t>(t * heads + head)]) continue;
         const double weight = std::exp(weights[static_cast<std::size_t>(t)] - top);
-        if (adds) masses[static_cast<std::size_t>(head * tokens + t)] += weight / sum;
+        if (adds) accumulated_scores[static_cast<std::size_t>(head * tokens + t)] += weight / sum;
         else sum += weight;
       }
     }
   }
-  return masses;
+  return accumulated_scores;
 }
 
 inline CacheConfig config_of(const CacheShape& shape, std::int64_t max_tokens, int max_sequences, int flush_interval) {
@@ -198,16 +198,16 @@ inline CacheConfig config_of(const CacheShape& shape, std::int64_t max_tokens, i
 struct Ledger {
   CacheShape shape;
   int fates = 1;  ///< heads that have one fate
-  std::vector<std::vector<double>> mass;  // [heads][positions]
+  std::vector<std::vector<double>> accumulated;  // [heads][positions]
   std::int64_t in_band = 0, decided = 0;
 
   void extend(std::int64_t tokens) {
-    mass.resize(static_cast<std::size_t>(shape.num_kv_heads));
-    for (auto& head : mass) head.resize(static_cast<std::size_t>(tokens), 0.0);
+    accumulated.resize(static_cast<std::size_t>(shape.num_kv_heads));
+    for (auto& head : accumulated) head.resize(static_cast<std::size_t>(tokens), 0.0);
   }
   double of(int head, std::int64_t t) const {
     double sum = 0.0;
-    for (int h = head / fates * fates; h < (head / fates + 1) * fates; ++h) sum += mass[static_cast<std::size_t>(h)][static_cast<std::size_t>(t)];
+    for (int h = head / fates * fates; h < (head / fates + 1) * fates; ++h) sum += accumulated[static_cast<std::size_t>(h)][static_cast<std::size_t>(t)];
     return sum;
   }
   /// @param before, after  rows that were stored, or in the tail, and those that are  @param left  tokens that have left the tail  @param wanted  rows that are to stay of them
@@ -264,9 +264,9 @@ struct Growth {
   void grow(Side<Cache>& side, SequenceId seq) const {
     for (std::size_t i = 0; i < keys.size(); ++i) {
       side.append(std::span(&seq, 1), keys[i], values[i]);
-      Weighed answer = side.weigh(std::span(&seq, 1), queries[i]);
-      for (float& x : answer.mass) x *= 30.0F;  // so that rows of the tail can drive out stored ones
-      side.accumulate(std::span(&seq, 1), answer.mass, answer.positions);
+      ScoredList answer = side.accumulate(std::span(&seq, 1), queries[i]);
+      for (float& x : answer.accumulated) x *= 30.0F;  // so that rows of the tail can drive out stored ones
+      side.accumulate(std::span(&seq, 1), answer.accumulated, answer.positions);
       side.cache.maintain(seq);
     }
   }

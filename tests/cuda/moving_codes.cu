@@ -101,7 +101,7 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
       CHECK(own.share(part) > 0.96 * others.share(part) - 1e-5);
     }
     std::vector<double> expected, lse;
-    const std::vector<float> keys = support::turned(config, stored[0], [&](std::int64_t token) { return device.cache.position(1, token); });
+    const std::vector<float> keys = support::rotated(config, stored[0], [&](std::int64_t token) { return device.cache.position(1, token); });
     support::attend_f64(config.shape, config.scale(), keys, stored[1], query, expected, lse);
     CHECK(support::distance(answer.out, expected) < (unrotated ? 4e-3 : 1e-3));
     return own;

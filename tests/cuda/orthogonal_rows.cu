@@ -78,7 +78,7 @@ Rotated rotated(const std::vector<float>& rows, int count, int dim, bool apart) 
 
 }  // namespace
 
-TEST_CASE("rows become orthogonal, and what they span and weigh stays") {
+TEST_CASE("rows become orthogonal, and what they span and accumulate stays") {
   std::mt19937_64 random(11);
   std::normal_distribution<float> normal;
   const int counts[] = {0, 1, 2, 7, 8, 9, 16, 17, 33, 63, 95, 96, 128, 130, 200}, dims[] = {16, 80, 128, 256};

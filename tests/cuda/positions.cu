@@ -51,7 +51,7 @@ double off(const CacheConfig& config, const DeviceCache<Cache>& device, Sequence
   std::vector<float> key, value;
   device.reconstruct(seq, key, value);
   std::vector<double> expected, lse;
-  support::attend_f64(config.shape, config.scale(), support::turned(config, key, [&](std::int64_t token) { return device.cache.position(seq, token); }), value, query, expected, lse);
+  support::attend_f64(config.shape, config.scale(), support::rotated(config, key, [&](std::int64_t token) { return device.cache.position(seq, token); }), value, query, expected, lse);
   return std::max(distance(answer.out, expected), support::furthest(answer.lse, lse) / std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
 }
 
@@ -304,9 +304,9 @@ TEST_CASE("positions that cannot be moved stay") {
   other.cache.load(5, saved);
   CHECK(other.cache.position(5, 199) == 199 + 32);
   config.rope = {};
-  DeviceCache<FullKV<Cuda>> turned(config, {}, {});
-  turned.cache.create(1);
-  CHECK(message_of([&] { turned.cache.shift_positions(1, 0, 3); }) == "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3");
+  DeviceCache<FullKV<Cuda>> rotated(config, {}, {});
+  rotated.cache.create(1);
+  CHECK(message_of([&] { rotated.cache.shift_positions(1, 0, 3); }) == "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3");
 }
 
 }  // namespace positions_tests

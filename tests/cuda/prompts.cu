@@ -94,7 +94,7 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     CAPTURE(prompt.tokens);
     CAPTURE(prompt.config.prefill_chunk);
     const auto policies = support::configured(typename Cache::PolicySet{}, settings);
-    constexpr bool weighs = requires(DeviceCache<Cache>& device) { device.cache.accumulate(1, MassView{}); };
+    constexpr bool has_scores = requires(DeviceCache<Cache>& device) { device.cache.accumulate(1, ScoreView{}); };
     DeviceCache<Cache> whole(prompt.config, prompt.layer.basis, policies), cut(prompt.config, prompt.layer.basis, policies);
     CacheConfig by_calls = prompt.config;
     by_calls.prefill_chunk = 0;
@@ -111,7 +111,7 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
       append_rows(value, prompt.values(first, count));
       const Answer own = chunked.prefill(1, prompt.queries(first, count), prompt.keys(first, count), prompt.values(first, count));
       std::vector<double> expected, expected_lse;
-      support::attend_f64(prompt.config.shape, prompt.config.scale(), support::turned(prompt.config, key), value, prompt.queries(first, count), expected, expected_lse, support::drops(settings.method) || weighs);
+      support::attend_f64(prompt.config.shape, prompt.config.scale(), support::rotated(prompt.config, key), value, prompt.queries(first, count), expected, expected_lse, support::drops(settings.method) || has_scores);
       worst = std::max(worst, distance(own.out, expected));
       CHECK(distance(own.out, expected) < limit);
       append_rows(chunks.out, own.out);
@@ -130,7 +130,7 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
       const Answer own = cut.prefill(1, prompt.queries(first, count), prompt.keys(first, count), prompt.values(first, count), goes_on);
       append_rows(parts.out, own.out);
       append_rows(parts.lse, own.lse);
-      const std::int64_t queries = weighs || count >= chunk || (first % chunk) + count > chunk ? count : std::min(count, std::int64_t{window});
+      const std::int64_t queries = has_scores || count >= chunk || (first % chunk) + count > chunk ? count : std::min(count, std::int64_t{window});
       cut.ingest(2, prompt.keys(first, count), prompt.values(first, count), prompt.queries(first + count - queries, queries), goes_on);
       first += count;
       CHECK(cut.cache.num_tokens(1) == first);
@@ -145,7 +145,7 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     whole.reconstruct(1, key, value);
     for (const SequenceId seq : {1, 2}) {
       CAPTURE(seq);
-      if constexpr (weighs) {  // masses, and what they choose among equals, are such sums too
+      if constexpr (has_scores) {  // masses, and what they choose among equals, are such sums too
         cut.reconstruct(seq, own_key, own_value);
         CHECK(support::different_rows(own_key, key, prompt.config.shape.head_dim) <= 2 + own_key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 100);
       } else {

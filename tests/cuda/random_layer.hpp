@@ -221,7 +221,7 @@ inline lowrankkv::RopeConfig random_rope(Random& random, int head_dim) {
 }
 /// Keys [tokens, heads, dim] turned if they are stored unrotated; rows of zeros stay so. @param position_of  gives a token's position
 template <class Position>
-std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys, Position&& position_of) {
+std::vector<float> rotated(const lowrankkv::CacheConfig& config, std::vector<float> keys, Position&& position_of) {
   if (config.rope.keys == lowrankkv::Rope::post) return keys;
   const std::vector<double> frequencies = lowrankkv::rope_frequencies(config.rope, config.shape.head_dim);
   const std::size_t heads = static_cast<std::size_t>(config.shape.num_kv_heads), dim = static_cast<std::size_t>(config.shape.head_dim);
@@ -229,8 +229,8 @@ std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<floa
   return keys;
 }
 /// The same of positions from 0 on.
-inline std::vector<float> turned(const lowrankkv::CacheConfig& config, std::vector<float> keys) {
-  return turned(config, std::move(keys), [](std::int64_t token) { return token; });
+inline std::vector<float> rotated(const lowrankkv::CacheConfig& config, std::vector<float> keys) {
+  return rotated(config, std::move(keys), [](std::int64_t token) { return token; });
 }
 
 /// Softmax attention in float64 of the last m tokens over rows [tokens, kv heads, dim]; also lse. drops: rows that are all zeros are not there.

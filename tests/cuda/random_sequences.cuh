@@ -210,7 +210,7 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
   }
   if (settings.method == Method::full) CHECK(key == cpu_key);
   std::vector<double> expected, expected_lse;
-  attend_f64(config.shape, config.scale(), turned(config, key), value, query, expected, expected_lse, drops(settings.method));
+  attend_f64(config.shape, config.scale(), rotated(config, key), value, query, expected, expected_lse, drops(settings.method));
   // Codes: queries and weights are 16-bit integers, gains powers of 2^(1/16) by an approximate instruction. Plain rows: f32 sums;
   // queries and weights are two numbers of the rows' type, 22 bits together in f16, 16 in bf16.
   // Keys that are turned when they are read are numbers of f16: the map that lifts them, what it gives, products with sines, sums. Of rows at full rank the last two, half as much.
@@ -247,20 +247,20 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.basis.key_metric = metrics ? KeyMetric::query_aware : KeyMetric::plain;
     settings.basis.value_metric = metrics ? ValueMetric::output_aware : ValueMetric::plain;
     settings.snapkv = {0.25F * static_cast<float>(random() % 5), random() % 3 == 0 ? 100 : 0, 8 + static_cast<int>(random() % 25), 1 + 2 * static_cast<int>(random() % 4), random() % 2 == 0 ? Pooling::average : Pooling::maximum};
-    const bool rolls = support::rolls(settings.method);
-    settings.share = adapts(settings.method) && !rolls && random() % 2 == 0 ? 0.3F : 1.0F;
+    const bool device_epochs = support::device_epochs(settings.method);
+    settings.share = adapts(settings.method) && !device_epochs && random() % 2 == 0 ? 0.3F : 1.0F;
     settings.form = static_cast<OjaForm>(forms() % 3);
-    if (adapts(settings.method) && !rolls && forms() % 3 == 0) config.epoch_type = DType::f16;
+    if (adapts(settings.method) && !device_epochs && forms() % 3 == 0) config.epoch_type = DType::f16;
     settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector) settings.recent = 0;
     int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
-    if (rolls && random() % 2 == 0) rank = 1 + rank % 14;
+    if (device_epochs && random() % 2 == 0) rank = 1 + rank % 14;
     if (settings.unrotated) config.rope = random_rope(random, config.shape.head_dim);
     RandomLayer layer = random_layer(random, config.shape, settings, rank);
     // A chunk that ends has as many rows as its basis has columns: others would be completed here and there in different ways.
     settings.directions = {2.0F + static_cast<float>(random() % 2), rank + 16 * static_cast<int>(random() % 8), 1.0F};
     for (HeadBasis& head : layer.basis.heads) {
-      if (!rolls || rank > 14) break;
+      if (!device_epochs || rank > 14) break;
       head.key_threshold = 0.05F * std::sqrt(static_cast<float>(config.shape.head_dim)) * 1.2F;
       head.value_threshold = 1.05F * head.key_threshold;
     }
@@ -278,7 +278,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       cpu.push_back(make_cpu_side(settings, config, layer.basis));
       const int lengths[] = {1, 3, 17, 63, 64, 65, 300, 1000, 2100, 4500};
       for (int part = 0; part < 1 + static_cast<int>(random() % 2); ++part) {
-        const int n = lengths[random() % (rolls ? 8 : 10)];
+        const int n = lengths[random() % (device_epochs ? 8 : 10)];
         const auto key = layer.rows(random, n, true), value = layer.rows(random, n, false);
         auto window = layer.queries(random, settings.share < 1.0F || by_scores(settings.method) ? std::min(n, 32) : 0);
         for (float& x : window) x = round_to(type, x);

@@ -58,7 +58,7 @@ TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists a
   }
 }
 
-TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its keys come turned or not") {
+TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its keys come rotated or not") {
   support::Random random(5);
   std::normal_distribution<float> normal;
   for (const DType type : {DType::f16, DType::bf16}) {
@@ -95,15 +95,15 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
       gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), slot, rows, rows, 0,
                                 std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);
-      const int leaving = std::max(1, n - 3);
+      const int flushed = std::max(1, n - 3);
       const AttentionScores wanted{w, trial % 2 == 0 ? 1 : 5, trial % 4 == 1 ? Pooling::maximum : Pooling::average};
-      gpu::Leaving all{};
+      gpu::FlushBatch all{};
       all.count = 1;
       all.slots[0] = slot;
-      all.rows[0] = leaving;
+      all.rows[0] = flushed;
       all.position[0] = position;
       const float* scores = gpu::enqueue_scores(layer, scratch, queries, wanted, all, nullptr);
-      const std::vector<float> met = support::turned(config, key, [&](std::int64_t row) { return shifts.position(position + row); });
+      const std::vector<float> met = support::rotated(config, key, [&](std::int64_t row) { return shifts.position(position + row); });
       std::vector<float> found(static_cast<std::size_t>(heads * n));
       gpu::check(cudaMemcpy(found.data(), scores, found.size() * sizeof(float), cudaMemcpyDeviceToHost), "scores");
       for (int head = 0; head < heads; ++head) {
@@ -122,9 +122,9 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
           for (int row = 0; row < seen; ++row) plain[static_cast<std::size_t>(row)] += logits[static_cast<std::size_t>(row)] / sum;
         }
         double error = 0.0, norm = 0.0;
-        for (int row = 0; row < leaving; ++row) {
+        for (int row = 0; row < flushed; ++row) {
           double expected = wanted.pooling == Pooling::maximum && wanted.kernel > 1 ? -1.0 : 0.0;
-          for (int other = std::max(0, row - wanted.kernel / 2); other < std::min(leaving, row + wanted.kernel / 2 + 1); ++other) {
+          for (int other = std::max(0, row - wanted.kernel / 2); other < std::min(flushed, row + wanted.kernel / 2 + 1); ++other) {
             if (wanted.pooling == Pooling::maximum && wanted.kernel > 1) expected = std::max(expected, plain[static_cast<std::size_t>(other)]);
             else expected += plain[static_cast<std::size_t>(other)] / wanted.kernel;
           }

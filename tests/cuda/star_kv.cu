@@ -47,19 +47,19 @@ void code_f64(const BlockHadamard& policy, std::vector<double>& coefficients) {
   };
   for (const auto& [first, size, bits] : {std::tuple{0, high, policy.high_bits}, std::tuple{high, count - high, policy.low_bits}}) {
     if (size == 0) continue;
-    std::vector<double> turned(coefficients.begin() + first, coefficients.begin() + first + size), back;
-    if (policy.rotate) rotate(coefficients.data() + first, size, turned);
+    std::vector<double> rotated(coefficients.begin() + first, coefficients.begin() + first + size), back;
+    if (policy.rotate) rotate(coefficients.data() + first, size, rotated);
     double largest = 0.0;
-    for (const double x : turned) largest = std::max(largest, std::abs(x));
+    for (const double x : rotated) largest = std::max(largest, std::abs(x));
     const double wanted = std::min(std::ldexp(largest, 1 - bits), 65504.0);
     float scale = round_to(DType::f16, static_cast<float>(wanted));
     for (int step = 0; static_cast<double>(scale) < wanted; ++step) scale = round_to(DType::f16, static_cast<float>(wanted * (1.0 + std::ldexp(1.0 + step, -11)) + std::ldexp(1.0, -24)));
-    for (double& x : turned) {
+    for (double& x : rotated) {
       const double half = std::ldexp(1.0, bits - 1);
       x = scale == 0.0F ? 0.0 : (std::clamp(std::floor(x / static_cast<double>(scale)), -half, half - 1.0) + 0.5) * static_cast<double>(scale);
     }
-    if (policy.rotate) rotate(turned.data(), size, back);
-    else back = turned;
+    if (policy.rotate) rotate(rotated.data(), size, back);
+    else back = rotated;
     std::copy(back.begin(), back.end(), coefficients.begin() + first);
   }
 }

@@ -45,7 +45,7 @@ double off(const Side<Cache>& side, SequenceId seq, const std::vector<float>& qu
   std::vector<float> key, value;
   side.reconstruct(seq, key, value);
   std::vector<double> expected, lse;
-  support::attend_f64(side.shape, side.cache.config().scale(), support::turned(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); }), value, query, expected, lse, drops);
+  support::attend_f64(side.shape, side.cache.config().scale(), support::rotated(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); }), value, query, expected, lse, drops);
   return std::max(distance(answer.out, expected), furthest(answer.lse, lse) / std::max(1.0, furthest(lse, std::vector<double>(lse.size()))));
 }
 
@@ -178,7 +178,7 @@ void prompts(std::uint64_t seed, const Case& own, bool coded, std::int64_t n) {
     key.insert(key.end(), own_key.begin(), own_key.end());
     value.insert(value.end(), own_value.begin(), own_value.end());
     std::vector<double> expected, lse;
-    support::attend_f64(config.shape, config.scale(), support::turned(config, std::move(key), [&](std::int64_t token) { return side.cache.position(1, token); }), value, query, expected, lse);
+    support::attend_f64(config.shape, config.scale(), support::rotated(config, std::move(key), [&](std::int64_t token) { return side.cache.position(1, token); }), value, query, expected, lse);
     CHECK(distance(answer.out, expected) < kLimit);
   }
 }
@@ -261,9 +261,9 @@ TEST_CASE("more columns than logits have room for at a time: several launches, a
   CHECK(off(all, 1, query, answer) < kLimit);
   // Logits take 4 bytes a row and column, of no more than 32 columns where there are many rows.
   const std::size_t logits = 32 * 4 * 700 * 1024, bytes = StarKV<Cuda>::workspace_bytes(many, layer.basis, policies_of<StarKV<Cuda>>(settings));
-  CacheConfig turned = many;
-  turned.rope = {};
-  const std::size_t without = StarKV<Cuda>::workspace_bytes(turned, layer.basis, policies_of<StarKV<Cuda>>(settings));
+  CacheConfig rotated = many;
+  rotated.rope = {};
+  const std::size_t without = StarKV<Cuda>::workspace_bytes(rotated, layer.basis, policies_of<StarKV<Cuda>>(settings));
   CHECK(bytes > logits);
   CHECK(bytes < without + logits);
   CHECK(few.cache.workspace_bytes() == bytes);
@@ -372,9 +372,9 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   other.cache.load(1, side.save(1));
   CHECK(other.attend(std::span(&one, 1), query) == answer);
   // A state of turned keys is another, and so is one of another embedding.
-  CacheConfig turned = config;
-  turned.rope = {};
-  Side<Scored> apart(turned, layer.basis, settings);
+  CacheConfig rotated = config;
+  rotated.rope = {};
+  Side<Scored> apart(rotated, layer.basis, settings);
   CHECK(message_of([&] { apart.cache.load(1, side.save(1)); }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
   CHECK_FALSE(apart.cache.contains(1));
 }

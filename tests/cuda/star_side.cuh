@@ -114,7 +114,7 @@ void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu, con
   CHECK(support::different_rows(key, cpu_key, dim) <= allowed);
   CHECK(support::different_rows(value, cpu_value, dim) <= allowed);
   std::vector<double> expected, expected_lse;
-  key = support::turned(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); });
+  key = support::rotated(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); });
   support::attend_f64(side.shape, side.cache.config().scale(), key, value, query, expected, expected_lse);
   const double error = support::distance(answer.out, expected);
   worst = std::max(worst, error);

@@ -26,7 +26,7 @@ using Random = std::mt19937_64;
 struct Sequence {
   std::vector<std::vector<float>> keys, values;   // per position: [num_kv_heads * head_dim], rounded as stored
   std::vector<std::vector<RowState>> states;      // per head, of the positions that have left the tail
-  std::vector<std::vector<double>> mass;          // per head, accumulated attention
+  std::vector<std::vector<double>> accumulated;          // per head, accumulated attention
   std::vector<std::int64_t> positions;            // rotary position of every token
   std::int64_t next_position = 0;
 };
@@ -83,7 +83,7 @@ class Driver {
   Cache& cache() { return *cache_; }
 
  private:
-  static constexpr bool keeps_mass = requires(Cache& cache, SequenceId seq, const MassView& mass) { cache.accumulate(seq, mass); };
+  static constexpr bool accumulates_scores = requires(Cache& cache, SequenceId seq, const ScoreView& accumulated) { cache.accumulate(seq, accumulated); };
   const CacheShape& shape() const { return setup_.config.shape; }
   int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_); }
   SequenceId pick() {
@@ -117,7 +117,7 @@ class Driver {
       sequence.values.push_back(stored(v));
       sequence.positions.push_back(sequence.next_position++);
     }
-    for (auto& head : sequence.mass) head.resize(sequence.keys.size(), 0.0);
+    for (auto& head : sequence.accumulated) head.resize(sequence.keys.size(), 0.0);
   }
 
   void start() {
@@ -125,7 +125,7 @@ class Driver {
     cache_->create(seq);
     Sequence sequence;
     sequence.states.resize(static_cast<std::size_t>(shape().num_kv_heads));
-    sequence.mass.resize(static_cast<std::size_t>(shape().num_kv_heads));
+    sequence.accumulated.resize(static_cast<std::size_t>(shape().num_kv_heads));
     const int n = draw(1, 200);
     const std::vector<float> q = rows(n, shape().num_qo_heads), k = rows(n, shape().num_kv_heads), v = rows(n, shape().num_kv_heads);
     note(sequence, k, v, n);
@@ -154,15 +154,15 @@ class Driver {
     note(sequence, k, v, m);
     std::vector<float> out(q.size(), -1.0F), lse(static_cast<std::size_t>(m * shape().num_qo_heads));
     const std::int64_t positions = cache_->num_tokens(seq) + draw(0, 3);
-    std::vector<float> mass(static_cast<std::size_t>(shape().num_kv_heads * positions), -1.0F);
-    const MassView received(mass.data(), 1, shape().num_kv_heads, positions);
+    std::vector<float> accumulated(static_cast<std::size_t>(shape().num_kv_heads * positions), -1.0F);
+    const ScoreView received(accumulated.data(), 1, shape().num_kv_heads, positions);
     cache_->attend(seq, queries(q, m), {out.data(), m, shape().num_qo_heads, shape().head_dim}, {lse.data(), m, shape().num_qo_heads}, received);
     compare(seq, q, out, lse, received, m);
     if (setup_.config.keep_residuals) certify(seq, q, lse, m);
-    if constexpr (keeps_mass) {
+    if constexpr (accumulates_scores) {
       cache_->accumulate(seq, received);
       for (int head = 0; head < shape().num_kv_heads; ++head) {
-        for (std::size_t i = 0; i < sequence.keys.size(); ++i) sequence.mass[static_cast<std::size_t>(head)][i] += static_cast<double>(received.row(0, head)[i]);
+        for (std::size_t i = 0; i < sequence.keys.size(); ++i) sequence.accumulated[static_cast<std::size_t>(head)][i] += static_cast<double>(received.row(0, head)[i]);
       }
     }
     cache_->maintain(seq);
@@ -170,7 +170,7 @@ class Driver {
   }
 
   /// A key [head_dim] as attention must see it: turned to the position of its token, if it came unrotated.
-  Eigen::VectorXd turned(Eigen::VectorXd key, std::int64_t position) const {
+  Eigen::VectorXd rotated(Eigen::VectorXd key, std::int64_t position) const {
     const RopeConfig& rope = setup_.config.rope;
     if (rope.keys == Rope::post) return key;
     const std::vector<double> frequencies = rope_frequencies(rope, shape().head_dim);
@@ -212,16 +212,16 @@ class Driver {
   }
 
   /// attend() against float64 softmax attention over the rows that reconstruct() shows and row_states() does not call dropped.
-  void compare(SequenceId seq, const std::vector<float>& q, const std::vector<float>& out, const std::vector<float>& lse, const MassView& mass, int m) {
+  void compare(SequenceId seq, const std::vector<float>& q, const std::vector<float>& out, const std::vector<float>& lse, const ScoreView& accumulated, int m) {
     const int n = static_cast<int>(cache_->num_tokens(seq));
     const int dim = shape().head_dim;
     const auto [k, v] = stored_rows(seq, n);
     for (int kv = 0; kv < shape().num_kv_heads; ++kv) {
       std::vector<RowState> states(static_cast<std::size_t>(n));
       cache_->row_states(seq, kv, 0, states);
-      Eigen::VectorXd expected_mass = Eigen::VectorXd::Zero(n);
+      Eigen::VectorXd expected_score = Eigen::VectorXd::Zero(n);
       Eigen::MatrixXd seen(dim, n);
-      for (int i = 0; i < n; ++i) seen.col(i) = turned(row(k, i, shape().num_kv_heads, kv), sequences_.at(seq).positions[static_cast<std::size_t>(i)]);
+      for (int i = 0; i < n; ++i) seen.col(i) = rotated(row(k, i, shape().num_kv_heads, kv), sequences_.at(seq).positions[static_cast<std::size_t>(i)]);
       for (int member = 0; member < shape().group_size(); ++member) {
         const int head = kv * shape().group_size() + member;
         for (int token = 0; token < m; ++token) {
@@ -236,13 +236,13 @@ class Driver {
           for (int i = 0; i < n; ++i) {
             if (weights[i] > 0.0) expected += weights[i] / weights.sum() * row(v, i, shape().num_kv_heads, kv);
           }
-          expected_mass += weights / weights.sum();
+          expected_score += weights / weights.sum();
           REQUIRE((row(out, token, shape().num_qo_heads, head) - expected).cwiseAbs().maxCoeff() < 2e-4 * (1.0 + expected.cwiseAbs().maxCoeff()));
           REQUIRE(std::abs(static_cast<double>(lse[static_cast<std::size_t>(token * shape().num_qo_heads + head)]) - top - std::log(weights.sum())) < 2e-4 * (1.0 + std::abs(top)));
         }
       }
-      for (std::int64_t i = 0; i < mass.num_positions; ++i) {
-        REQUIRE(std::abs(static_cast<double>(mass.row(0, kv)[i]) - (i < n ? expected_mass[i] : 0.0)) < 1e-4 * m * shape().group_size());
+      for (std::int64_t i = 0; i < accumulated.num_positions; ++i) {
+        REQUIRE(std::abs(static_cast<double>(accumulated.row(0, kv)[i]) - (i < n ? expected_score[i] : 0.0)) < 1e-4 * m * shape().group_size());
       }
     }
   }
@@ -271,8 +271,8 @@ class Driver {
           exact_values.col(i) = row(sequence.values[at], 0, 1, kv);
           stored_values.col(i) = row(v, i, shape().num_kv_heads, kv);
           if (i > n - m + token || states[at] == RowState::dropped) continue;
-          exact[i] = query.dot(turned(row(sequence.keys[at], 0, 1, kv), sequence.positions[at]));
-          stored[i] = query.dot(turned(row(k, i, shape().num_kv_heads, kv), sequence.positions[at]));
+          exact[i] = query.dot(rotated(row(sequence.keys[at], 0, 1, kv), sequence.positions[at]));
+          stored[i] = query.dot(rotated(row(k, i, shape().num_kv_heads, kv), sequence.positions[at]));
         }
         const double logit = (exact - stored).cwiseAbs().maxCoeff();
         const auto softmax = [](const Eigen::VectorXd& logits) {
@@ -337,7 +337,7 @@ class Driver {
     sequence.keys.resize(static_cast<std::size_t>(length));
     sequence.values.resize(static_cast<std::size_t>(length));
     for (auto& head : sequence.states) head.resize(std::min(head.size(), static_cast<std::size_t>(length)));
-    for (auto& head : sequence.mass) head.resize(static_cast<std::size_t>(length));
+    for (auto& head : sequence.accumulated) head.resize(static_cast<std::size_t>(length));
     refresh(seq);
   }
 
@@ -356,7 +356,7 @@ class Driver {
     cut(sequence.keys);
     cut(sequence.values);
     for (auto& head : sequence.states) cut(head);
-    for (auto& head : sequence.mass) cut(head);
+    for (auto& head : sequence.accumulated) cut(head);
     // What is left is what it was, and where it was: refresh() compares.
     auto& [keys, values] = stored_.at(seq);
     const int width = shape().num_kv_heads * shape().head_dim;

@@ -136,21 +136,21 @@ class Cache {
   /// Positions [flushed, end) leave full rank.
   void leave(int end, const std::vector<std::vector<Vector>>& window, bool prompt) {
     const int begin = flushed_;
-    int leaving = 0;
-    for (int position = begin; position < end; ++position) leaving += position >= options_.sinks ? 1 : 0;
-    if (!options_.compresses) leaving = 0;
-    if (options_.adapts && leaving > 0) adapt(begin, end, window, prompt);
-    if (options_.adapts && leaving > 0) {
-      const bool due = since_ + leaving >= options_.publish_interval || (prompt && static_cast<long>(leaving) * options_.row_elements > options_.epoch_elements);
+    int flushed = 0;
+    for (int position = begin; position < end; ++position) flushed += position >= options_.sinks ? 1 : 0;
+    if (!options_.compresses) flushed = 0;
+    if (options_.adapts && flushed > 0) adapt(begin, end, window, prompt);
+    if (options_.adapts && flushed > 0) {
+      const bool due = since_ + flushed >= options_.publish_interval || (prompt && static_cast<long>(flushed) * options_.row_elements > options_.epoch_elements);
       if (due && moved_) {
         epochs_.push_back(working_);
         current_ = static_cast<int>(epochs_.size()) - 1;
-        since_ = -leaving;  // the rows that an epoch is published for do not count towards the next
+        since_ = -flushed;  // the rows that an epoch is published for do not count towards the next
         moved_ = false;
       }
     }
-    since_ += leaving;
-    if (leaving > 0) open_segment();
+    since_ += flushed;
+    if (flushed > 0) open_segment();
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       for (int position = begin; position < end && options_.compresses; ++position) {
         if (position < options_.sinks) continue;

@@ -152,7 +152,7 @@ TEST_CASE("merging attention over disjoint sets is associative and commutative, 
   CHECK((c[0] == 1.0F && lc == 3.0F));
 }
 
-TEST_CASE("rope turns pairs by position times frequency, in both pairings, and scaling follows Llama 3") {
+TEST_CASE("rope pre_rope pairs by position times frequency, in both pairings, and scaling follows Llama 3") {
   auto frequencies = rope_frequencies(8, 10000.0);
   CHECK(frequencies[0] == 1.0);
   CHECK(frequencies[3] == doctest::Approx(1e-3));

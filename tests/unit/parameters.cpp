@@ -25,8 +25,8 @@ std::vector<float> stream(std::uint64_t seed, int tokens, int heads) {
   for (std::size_t i = 0; i < all.size(); ++i) {
     const int channel = static_cast<int>(i) % kShape.head_dim;
     const int token = static_cast<int>(i) / (heads * kShape.head_dim);
-    const int turned = (channel + token / 100) % kShape.head_dim;
-    all[i] = normal(random) * std::exp(-0.15F * static_cast<float>(turned));
+    const int rotated = (channel + token / 100) % kShape.head_dim;
+    all[i] = normal(random) * std::exp(-0.15F * static_cast<float>(rotated));
   }
   return all;
 }
@@ -48,9 +48,9 @@ std::uint64_t digest(const typename Cache::PolicySet& policies, const LayerBasis
   std::vector<float> out(4 * 32);
   for (int token = prompt; token < n; ++token) {
     cache.append(0, key.tokens(token, 1), value.tokens(token, 1));
-    if constexpr (requires(const MassView& mass) { cache.accumulate(0, mass); }) {
-      std::vector<float> mass(static_cast<std::size_t>(2 * n));
-      const MassView received(mass.data(), 1, 2, n);
+    if constexpr (requires(const ScoreView& accumulated) { cache.accumulate(0, accumulated); }) {
+      std::vector<float> accumulated(static_cast<std::size_t>(2 * n));
+      const ScoreView received(accumulated.data(), 1, 2, n);
       cache.attend(0, query.tokens(token, 1), {out.data(), 1, 4, 32}, {}, received);
       cache.accumulate(0, received);
     }

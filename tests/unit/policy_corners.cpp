@@ -108,17 +108,17 @@ TEST_CASE("truncating to where outliers are dense and going on raises an error b
   for (const float value : k) REQUIRE(std::isfinite(value));
 }
 
-TEST_CASE("heavy hitters: masses are checked, and rows that another policy drops take no place") {
+TEST_CASE("heavy hitters: accumulated_scores are checked, and rows that another policy drops take no place") {
   std::mt19937_64 random(4);
   H2O<> cache({.shape = kShape, .max_tokens = 300});
   cache.create(0);
   ingest(cache, random, 100);
-  std::vector<float> mass(100, 0.0F);
-  mass[3] = std::numeric_limits<float>::quiet_NaN();
-  CHECK_THROWS_AS(cache.accumulate(0, MassView(mass.data(), 1, 1, 100)), ValueError);
-  mass[3] = -1.0F;
-  CHECK_THROWS_AS(cache.accumulate(0, MassView(mass.data(), 1, 1, 100)), ValueError);
-  CHECK_THROWS_AS(cache.accumulate(0, MassView(mass.data(), 1, 1, 99)), ShapeError);
+  std::vector<float> accumulated(100, 0.0F);
+  accumulated[3] = std::numeric_limits<float>::quiet_NaN();
+  CHECK_THROWS_AS(cache.accumulate(0, ScoreView(accumulated.data(), 1, 1, 100)), ValueError);
+  accumulated[3] = -1.0F;
+  CHECK_THROWS_AS(cache.accumulate(0, ScoreView(accumulated.data(), 1, 1, 100)), ValueError);
+  CHECK_THROWS_AS(cache.accumulate(0, ScoreView(accumulated.data(), 1, 1, 99)), ShapeError);
 
   using Both = CompressedKVCache<Cpu, PerHead, Static, Compose<SnapKV, HeavyHitters>>;
   Both::PolicySet policies;
@@ -147,9 +147,9 @@ TEST_CASE("epochs whose last heavy hitter was driven out are given back") {
     const auto k = rows(random, 17, 1), v = rows(random, 17, 1);
     cache.append(0, {k.data(), flush == 0 ? 17 : 16, 1, 32}, {v.data(), flush == 0 ? 17 : 16, 1, 32});
     const std::int64_t tokens = cache.num_tokens(0);
-    std::vector<float> mass(static_cast<std::size_t>(tokens), 0.0F);
-    std::fill(mass.end() - 17, mass.end(), std::pow(8.0F, static_cast<float>(flush)));  // more than all before them have
-    cache.accumulate(0, MassView(mass.data(), 1, 1, tokens));
+    std::vector<float> accumulated(static_cast<std::size_t>(tokens), 0.0F);
+    std::fill(accumulated.end() - 17, accumulated.end(), std::pow(8.0F, static_cast<float>(flush)));  // more than all before them have
+    cache.accumulate(0, ScoreView(accumulated.data(), 1, 1, tokens));
     cache.maintain(0);
     CHECK(cache.statistics().publications == flush + 1);
     CHECK(cache.statistics().merges == 0);

@@ -83,7 +83,7 @@ TEST_CASE("moments from weights are the moments of the activations") {
   CHECK_THROWS_WITH_AS(calibrate::head_moments(plain, 4), "num_kv_heads: 4 does not divide the joint width 18", ShapeError);
 }
 
-TEST_CASE("moments turned by distances are the moments of rows turned by them") {
+TEST_CASE("moments rotated by distances are the moments of rows rotated by them") {
   Random random(34);
   constexpr int dim = 10, n = 50;
   RopeConfig rope;
@@ -96,11 +96,11 @@ TEST_CASE("moments turned by distances are the moments of rows turned by them") 
   const std::vector<float> values = support::row_major(rows);
   moments.add({values.data(), n, dim});
   for (const std::int64_t distance : distances) {
-    std::vector<float> turned = values;
-    for (int row = 0; row < n; ++row) rotary.rotate_row(distance, turned.data() + row * dim);
-    expected.add({turned.data(), n, dim});
+    std::vector<float> rotated = values;
+    for (int row = 0; row < n; ++row) rotary.rotate_row(distance, rotated.data() + row * dim);
+    expected.add({rotated.data(), n, dim});
   }
-  const calibrate::Moments found = calibrate::turned_moments(moments, rotary, distances);
+  const calibrate::Moments found = calibrate::rotated_moments(moments, rotary, distances);
   CHECK(found.count == n);
   CHECK(distance(found.second, expected.second / 4.0) < 1e-5);
   CHECK(distance(found.first, expected.first / 4.0) < 1e-5);

@@ -29,7 +29,7 @@ std::vector<float> random_rows(Random& random, std::int64_t count) {
 }
 
 /// Rows [n, heads, dim] turned to positions first, first + 1, ... by core/rope.hpp's plain function.
-std::vector<float> turned(std::vector<float> rows, int heads, int dim, const RopeConfig& rope, std::int64_t first = 0) {
+std::vector<float> rotated(std::vector<float> rows, int heads, int dim, const RopeConfig& rope, std::int64_t first = 0) {
   const std::vector<double> frequencies = rope_frequencies(rope, dim);
   for (std::size_t row = 0; row < rows.size() / static_cast<std::size_t>(dim); ++row) {
     apply_rope(rows.data() + row * static_cast<std::size_t>(dim), frequencies, first + static_cast<std::int64_t>(row) / heads, rope.pairing);
@@ -90,11 +90,11 @@ TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and
       using Cache = CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer>;
       Cache rotated(exact({2 * group, 2, dim})), plain(exact({2 * group, 2, dim}, rope));
       const auto q = random_rows(random, (n + steps) * 2 * group * dim), k = random_rows(random, (n + steps) * 2 * dim), v = random_rows(random, (n + steps) * 2 * dim);
-      const auto turned_k = turned(k, 2, dim, rope);
+      const auto rotated_k = rotated(k, 2, dim, rope);
       std::vector<float> expected(q.size()), found(q.size());
       const QueryView query(q.data(), n + steps, 2 * group, dim);
       const ValueView value(v.data(), n + steps, 2, dim);
-      for (auto [cache, keys, out] : {std::tuple{&rotated, &turned_k, &expected}, std::tuple{&plain, &k, &found}}) {
+      for (auto [cache, keys, out] : {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
         const KeyView key(keys->data(), n + steps, 2, dim);
         const OutputView output(out->data(), n + steps, 2 * group, dim);
         cache->create(0);
@@ -111,7 +111,7 @@ TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and
   }
 }
 
-TEST_CASE("groups of one head are folded, one query token or several; larger ones are lifted: the same attention") {
+TEST_CASE("groups of one head are folded, one query token or several; larger ones are up_projected: the same attention") {
   Random random(2);
   constexpr int dim = 40, n = 300;
   for (RopeConfig rope : variants()) {
@@ -149,15 +149,15 @@ TEST_CASE("groups of one head are folded, one query token or several; larger one
     // The lifted form, which a group of two takes, says the same to rounding.
     CacheConfig pairs = config;
     pairs.shape.num_qo_heads = 6;
-    CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> lifted(pairs, basis, policies);
-    lifted.create(0);
-    lifted.ingest(0, {k.data(), n, 3, dim}, {v.data(), n, 3, dim});
-    lifted.shift_positions(0, 100, 1000);
+    CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> up_projected(pairs, basis, policies);
+    up_projected.create(0);
+    up_projected.ingest(0, {k.data(), n, 3, dim}, {v.data(), n, 3, dim});
+    up_projected.shift_positions(0, 100, 1000);
     std::vector<float> twice, twice_out(6 * dim);
     for (int head = 0; head < 3; ++head) {
       for (int copy = 0; copy < 2; ++copy) twice.insert(twice.end(), q.end() - (3 - head) * dim, head == 2 ? q.end() : q.end() - (2 - head) * dim);
     }
-    lifted.attend(0, {twice.data(), 1, 6, dim}, {twice_out.data(), 1, 6, dim});
+    up_projected.attend(0, {twice.data(), 1, 6, dim}, {twice_out.data(), 1, 6, dim});
     for (int head = 0; head < 3; ++head) {
       for (int i = 0; i < dim; ++i) REQUIRE(std::abs(alone[static_cast<std::size_t>(head * dim + i)] - twice_out[static_cast<std::size_t>((2 * head + 1) * dim + i)]) < 3e-5F);
     }
@@ -213,7 +213,7 @@ TEST_CASE("attention depends on differences of positions alone") {
   const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim), q = random_rows(random, 2 * dim);
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   std::vector<float> before(2 * dim), after(2 * dim);
-  const auto here = turned(q, 2, dim, config.rope, n - 1), there = turned(q, 2, dim, config.rope, n - 1 + 5000);
+  const auto here = rotated(q, 2, dim, config.rope, n - 1), there = rotated(q, 2, dim, config.rope, n - 1 + 5000);
   cache.attend(0, {here.data(), 1, 2, dim}, {before.data(), 1, 2, dim});
   cache.shift_positions(0, 0, 5000);
   cache.attend(0, {there.data(), 1, 2, dim}, {after.data(), 1, 2, dim});
@@ -227,9 +227,9 @@ TEST_CASE("SnapKV scores unrotated keys at their positions") {
   policies.token_policy.get<SnapKV>().keep = 0.3F;
   SnapKVOnly<> rotated(exact({4, 2, dim}), {}, policies), plain(exact({4, 2, dim}, unrotated()), {}, policies);
   const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim), v = random_rows(random, n * 2 * dim);
-  const auto turned_k = turned(k, 2, dim, unrotated());
+  const auto rotated_k = rotated(k, 2, dim, unrotated());
   std::vector<RowState> expected(n), found(n);
-  for (auto [cache, keys, states] : {std::tuple{&rotated, &turned_k, &expected}, std::tuple{&plain, &k, &found}}) {
+  for (auto [cache, keys, states] : {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
     cache->create(0);
     cache->ingest(0, {keys->data(), n, 2, dim}, {v.data(), n, 2, dim}, {q.data(), n, 4, dim});
     cache->row_states(0, 1, 0, *states);
@@ -288,7 +288,7 @@ TEST_CASE("positions are what was asked for, token by token: sums, and quotients
   }
 }
 
-TEST_CASE("what cannot be turned or moved is refused, and nothing moves") {
+TEST_CASE("what cannot be rotated or moved is refused, and nothing moves") {
   CacheConfig config;
   config.shape = {2, 1, 16};
   using Cache = CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer>;
@@ -339,7 +339,7 @@ TEST_CASE("what cannot be turned or moved is refused, and nothing moves") {
   refused([](RopeConfig& rope) { rope.frequencies = {1.0, 0.5}, rope.rotary_dim = 6; });
 }
 
-TEST_CASE("a sequence whose positions were moved is saved and loaded with them, and only by a cache that turns alike") {
+TEST_CASE("a sequence whose positions were moved is saved and loaded with them, and only by a cache that pre_rope alike") {
   Random random(7);
   constexpr int dim = 16, n = 100;
   CacheConfig config;
@@ -377,7 +377,7 @@ TEST_CASE("a sequence whose positions were moved is saved and loaded with them, 
   }
 }
 
-TEST_CASE("coding statistics of unrotated keys: every reader turned back by the token it reads") {
+TEST_CASE("coding statistics of unrotated keys: every reader rotated back by the token it reads") {
   Random random(8);
   constexpr int dim = 8, n = 400, context = 300, exempt = 10;
   const CacheShape shape{2, 1, dim};
@@ -386,7 +386,7 @@ TEST_CASE("coding statistics of unrotated keys: every reader turned back by the 
   for (float& x : q) x *= 2.0F;
   calibrate::CodingStatistics statistics(shape, rope, exempt);
   statistics.add({q.data(), n, 2, dim}, {k.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
-  const auto keys = turned(k, 1, dim, rope);
+  const auto keys = rotated(k, 1, dim, rope);
   const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
     return Eigen::VectorXd(Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim).cast<double>());
   };
@@ -402,8 +402,8 @@ TEST_CASE("coding statistics of unrotated keys: every reader turned back by the 
       std::vector<float> back(dim);
       for (int j = exempt; j < context; ++j) {
         Eigen::Map<Eigen::VectorXf>(back.data(), dim) = query.cast<float>();
-        const auto turned_back = turned(back, 1, dim, rope, -j);
-        const Eigen::VectorXd reader = row(turned_back, 0, 1, 0);
+        const auto rotated_back = rotated(back, 1, dim, rope, -j);
+        const Eigen::VectorXd reader = row(rotated_back, 0, 1, 0);
         expected += weights[j] * weights[j] * (row(v, j, 1, 0) - out).squaredNorm() * reader * reader.transpose();
       }
     }
@@ -442,7 +442,7 @@ TEST_CASE("queries' moments for unrotated keys are those at all distances, so a 
   rope.frequencies = {1.0, 1e-6};  // pairs (0, 2) and (1, 3): one turns with every token, one hardly at all
   std::vector<float> q(n * dim, 0.0F), zero(n * dim, 0.0F);
   for (int token = 0; token < n; ++token) q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] = 1.0F;  // always (1, 1, 0, 0) before turning
-  const auto rotated = turned(q, 1, dim, rope);
+  const auto rotated = rotated(q, 1, dim, rope);
   calibrate::LayerMoments moments(shape, rope);
   moments.add({rotated.data(), n, 1, dim}, {zero.data(), n, 1, dim}, {zero.data(), n, 1, dim});
   const Eigen::MatrixXd mean = moments.head(0).query.second / n;

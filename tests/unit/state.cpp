@@ -161,17 +161,17 @@ TEST_CASE("hostile contents under a right checksum are refused or harmless") {
   }
 }
 
-TEST_CASE("masses that are no numbers are refused: rows are ordered by them") {
+TEST_CASE("accumulated_scores that are no numbers are refused: rows are ordered by them") {
   std::mt19937_64 random(9);
   const CacheConfig config{.shape = kShape, .max_sequences = 3, .max_tokens = 300};
   H2O<> cache(config);
   prefill(cache, 1, random, 150);
   const std::vector<std::byte> before = saved(cache, 1);
   std::vector<float> ones(static_cast<std::size_t>(kShape.num_kv_heads) * 150, 1.0F);
-  cache.accumulate(1, MassView(ones.data(), 1, kShape.num_kv_heads, 150));
+  cache.accumulate(1, ScoreView(ones.data(), 1, kShape.num_kv_heads, 150));
   const std::vector<std::byte> bytes = saved(cache, 1);
   REQUIRE(bytes.size() == before.size());
-  int masses = 0;
+  int accumulated_scores = 0;
   for (std::size_t byte = 24; byte + 4 <= bytes.size(); ++byte) {  // where one more changed four bytes, masses lie
     float old = 0.0F, now = 0.0F;
     std::memcpy(&old, before.data() + byte, sizeof old);
@@ -184,10 +184,10 @@ TEST_CASE("masses that are no numbers are refused: rows are ordered by them") {
       CHECK(raised<FormatError>([&] { cache.load(2, other); }).find("at least 0 and finite expected") != std::string::npos);
       CHECK(!cache.contains(2));
     }
-    ++masses;
+    ++accumulated_scores;
     byte += 3;
   }
-  CHECK(masses > 50);
+  CHECK(accumulated_scores > 50);
 }
 
 TEST_CASE("a stack loads all layers or none") {

@@ -40,8 +40,8 @@ TEST_CASE("principal axes lose least: against random subspaces and against every
     CHECK(missed == doctest::Approx(1.0 - diagnostics::energy_curve(axes.values)[rank - 1]).epsilon(1e-9));
     for (int other = 0; other < 20; ++other) {
       CHECK(missed <= diagnostics::residual_energy_ratio(rows, support::random_orthonormal(random, dim, rank)) + 1e-13);
-      const MatrixXd turned = cpu::orthonormal_columns(best + 0.05 * support::gaussian(random, dim, rank));
-      CHECK(missed <= diagnostics::residual_energy_ratio(rows, turned) + 1e-13);
+      const MatrixXd rotated = cpu::orthonormal_columns(best + 0.05 * support::gaussian(random, dim, rank));
+      CHECK(missed <= diagnostics::residual_energy_ratio(rows, rotated) + 1e-13);
     }
   }
 }
@@ -68,7 +68,7 @@ TEST_CASE("Oja on a stationary stream reaches the top subspace, closer with smal
   MESSAGE("largest angle: ", angle(start), " at the start, ", angle(constant), " at a fixed rate, ", angle(falling), " at a falling one");
 }
 
-TEST_CASE("Oja follows a subspace that turns; a fixed basis is left behind") {
+TEST_CASE("Oja follows a subspace that pre_rope; a fixed basis is left behind") {
   Random random(19);
   const int dim = 20, rank = 3;
   const MatrixXd axes = support::random_orthonormal(random, dim, 2 * rank);
@@ -94,8 +94,8 @@ TEST_CASE("principal angles: known ones come back, from 1e-15 to a right angle")
   const MatrixXd first = axes.leftCols(8);
   const MatrixXd second = first * MatrixXd(known.array().cos().matrix().asDiagonal()) + axes.rightCols(8) * MatrixXd(known.array().sin().matrix().asDiagonal());
   // Other bases of the same two subspaces.
-  const MatrixXd turned = second * support::random_orthonormal(random, 8, 8);
-  for (const VectorXd& angles : {diagnostics::principal_angles(first, turned), diagnostics::principal_angles(turned, first)}) {
+  const MatrixXd rotated = second * support::random_orthonormal(random, 8, 8);
+  for (const VectorXd& angles : {diagnostics::principal_angles(first, rotated), diagnostics::principal_angles(rotated, first)}) {
     REQUIRE(angles.size() == 8);
     for (int i = 0; i < 8; ++i) CHECK(std::abs(angles[i] - known[i]) < 3e-15);
   }

@@ -124,13 +124,13 @@ inline void check_values(const PerHead& policy, const HeadBasis& head, int head_
 /// output_up [rank, dim] as [dim, rank], or value_down where there is none.
 inline std::vector<float> value_decoder(const HeadBasis& head, int head_dim) {
   if (head.output_up.empty()) return head.value_down;
-  std::vector<float> turned(head.output_up.size());
+  std::vector<float> rotated(head.output_up.size());
   for (int channel = 0; channel < head_dim; ++channel) {
     for (int k = 0; k < head.value_rank; ++k) {
-      turned[static_cast<std::size_t>(channel * head.value_rank + k)] = head.output_up[static_cast<std::size_t>(k * head_dim + channel)];
+      rotated[static_cast<std::size_t>(channel * head.value_rank + k)] = head.output_up[static_cast<std::size_t>(k * head_dim + channel)];
     }
   }
-  return turned;
+  return rotated;
 }
 
 /// Raises ShapeError or ValueError unless `head` is a basis that PerHead can use.

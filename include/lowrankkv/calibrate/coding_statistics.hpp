@@ -125,7 +125,7 @@ class CodingStatistics {
       const Rows values = load<Rows>(value, index);
       head.key.add({keys.data() + first * shape_.head_dim, context - first, shape_.head_dim});
       head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
-      if (turns()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
+      if (pre_rope()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
         // v N v of every stored row: the same for all readers.
@@ -191,12 +191,12 @@ class CodingStatistics {
                   static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
       spread[i] = (std::max)(spread[i], 0.0);
     }
-    if (turns()) {
+    if (pre_rope()) {
       const Matrix cross = stored * seen_by;
       for (Eigen::Index i = 0; i < count; ++i) {
         const float own = seen_by.col(i).dot(outputs.col(i));
         const Vector shares = squares.col(i).cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix()).cwiseMax(0.0F);
-        add_turned(queries.row(i), shares, first, head.key_metric);
+        add_rotated(queries.row(i), shares, first, head.key_metric);
       }
     } else {
       const Eigen::MatrixX<Real> wide = queries.template cast<double>();
@@ -205,11 +205,11 @@ class CodingStatistics {
     head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
   }
 
-  bool turns() const { return rotary_.num_pairs() > 0; }
+  bool pre_rope() const { return rotary_.num_pairs() > 0; }
 
   /// metric += sum_j share_j (q R_j)^T (q R_j), sampled; share 0 belongs to position `first`.
   template <class Query, class Vector>
-  void add_turned(const Query& query, const Vector& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
+  void add_rotated(const Query& query, const Vector& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
     constexpr int kDraws = 64;
     const double total = shares.template cast<double>().sum();
     if (!(total > 0.0)) return;

@@ -99,7 +99,7 @@ class LayerMoments {
       for (std::int64_t token = 0; token < n; ++token) std::copy_n(values.row(token), dim, stacked.begin() + token * width + index * dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const MatrixView queries = load(query, index * shape_.group_size() + member);
-        if (rope_.keys == Rope::pre) turn_back(rows.data(), n, first_position);
+        if (rope_.keys == Rope::pre) rotate_back(rows.data(), n, first_position);
         head.query.add(queries);
       }
     }
@@ -177,9 +177,9 @@ class LayerMoments {
     for (int head = 0; head < shape_.num_kv_heads; ++head) ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
     return max_over_heads(ranks);
   }
-  /// Turns query rows [n, head_dim] back by positions spread over those up to their own.
+  /// Rotations query rows [n, head_dim] back by positions spread over those up to their own.
   template <class = void>
-  void turn_back(float* rows, std::int64_t n, std::int64_t first_position) const {
+  void rotate_back(float* rows, std::int64_t n, std::int64_t first_position) const {
     constexpr double kGolden = 0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
     for (std::int64_t token = 0; token < n; ++token) {
       const double whole = kGolden * static_cast<double>(token + 1);

@@ -90,16 +90,16 @@ Moments weight_moments(MatrixView weight) {
 /// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of some distances: what unrotated
 /// keys meet of queries. Centring goes with it. @param rotary  of head_dim  @param distances  spread over a context
 template <class Real = double, class Stored = float>
-Moments turned_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
+Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
   using Rows = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::VectorX<Real>& sum = moments.first;
   Moments result(static_cast<int>(moments.second.rows()));
   result.count = moments.count;
   for (const std::int64_t distance : distances) {
     const auto turn = [&](const Eigen::MatrixX<Real>& rows) {  // every row
-      Rows turned = rows.template cast<float>();
-      for (Eigen::Index row = 0; row < turned.rows(); ++row) rotary.rotate_row(distance, turned.row(row).data());
-      return Eigen::MatrixX<Real>(turned.template cast<double>());
+      Rows rotated = rows.template cast<float>();
+      for (Eigen::Index row = 0; row < rotated.rows(); ++row) rotary.rotate_row(distance, rotated.row(row).data());
+      return Eigen::MatrixX<Real>(rotated.template cast<double>());
     };
     const double share = 1.0 / static_cast<double>(distances.size());
     result.second += share * turn(turn(moments.second).transpose());

@@ -40,7 +40,7 @@ enum class Evidence : unsigned {
   none = 0,
   attention = 1,  ///< SnapKV scores of a prompt's rows under its last queries
   residuals = 2,  ///< relative reconstruction error of the rows under the basis that is about to store them
-  mass = 4        ///< attention that every stored and leaving row has received so far
+  accumulated = 4        ///< attention that every stored and leaving row has received so far
 };
 /// @brief Both.
 constexpr Evidence operator|(Evidence a, Evidence b) { return static_cast<Evidence>(static_cast<unsigned>(a) | static_cast<unsigned>(b)); }
@@ -49,7 +49,7 @@ constexpr bool wants(Evidence all, Evidence one) { return (static_cast<unsigned>
 
 /// @brief A row that has left the tail before, as an evicting policy sees it.
 struct StoredRow {
-  float mass = 0.0F;    ///< attention received so far
+  float accumulated = 0.0F;    ///< attention received so far
   bool pinned = false;  ///< may not be dropped
   bool gone = false;    ///< set by evict()
 };
@@ -68,7 +68,7 @@ struct RowBatch {
   Phase phase = Phase::prefill;
   std::span<const float> attention{};  ///< [num_rows]; a prompt's rows only
   std::span<const float> residuals{};  ///< [num_rows] error of keys and of values in their metrics, relative or not; -1: no candidate
-  std::span<const float> mass{};       ///< [num_rows]
+  std::span<const float> accumulated{};       ///< [num_rows]
 };
 
 template <class P, class B>

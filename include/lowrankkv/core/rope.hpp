@@ -72,15 +72,15 @@ inline void scale_frequencies(std::vector<double>& frequencies, const Llama3Rope
 /// @brief The frequencies of a configuration, [rotary_dim / 2]. @throws ShapeError, ValueError if it is not one of a layer of head_dim
 inline std::vector<double> rope_frequencies(const RopeConfig& config, int head_dim) {
   const int given = 2 * static_cast<int>(config.frequencies.size());
-  const int turning = config.rotary_dim != 0 ? config.rotary_dim : given != 0 ? given : head_dim;
-  if (given != 0 && given != turning) detail::fail<ShapeError>("rope: rotary_dim ", turning, ", frequencies for ", given);
+  const int rotary_dim = config.rotary_dim != 0 ? config.rotary_dim : given != 0 ? given : head_dim;
+  if (given != 0 && given != rotary_dim) detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", frequencies for ", given);
   for (const double frequency : config.frequencies) {
     if (!std::isfinite(frequency)) detail::fail<ValueError>("rope: a frequency is ", frequency, ", finite expected");
   }
-  if (turning < 2 || turning > head_dim || turning % 2 != 0) detail::fail<ShapeError>("rope: rotary_dim ", turning, ", head_dim ", head_dim, "; an even number up to it expected");
+  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", head_dim ", head_dim, "; an even number up to it expected");
   if (!(std::isfinite(config.theta) && config.theta > 0.0)) detail::fail<ValueError>("rope: theta is positive, given ", config.theta);
   if (given != 0) return config.frequencies;
-  std::vector<double> frequencies = rope_frequencies(turning, config.theta);
+  std::vector<double> frequencies = rope_frequencies(rotary_dim, config.theta);
   if (config.scaling) {
     const Llama3RopeScaling& scaling = *config.scaling;
     if (!(scaling.factor > 0.0F && scaling.low_freq_factor > 0.0F && scaling.high_freq_factor > scaling.low_freq_factor && scaling.original_context > 0.0F)) {
@@ -102,9 +102,9 @@ inline void apply_rope(float* row, const std::vector<double>& frequencies, std::
     const float sine = static_cast<float>(std::sin(angle));
     float& first = pairing == RopePairing::half_split ? row[i] : row[2 * i];
     float& second = pairing == RopePairing::half_split ? row[i + half] : row[2 * i + 1];
-    const float turned = first * cosine - second * sine;
+    const float rotated = first * cosine - second * sine;
     second = second * cosine + first * sine;
-    first = turned;
+    first = rotated;
   }
 }
 

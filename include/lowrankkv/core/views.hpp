@@ -135,14 +135,14 @@ struct LseView {
 
 /// @brief Attention received by positions: [num_sequences, num_kv_heads, num_positions] f32, summed over a call's queries and
 /// the heads of a group. Empty when not wanted.
-struct MassView {
+struct ScoreView {
   float* data = nullptr;
   std::int64_t num_sequences = 0;
   int num_heads = 0;
   std::int64_t num_positions = 0;  ///< at least the tokens of the longest sequence; what is beyond a sequence's end is 0
 
-  MassView() = default;
-  MassView(float* values, std::int64_t sequences, int heads, std::int64_t positions)
+  ScoreView() = default;
+  ScoreView(float* values, std::int64_t sequences, int heads, std::int64_t positions)
       : data(values), num_sequences(sequences), num_heads(heads), num_positions(positions) {}
   float* row(std::int64_t sequence, int head) const { return data + (sequence * num_heads + head) * num_positions; }
 };

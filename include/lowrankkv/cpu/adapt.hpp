@@ -23,7 +23,7 @@ namespace cpu {
 
 /// @brief Rows of one KV head that are leaving full rank, f32 as stored: the first `count` are decided on, the others
 /// (the recent window) only take part in scoring.
-struct LeavingRows {
+struct FlushedRows {
   std::vector<float> keys, values;  ///< [total, head_dim]
   std::int64_t total = 0;
   std::int64_t count = 0;
@@ -36,7 +36,7 @@ struct LeavingRows {
 /// @brief Scores of the rows of a prompt under its last queries, pooled over the rows that are leaving: [count]. Empty if
 /// no queries are known.
 template <class State>
-std::vector<float> prompt_scores(const State& state, int slot, int head, const LeavingRows& rows, const AttentionScores& wanted) {
+std::vector<float> prompt_scores(const State& state, int slot, int head, const FlushedRows& rows, const AttentionScores& wanted) {
   const PromptChunk& chunk = state.sequence(slot).chunk;
   const int num_queries = (std::min)(chunk.num_window_queries(), wanted.window);
   if (num_queries == 0) return {};
@@ -49,12 +49,12 @@ std::vector<float> prompt_scores(const State& state, int slot, int head, const L
       std::copy(source, source + state.head_dim(), queries.begin() + (query * group + member) * state.head_dim());
     }
   }
-  std::vector<float> turned;
+  std::vector<float> rotated;
   if (state.stores_unrotated()) {
-    turned = rows.keys;
-    state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot), rows.total, turned.data(), state.head_dim());
+    rotated = rows.keys;
+    state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot), rows.total, rotated.data(), state.head_dim());
   }
-  const std::vector<float>& keys = state.stores_unrotated() ? turned : rows.keys;
+  const std::vector<float>& keys = state.stores_unrotated() ? rotated : rows.keys;
   const std::vector<float> scores = snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
                                                   {keys.data(), rows.total, state.head_dim()}, state.config.scale());
   return pool_scores(std::span(scores).first(static_cast<std::size_t>(rows.count)), wanted.kernel, wanted.pooling);
@@ -93,7 +93,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
 /// @brief The rows of `range` that the updater observes: of a prompt those with the highest scores, of decoded rows all.
 /// Only rows that will be compressed are candidates: the basis has nothing to do with the others.
 template <class State>
-std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, const LeavingRows& rows, RowRange range, Phase phase) {
+std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, const FlushedRows& rows, RowRange range, Phase phase) {
   const PromptSelection selection = State::UpdaterImpl::prompt_selection(state.updater);
   std::vector<std::int64_t> candidates;
   for (std::int64_t row = range.begin; row < range.end; ++row) {
@@ -119,7 +119,7 @@ inline bool is_orthonormal(const std::vector<float>& basis, int dim, int rank) {
 
 /// @brief The keys (or values) of some leaving rows, mean subtracted and in the metric of the basis: [chosen, head_dim].
 template <class State>
-std::vector<float> rows_in_metric(const State& state, int head, const LeavingRows& rows, const std::vector<std::int64_t>& chosen, Part part) {
+std::vector<float> rows_in_metric(const State& state, int head, const FlushedRows& rows, const std::vector<std::int64_t>& chosen, Part part) {
   const int dim = state.head_dim();
   const std::vector<float>& source = part == Part::key ? rows.keys : rows.values;
   std::vector<float> batch(chosen.size() * static_cast<std::size_t>(dim));
@@ -133,7 +133,7 @@ std::vector<float> rows_in_metric(const State& state, int head, const LeavingRow
 /// @brief Those of `chosen` whose keys and values are finite in the metric of the basis: NaN, Inf and what overflows must not
 /// reach a basis, which would carry it to other rows.
 template <class State>
-std::vector<std::int64_t> finite_rows(const State& state, int head, const LeavingRows& rows, const std::vector<std::int64_t>& chosen) {
+std::vector<std::int64_t> finite_rows(const State& state, int head, const FlushedRows& rows, const std::vector<std::int64_t>& chosen) {
   const int dim = state.head_dim();
   std::vector<bool> finite(chosen.size(), true);
   for (const Part part : {Part::key, Part::value}) {
@@ -152,7 +152,7 @@ std::vector<std::int64_t> finite_rows(const State& state, int head, const Leavin
 /// @brief Lets the updater observe rows of one head and move its working bases. Heads are independent. Notes in `rows`
 /// whether a basis moved, and how many were refused because they were not finite and orthonormal; then the old ones stay.
 template <class State>
-void adapt_head(State& state, int slot, int head, LeavingRows& rows, RowRange range, Phase phase) {
+void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange range, Phase phase) {
   rows.moved = false;
   rows.rejected = 0;
   const std::vector<std::int64_t> wanted = observed_rows(state, slot, head, rows, range, phase);
@@ -198,7 +198,7 @@ namespace detail {
 
 /// The maps of one head for its working bases, their channels in the order that the quantizer wants.
 template <class State>
-HeadBasis maps_to_publish(const State& state, int slot, int head, const LeavingRows& rows, RowRange range) {
+HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedRows& rows, RowRange range) {
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
   std::vector<float> bases[2] = {working_basis(state, slot, head, Part::key), working_basis(state, slot, head, Part::value)};
   std::vector<float> rms[2] = {calibrated.key_rms, calibrated.value_rms};
@@ -211,7 +211,7 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const LeavingR
     for (const Part part : {Part::key, Part::value}) {
       const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
       const std::size_t which = part == Part::key ? 0 : 1;
-      turn_to_axes(MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), state.head_dim()), bases[which], rms[which],
+      align_to_axes(MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), state.head_dim()), bases[which], rms[which],
                    part == Part::key ? calibrated.key_rank : calibrated.value_rank);
     }
   }
@@ -226,7 +226,7 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const LeavingR
 /// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are written under it from now on.
 /// @param rows  per KV head; those of `range` that will be compressed say how channels are ordered and scaled
 template <class State>
-bool publish(State& state, int slot, const std::vector<LeavingRows>& rows, RowRange range) {
+bool publish(State& state, int slot, const std::vector<FlushedRows>& rows, RowRange range) {
   auto& sequence = state.sequence(slot);
   bool moved = false;
   for (const auto& adaptation : sequence.adaptation) moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();

@@ -134,7 +134,7 @@ class AttentionWorkspace {
   AttentionWorkspace() = default;
   /// @param widest  the largest of head_dim and all value ranks
   /// @param turns   keys are stored unrotated: scratch to lift and turn them
-  AttentionWorkspace(int head_dim, int widest, int group_size, bool turns)
+  AttentionWorkspace(int head_dim, int widest, int group_size, bool pre_rope)
       : rows_((std::max)(kQueryRows, group_size)), width_(padded(widest)) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
     const std::size_t width = static_cast<std::size_t>(width_);
@@ -146,8 +146,8 @@ class AttentionWorkspace {
     expanded.resize(rows * dim);
     logits.resize(rows * kTile);
     bias.resize(rows);
-    keys.resize((turns ? dim + 1 : dim) * kTile);  // folded: one row more, of the channels that do not turn
-    if (turns) {
+    keys.resize((pre_rope ? dim + 1 : dim) * kTile);  // folded: one row more, of the channels that do not turn
+    if (pre_rope) {
       coefficients.resize(dim * kTile);
       cosines.resize(dim / 2 * kTile);
       sines.resize(dim / 2 * kTile);

@@ -36,8 +36,8 @@ void demand_compress(const State& state, int slot, std::int64_t count, Phase pha
   };
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     const RowBounds bounds = State::TokenImpl::bounds(state.token_policy, {head, state.first_tail_position(slot), count, phase});
-    add(state.full, head, bounds.full, State::keeps_mass);
-    const bool rewrites = State::keeps_mass || (State::UpdaterImpl::adapts && bounds.compressed > 0);
+    add(state.full, head, bounds.full, State::accumulates_scores);
+    const bool rewrites = State::accumulates_scores || (State::UpdaterImpl::adapts && bounds.compressed > 0);
     add(state.compressed, head, bounds.compressed, rewrites);
     if (State::joins && head % state.heads_per_group() == 0) add(state.compressed, state.value_list(head), bounds.compressed, rewrites);
   }
@@ -47,7 +47,7 @@ namespace detail {
 
 /// All rows of a head that are still at full rank, oldest first: the tail's, then the prompt chunk's.
 template <class State>
-void gather_leaving(const State& state, int slot, int head, std::int64_t count, Phase phase, LeavingRows& rows) {
+void gather_flushed(const State& state, int slot, int head, std::int64_t count, Phase phase, FlushedRows& rows) {
   const int dim = state.head_dim();
   const PromptChunk& chunk = state.sequence(slot).chunk;
   const std::int64_t tail = state.table.lengths(slot).tail_length;
@@ -78,12 +78,12 @@ void gather_leaving(const State& state, int slot, int head, std::int64_t count, 
 
 /// The fate of the leaving rows of the heads of a group, on their common evidence.
 template <class State>
-void decide_group(State& state, int slot, int group, std::vector<LeavingRows>& rows, Phase phase) {
+void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& rows, Phase phase) {
   const int first = group * state.heads_per_group();
-  LeavingRows& leader = rows[static_cast<std::size_t>(first)];
+  FlushedRows& leader = rows[static_cast<std::size_t>(first)];
   leader.fates.resize(static_cast<std::size_t>(leader.count));
   for (int head = first + 1; head < first + state.heads_per_group(); ++head) {
-    const LeavingRows& other = rows[static_cast<std::size_t>(head)];
+    const FlushedRows& other = rows[static_cast<std::size_t>(head)];
     for (std::size_t row = 0; row < leader.scores.size(); ++row) leader.scores[row] += other.scores[row];
   }
   RowBatch batch{first, state.first_tail_position(slot), leader.count, phase};
@@ -95,14 +95,14 @@ void decide_group(State& state, int slot, int group, std::vector<LeavingRows>& r
   }
   batch.attention = leader.scores;
   State::TokenImpl::classify(state.token_policy, batch, leader.fates);
-  if constexpr (State::keeps_mass) evict_rows(state, slot, first, leader, phase);
+  if constexpr (State::accumulates_scores) evict_rows(state, slot, first, leader, phase);
   for (int head = first + 1; head < first + state.heads_per_group(); ++head) rows[static_cast<std::size_t>(head)].fates = leader.fates;
 }
 
 /// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in a state, the list's first new
 /// row being `next`.
 template <class Store>
-void for_each_run(const LeavingRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
+void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
   for (std::int64_t begin = range.begin; begin < range.end;) {
     const RowState here = state_of(rows.fates[static_cast<std::size_t>(begin)]);
     std::int64_t end = begin + 1;
@@ -117,7 +117,7 @@ void for_each_run(const LeavingRows& rows, RowRange range, RowState kind, std::i
 
 /// The same in tiles of at most kTile.
 template <class Store>
-void for_each_tile(const LeavingRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
+void for_each_tile(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
   for_each_run(rows, range, kind, next, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
     for (std::int32_t done = 0; done < count; done += kTile) store(begin + done, (std::min)(kTile, count - done), row + done);
   });
@@ -125,12 +125,12 @@ void for_each_tile(const LeavingRows& rows, RowRange range, RowState kind, std::
 
 /// Stores the decided rows of `range` of the heads of a group; first[head] is where their lists went on.
 template <class State>
-void store_group(State& state, int slot, int group, const std::vector<LeavingRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+void store_group(State& state, int slot, int group, const std::vector<FlushedRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
   const int dim = state.head_dim();
   const int leader = group * state.heads_per_group();
   std::vector<Projection> projections;
   for (int head = leader; head < leader + state.heads_per_group(); ++head) {
-    const LeavingRows& mine = rows[static_cast<std::size_t>(head)];
+    const FlushedRows& mine = rows[static_cast<std::size_t>(head)];
     const HeadRows& next = first[static_cast<std::size_t>(head)];
     for_each_run(mine, range, RowState::full, next.num_full, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
       state.full.overwrite(slot, head, row, count, mine.keys.data() + begin * dim, dim, mine.values.data() + begin * dim, dim);
@@ -151,7 +151,7 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
                 [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
                   std::fill(sum.begin(), sum.end(), 0.0F);
                   for (std::size_t member = 0; member < projections.size(); ++member) {
-                    const LeavingRows& mine = rows[static_cast<std::size_t>(leader) + member];
+                    const FlushedRows& mine = rows[static_cast<std::size_t>(leader) + member];
                     const float* part = projections[member].project(Part::value, mine.values.data() + begin * dim, count);
                     for (std::int32_t i = 0; i < count * stride; ++i) sum[static_cast<std::size_t>(i)] += part[i];
                   }
@@ -161,10 +161,10 @@ void store_group(State& state, int slot, int group, const std::vector<LeavingRow
 
 /// Notes what compression lost of the rows of `range` of the heads of a group, all of which are stored by now.
 template <class State>
-void note_losses(State& state, int slot, int group, const std::vector<LeavingRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+void note_losses(State& state, int slot, int group, const std::vector<FlushedRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
   const int dim = state.head_dim();
   for (int head = group * state.heads_per_group(); head < (group + 1) * state.heads_per_group(); ++head) {
-    const LeavingRows& mine = rows[static_cast<std::size_t>(head)];
+    const FlushedRows& mine = rows[static_cast<std::size_t>(head)];
     float& largest = state.residuals(slot, head).largest_value;
     for (std::int64_t row = range.begin; row < range.end; ++row) {
       const float norm = 1.001F * static_cast<float>(norm_of(mine.values.data() + row * dim, dim));
@@ -182,16 +182,16 @@ void note_losses(State& state, int slot, int group, const std::vector<LeavingRow
 
 /// Lists the decided rows of `range` of one head: makes room for them, notes where they are. Returns where they begin.
 template <class State>
-HeadRows list_rows(State& state, int slot, int head, const LeavingRows& rows, RowRange range) {
+HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, RowRange range) {
   const HeadRows before = state.table.rows(slot, head);
   std::int32_t counts[3] = {0, 0, 0};
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     const RowState kind = state_of(rows.fates[static_cast<std::size_t>(row)]);
     ++counts[static_cast<int>(kind)];
     state.runs(slot, head).append(kind, 1);
-    if (State::keeps_mass && kind != RowState::dropped) {
-      HeadMass& mass = state.mass(slot, head);
-      mass.of(kind).push_back(mass.recent[static_cast<std::size_t>(row)]);
+    if (State::accumulates_scores && kind != RowState::dropped) {
+      HeadScores& accumulated = state.accumulated(slot, head);
+      accumulated.of(kind).push_back(accumulated.recent[static_cast<std::size_t>(row)]);
     }
   }
   state.full.extend(slot, head, counts[static_cast<int>(RowState::full)]);
@@ -206,10 +206,10 @@ HeadRows list_rows(State& state, int slot, int head, const LeavingRows& rows, Ro
 /// Runs the updater on rows of `range`, of which at most `compressed` of a head will be compressed, and publishes what it
 /// arrived at if it is time.
 template <class State>
-void adapt_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRange range, std::int64_t compressed, Phase phase) {
+void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range, std::int64_t compressed, Phase phase) {
   state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) { adapt_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, phase); });
   bool moved = false;
-  for (const LeavingRows& head : rows) {
+  for (const FlushedRows& head : rows) {
     state.statistics.rejected_updates += head.rejected;
     moved = moved || head.moved;
   }
@@ -222,10 +222,10 @@ void adapt_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRang
 /// Rows of `range` leave: the updater sees them, a basis may be published, those that it reconstructs badly may stay at full
 /// rank, and all are stored.
 template <class State>
-void compress_range(State& state, int slot, std::vector<LeavingRows>& rows, RowRange range, Phase phase) {
+void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range, Phase phase) {
   const auto most_compressed = [&] {
     std::int64_t most = 0;
-    for (const LeavingRows& head : rows) {
+    for (const FlushedRows& head : rows) {
       most = (std::max)(most, std::int64_t{std::count(head.fates.begin() + range.begin, head.fates.begin() + range.end, RowFate::compressed)});
     }
     return most;
@@ -265,9 +265,9 @@ void renew_tail(State& state, int slot, std::int64_t count) {
     ++lengths.tail_length;
   }
   if (!chunk.empty()) chunk.clear();
-  if (!State::keeps_mass) return;
+  if (!State::accumulates_scores) return;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    std::vector<float>& recent = state.mass(slot, head).recent;
+    std::vector<float>& recent = state.accumulated(slot, head).recent;
     recent.erase(recent.begin(), recent.begin() + count);
   }
 }
@@ -279,12 +279,12 @@ void renew_tail(State& state, int slot, std::int64_t count) {
 template <class State>
 void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
   if (count > 0) {
-    std::vector<LeavingRows> rows(static_cast<std::size_t>(state.num_kv_heads()));
+    std::vector<FlushedRows> rows(static_cast<std::size_t>(state.num_kv_heads()));
     state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
-      detail::gather_leaving(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
+      detail::gather_flushed(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
     });
     for (int group = 0; group < state.num_groups(); ++group) detail::decide_group(state, slot, group, rows, phase);
-    if constexpr (State::keeps_mass) drop_empty_segments(state, slot);
+    if constexpr (State::accumulates_scores) drop_empty_segments(state, slot);
     const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>() ? state.config.flush_interval : count;
     for (std::int64_t begin = 0; begin < count; begin += step) {
       detail::compress_range(state, slot, rows, {begin, (std::min)(begin + step, count)}, phase);

@@ -17,7 +17,7 @@ namespace detail {
 /// Drops rows of one list of a head; its masses and residuals follow.
 template <class State>
 void retain_rows(State& state, int slot, int head, RowState kind, const std::vector<bool>& keep) {
-  if (State::keeps_mass) keep_only(state.mass(slot, head).of(kind), keep);
+  if (State::accumulates_scores) keep_only(state.accumulated(slot, head).of(kind), keep);
   if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).retain(keep);
   if (kind == RowState::full) {
     state.full.retain(slot, head, keep);
@@ -56,7 +56,7 @@ void drop_empty_segments(State& state, int slot) {
 /// are the leaving ones, by the attention that they have received together.
 /// Cost: O(stored rows), and a copy of the codes behind the first row dropped.
 template <class State>
-void evict_rows(State& state, int slot, int first, LeavingRows& rows, Phase phase) {
+void evict_rows(State& state, int slot, int first, FlushedRows& rows, Phase phase) {
   const int end = first + state.heads_per_group();
   std::vector<RowState> states = state.runs(slot, first).states();  // the same for all heads of the group
   std::vector<StoredRow> stored;
@@ -64,18 +64,18 @@ void evict_rows(State& state, int slot, int first, LeavingRows& rows, Phase phas
     if (states[position] == RowState::dropped) continue;
     const RowPlace place = state.runs(slot, first).find(static_cast<std::int64_t>(position));
     StoredRow row;
-    for (int head = first; head < end; ++head) row.mass += state.mass(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
+    for (int head = first; head < end; ++head) row.accumulated += state.accumulated(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
     if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
       row.pinned = State::TokenImpl::pinned(state.token_policy, static_cast<std::int64_t>(position));
     }
     stored.push_back(row);
   }
-  std::vector<float> leaving(static_cast<std::size_t>(rows.count), 0.0F);
+  std::vector<float> flushed(static_cast<std::size_t>(rows.count), 0.0F);
   for (int head = first; head < end; ++head) {
-    for (std::size_t row = 0; row < leaving.size(); ++row) leaving[row] += state.mass(slot, head).recent[row];
+    for (std::size_t row = 0; row < flushed.size(); ++row) flushed[row] += state.accumulated(slot, head).recent[row];
   }
   RowBatch batch{first, state.first_tail_position(slot), rows.count, phase};
-  batch.mass = leaving;
+  batch.accumulated = flushed;
   State::TokenImpl::evict(state.token_policy, batch, stored, rows.fates);
 
   std::vector<bool> keep_full, keep_compressed;

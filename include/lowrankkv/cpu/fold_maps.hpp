@@ -46,14 +46,14 @@ void undo_rotation(const State& state, int head, Part part, std::vector<float>& 
   }
 }
 
-/// @brief Turns an orthonormal basis within its span to the principal axes of `rows`, largest first, and says how large the
+/// @brief Rotations an orthonormal basis within its span to the principal axes of `rows`, largest first, and says how large the
 /// coefficients are along them.
 /// @param rows   [count, head_dim] in the space in which the basis is orthonormal
 /// @param basis  [head_dim, rank], turned in place
 /// @param rms    the calibrated rms of the channels, or empty; replaced by that of the rows. `rank` calibrated rows weigh
 ///               with them, in axes and rms, against chance in short batches; without rms, nothing is done without rows
 template <class Real = double, class Stored = float>
-void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
+void align_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
   using RowMajor = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>> batch(rows.data, rows.rows, rows.cols, Eigen::OuterStride<>(rows.row_stride));
   Eigen::Map<RowMajor> columns(basis.data(), rows.cols, rank);
@@ -72,7 +72,7 @@ void turn_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>
   }
 }
 
-LOWRANKKV_COMPILED_TEMPLATE(void turn_to_axes<double, float>(MatrixView, std::vector<float>&, std::vector<float>&, int))
+LOWRANKKV_COMPILED_TEMPLATE(void align_to_axes<double, float>(MatrixView, std::vector<float>&, std::vector<float>&, int))
 
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lowrankkv/cpu/attend.hpp"
-#include "lowrankkv/cpu/attention_mass.hpp"
+#include "lowrankkv/cpu/accumulated_scores.hpp"
 #include "lowrankkv/cpu/compress.hpp"
 #include "lowrankkv/cpu/layer_state.hpp"
 #include "lowrankkv/cpu/remove_tokens.hpp"
@@ -133,14 +133,14 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     }
     lengths.tail_length += count;
     lengths.num_tokens += count;
-    this->add_recent_mass(slot, count);
+    this->add_recent_scores(slot, count);
   }
 
   /// @brief Adds prompt rows to the unfinished chunk.
   void extend_chunk(int slot, const KeyView& key, const ValueView& value) {
     this->sequence(slot).chunk.add(key, value, this->workspaces[0].row.data());
     this->table.lengths(slot).num_tokens += key.num_tokens;
-    this->add_recent_mass(slot, key.num_tokens);
+    this->add_recent_scores(slot, key.num_tokens);
   }
 
   /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of rows run in parallel.
@@ -162,15 +162,15 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
   /// @brief The attention that each stored row of a sequence gets from a block whose lse is known, summed over its queries
-  /// and the heads of a group: added to out(head), which returns the head's HeadMass. Heads run in parallel.
+  /// and the heads of a group: added to out(head), which returns the head's HeadScores. Heads run in parallel.
   template <class Out>
-  void attention_mass(int slot, const QueryBlock& block, bool prompt, Out&& out) {
+  void accumulated_attention(int slot, const QueryBlock& block, bool prompt, Out&& out) {
     const int per_task = tokens_per_task(prompt);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t head, int thread) {
       const StoredHead<Quantizer> stored = stored_head(slot, static_cast<int>(head), prompt);
       for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
         const int tokens = static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
-        mass_of_block(stored, block, first, tokens, this->workspaces[static_cast<std::size_t>(thread)], out(static_cast<int>(head)));
+        scores_of_block(stored, block, first, tokens, this->workspaces[static_cast<std::size_t>(thread)], out(static_cast<int>(head)));
       }
     });
   }
@@ -235,10 +235,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
             .runs = &this->runs(slot, head),
             .shifts = &this->sequence(slot).shifts};
   }
-  void add_recent_mass(int slot, std::int64_t rows) {
-    if (!State::keeps_mass) return;
+  void add_recent_scores(int slot, std::int64_t rows) {
+    if (!State::accumulates_scores) return;
     for (int head = 0; head < this->num_kv_heads(); ++head) {
-      std::vector<float>& recent = this->mass(slot, head).recent;
+      std::vector<float>& recent = this->accumulated(slot, head).recent;
       recent.resize(recent.size() + static_cast<std::size_t>(rows), 0.0F);
     }
   }

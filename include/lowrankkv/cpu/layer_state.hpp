@@ -37,7 +37,7 @@ struct HeadAdaptation {
 };
 
 /// @brief Attention that the rows of one head have received, by where the rows are. Kept only for policies that ask for it.
-struct HeadMass {
+struct HeadScores {
   std::vector<float> full, compressed, recent;  ///< recent: the tail, then the prompt chunk
 
   std::vector<float>& of(RowState state) { return state == RowState::full ? full : compressed; }
@@ -89,7 +89,7 @@ struct Slot {
   bool prompt_open = false;  ///< the prompt goes on in a later call
   std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
   std::vector<RowRuns> runs;                             ///< per KV head: the positions that have left the tail
-  std::vector<HeadMass> mass;                            ///< per KV head
+  std::vector<HeadScores> accumulated;                            ///< per KV head
   std::vector<HeadResiduals> residuals;                  ///< per KV head
   PositionShifts shifts;                                 ///< rotary positions, where they are not the token's index
 };
@@ -107,7 +107,7 @@ struct LayerState {
   using Codec = Impl<Quantizer, Cpu>;
   static constexpr bool joins = joins_values<BasisPolicy, Cpu>();
   static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(), "lowrankkv: this Basis cannot be moved; use it with the Static updater");
-  static constexpr bool keeps_mass = wants(TokenImpl::evidence, Evidence::mass);
+  static constexpr bool accumulates_scores = wants(TokenImpl::evidence, Evidence::accumulated);
 
   CacheConfig config;
   BasisPolicy basis_policy;
@@ -178,7 +178,7 @@ struct LayerState {
   const RowRuns& runs(int slot, int head) const { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
   RowRuns& runs(int slot, int head) { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
   HeadResiduals& residuals(int slot, int head) { return sequence(slot).residuals[static_cast<std::size_t>(head)]; }
-  HeadMass& mass(int slot, int head) { return sequence(slot).mass[static_cast<std::size_t>(head)]; }
+  HeadScores& accumulated(int slot, int head) { return sequence(slot).accumulated[static_cast<std::size_t>(head)]; }
 
   std::span<Segment> used_segments(int slot, int head) {
     return table.segments(slot, head).first(static_cast<std::size_t>(table.lengths(slot).num_segments));

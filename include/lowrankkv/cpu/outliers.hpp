@@ -43,7 +43,7 @@ void add_error_of_rows(const State& state, int head, Part part, bool relative, c
 /// @brief Adds to error[0, range) the (relative) errors of the rows of `range`, summed over heads [first, first + heads), whose
 /// rows share one code: after projection, quantisation and back, under the current epoch. Cost: one encode and one decode.
 template <class State>
-void add_error(const State& state, int slot, int first, int heads, Part part, bool relative, const std::vector<LeavingRows>& rows, RowRange range, float* error) {
+void add_error(const State& state, int slot, int first, int heads, Part part, bool relative, const std::vector<FlushedRows>& rows, RowRange range, float* error) {
   using Codec = typename State::Codec;
   const int dim = state.head_dim();
   const auto& layout = state.code_layout(first, part);
@@ -62,7 +62,7 @@ void add_error(const State& state, int slot, int first, int heads, Part part, bo
   for (std::int64_t begin = range.begin; begin < range.end; begin += kTile) {
     const std::int32_t count = static_cast<std::int32_t>((std::min)(std::int64_t{kTile}, range.end - begin));
     const auto source = [&](int member) {
-      const LeavingRows& mine = rows[static_cast<std::size_t>(first + member)];
+      const FlushedRows& mine = rows[static_cast<std::size_t>(first + member)];
       return (part == Part::key ? mine.keys : mine.values).data() + begin * dim;
     };
     std::fill(coefficients.begin(), coefficients.end(), 0.0F);
@@ -91,7 +91,7 @@ void add_error(const State& state, int slot, int first, int heads, Part part, bo
 /// @brief Asks the token policy again, now that the basis is known under which rows would be stored: those of `range` that
 /// it wants at full rank are exempted, in all heads of the group.
 template <class State>
-void exempt_outliers(const State& state, int slot, int group, std::vector<LeavingRows>& rows, RowRange range, Phase phase) {
+void exempt_outliers(const State& state, int slot, int group, std::vector<FlushedRows>& rows, RowRange range, Phase phase) {
   const int heads = state.heads_per_group();
   const int first = group * heads;
   std::vector<float> residuals(static_cast<std::size_t>(range.size()), 0.0F);

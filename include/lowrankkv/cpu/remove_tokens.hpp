@@ -38,9 +38,9 @@ void remove_tokens(State& state, int slot, std::int64_t first, std::int64_t coun
   const std::int64_t tail = state.first_tail_position(slot), stored = std::clamp(tail - first, std::int64_t{0}, count);
   const int in_tail = static_cast<int>((std::max)(std::int64_t{0}, first - tail)), recent = static_cast<int>(count - stored);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    if (State::keeps_mass) {
-      std::vector<float>& masses = state.mass(slot, head).recent;
-      masses.erase(masses.begin() + in_tail, masses.begin() + in_tail + recent);
+    if (State::accumulates_scores) {
+      std::vector<float>& accumulated_scores = state.accumulated(slot, head).recent;
+      accumulated_scores.erase(accumulated_scores.begin() + in_tail, accumulated_scores.begin() + in_tail + recent);
     }
     if (stored == 0) continue;
     RowRuns& runs = state.runs(slot, head);

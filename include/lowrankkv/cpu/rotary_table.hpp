@@ -62,7 +62,7 @@ class RotaryTable {
     for (int done = 0; done < count; done += kBase) angles_of_line(position + done, (std::min)(kBase, count - done), cosines + done, sines + done, stride);
   }
 
-  /// @brief Turns keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs, stride].
+  /// @brief Rotations keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs, stride].
   void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines, int stride) const {
     for (int pair = 0; pair < pairs_; ++pair) {
       float* x = tile + first(pair) * tile_stride;
@@ -70,26 +70,26 @@ class RotaryTable {
       const float* cosine = cosines + pair * stride;
       const float* sine = sines + pair * stride;
       for (int token = 0; token < count; ++token) {
-        const float turned = x[token] * cosine[token] - y[token] * sine[token];
+        const float rotated = x[token] * cosine[token] - y[token] * sine[token];
         y[token] = y[token] * cosine[token] + x[token] * sine[token];
-        x[token] = turned;
+        x[token] = rotated;
       }
     }
   }
 
-  /// @brief Turns one row [head_dim] to a position.
+  /// @brief Rotations one row [head_dim] to a position.
   void rotate_row(std::int64_t position, float* row) const {
     const Digits digits = digits_of(position);
     for (int pair = 0; pair < pairs_; ++pair) {
       const Phasor phasor = phasor_of(digits, pair);
       float& x = row[first(pair)];
       float& y = row[second(pair)];
-      const float turned = x * phasor.cosine - y * phasor.sine;
+      const float rotated = x * phasor.cosine - y * phasor.sine;
       y = y * phasor.cosine + x * phasor.sine;
-      x = turned;
+      x = rotated;
     }
   }
-  /// @brief Turns rows [count, head_dim] of tokens [first_token, first_token + count) to their positions.
+  /// @brief Rotations rows [count, head_dim] of tokens [first_token, first_token + count) to their positions.
   void rotate_rows(const PositionShifts& shifts, std::int64_t first_token, std::int64_t count, float* rows, int head_dim) const {
     shifts.for_each(first_token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
       for (std::int64_t token = 0; token < length; ++token) rotate_row(position + token, rows + (begin - first_token + token) * head_dim);

@@ -32,7 +32,7 @@ LayerDescription describe_layer(const State& state) {
   add("full_type", state.config.full_type);
   add("full_row_bits", state.config.full_row_bits);
   add("compresses", State::TokenImpl::compresses);
-  add("keeps_mass", State::keeps_mass);
+  add("accumulates_scores", State::accumulates_scores);
   add("adapts", State::UpdaterImpl::adapts);
   add("recent", state.recent());
   add("keep_residuals", state.config.keep_residuals);

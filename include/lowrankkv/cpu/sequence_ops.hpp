@@ -49,8 +49,8 @@ typename State::UpdaterImpl::State start_state(const State& state, int head, Par
 
 /// @brief append() must not allocate: masses of a full tail have room.
 template <class State>
-void reserve_mass(State& state, int slot) {
-  for (HeadMass& mass : state.sequence(slot).mass) mass.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
+void reserve_scores(State& state, int slot) {
+  for (HeadScores& accumulated : state.sequence(slot).accumulated) accumulated.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
 }
 
 /// @brief Makes an unused slot an empty sequence under the calibrated epoch.
@@ -62,9 +62,9 @@ void open_slot(State& state, int slot) {
   sequence.used = true;
   sequence.adaptation.resize(heads);
   sequence.runs.resize(heads);
-  if (State::keeps_mass) sequence.mass.resize(heads);
+  if (State::accumulates_scores) sequence.accumulated.resize(heads);
   if (state.config.keep_residuals) sequence.residuals.resize(heads);
-  reserve_mass(state, slot);
+  reserve_scores(state, slot);
   for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
     sequence.adaptation[head].key_state = start_state(state, static_cast<int>(head), Part::key);
     sequence.adaptation[head].value_state = start_state(state, static_cast<int>(head), Part::value);
@@ -85,7 +85,7 @@ void fork_slot(State& state, int source, int target) {
   for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) state.compressed.share(source, target, list);
   for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
   state.sequence(target) = state.sequence(source);
-  reserve_mass(state, target);
+  reserve_scores(state, target);
   if (State::TokenImpl::compresses) state.epochs.share(state.sequence(target).epoch);
   state.tail.copy(source, target);
 }
@@ -99,11 +99,11 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
     runs.truncate(length);
     const std::int32_t compressed = runs.num_rows(RowState::compressed);
     state.full.truncate(slot, head, runs.num_rows(RowState::full));
-    if (State::keeps_mass) {
-      HeadMass& mass = state.mass(slot, head);
-      mass.full.resize(static_cast<std::size_t>(runs.num_rows(RowState::full)));
-      mass.compressed.resize(static_cast<std::size_t>(compressed));
-      mass.recent.clear();
+    if (State::accumulates_scores) {
+      HeadScores& accumulated = state.accumulated(slot, head);
+      accumulated.full.resize(static_cast<std::size_t>(runs.num_rows(RowState::full)));
+      accumulated.compressed.resize(static_cast<std::size_t>(compressed));
+      accumulated.recent.clear();
     }
     for (const RowState kind : {RowState::full, RowState::compressed}) {
       if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).resize(static_cast<std::size_t>(runs.num_rows(kind)));
@@ -200,7 +200,7 @@ MemoryUsage slot_memory(const State& state, int slot) {
     usage.full_row_bytes += full;
     count_pages(full, state.full.num_pages(slot, head));
     usage.position_bytes += sequence.runs[h].bytes();
-    if (State::keeps_mass) usage.updater_bytes += sequence.mass[h].bytes();
+    if (State::accumulates_scores) usage.updater_bytes += sequence.accumulated[h].bytes();
     if (state.config.keep_residuals) usage.residual_bytes += sequence.residuals[h].bytes();
     const auto& adaptation = sequence.adaptation[h];
     usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +

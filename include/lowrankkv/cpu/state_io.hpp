@@ -109,9 +109,9 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     out.list(state.runs(slot, head).states());
     detail::write_rows(out, state.full, state.full.layout(head), slot, head);
-    if (State::keeps_mass) {
-      const HeadMass& mass = sequence.mass[static_cast<std::size_t>(head)];
-      for (const auto* values : {&mass.full, &mass.compressed, &mass.recent}) out.list(*values);
+    if (State::accumulates_scores) {
+      const HeadScores& accumulated = sequence.accumulated[static_cast<std::size_t>(head)];
+      for (const auto* values : {&accumulated.full, &accumulated.compressed, &accumulated.recent}) out.list(*values);
     }
     if (state.config.keep_residuals) {
       const HeadResiduals& residuals = sequence.residuals[static_cast<std::size_t>(head)];
@@ -142,7 +142,7 @@ struct SavedSequence {
   struct Head {
     std::vector<RowState> states;
     std::span<const std::byte> full_rows;
-    HeadMass mass;
+    HeadScores accumulated;
     HeadResiduals residuals;
     StoredMatrix key_basis, value_basis;
     typename State::UpdaterImpl::State key_state, value_state;
@@ -240,15 +240,15 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
     }
     if (next != compressed) fail<FormatError>("saved state: head ", head, " has ", compressed, " compressed rows, its segments ", next);
     mine.full_rows = rows_in(state.full.layout(head), saved.rows(head, RowState::full));
-    if (State::keeps_mass) {
-      for (auto* values : {&mine.mass.full, &mine.mass.compressed, &mine.mass.recent}) *values = in.list<float>();
-      if (mine.mass.full.size() != static_cast<std::size_t>(saved.rows(head, RowState::full)) || mine.mass.compressed.size() != static_cast<std::size_t>(compressed) ||
-          mine.mass.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
-        fail<FormatError>("saved state: head ", head, " has ", mine.mass.compressed.size(), " masses for ", compressed, " compressed rows");
+    if (State::accumulates_scores) {
+      for (auto* values : {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) *values = in.list<float>();
+      if (mine.accumulated.full.size() != static_cast<std::size_t>(saved.rows(head, RowState::full)) || mine.accumulated.compressed.size() != static_cast<std::size_t>(compressed) ||
+          mine.accumulated.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
+        fail<FormatError>("saved state: head ", head, " has ", mine.accumulated.compressed.size(), " accumulated_scores for ", compressed, " compressed rows");
       }
-      for (const auto* values : {&mine.mass.full, &mine.mass.compressed, &mine.mass.recent}) {
-        for (const float mass : *values) {  // rows are ordered by them: NaN has no place in an order
-          if (!(mass >= 0.0F && std::isfinite(mass))) fail<FormatError>("saved state: head ", head, " has a mass of ", mass, ", at least 0 and finite expected");
+      for (const auto* values : {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) {
+        for (const float accumulated : *values) {  // rows are ordered by them: NaN has no place in an order
+          if (!(accumulated >= 0.0F && std::isfinite(accumulated))) fail<FormatError>("saved state: head ", head, " has a accumulated of ", accumulated, ", at least 0 and finite expected");
         }
       }
     }
@@ -328,9 +328,9 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
     state.runs(slot, head).assign(mine.states);
     state.full.extend(slot, head, saved.rows(head, RowState::full));
     state.full.copy_in(slot, head, mine.full_rows.data());
-    if (State::keeps_mass) {
-      state.mass(slot, head) = std::move(mine.mass);
-      reserve_mass(state, slot);
+    if (State::accumulates_scores) {
+      state.accumulated(slot, head) = std::move(mine.accumulated);
+      reserve_scores(state, slot);
     }
     if (state.config.keep_residuals) state.residuals(slot, head) = std::move(mine.residuals);
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {

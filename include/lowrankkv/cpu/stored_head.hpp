@@ -53,13 +53,13 @@ class KeyReader {
   /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], turned to their positions.
   const float* full(std::int32_t first, int count) {
     stored_.full->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
-    if (stored_.rotary != nullptr) turn_listed(RowState::full, full_run_, first, count);
+    if (stored_.rotary != nullptr) rotate_listed(RowState::full, full_run_, first, count);
     return work_.keys.data();
   }
   /// @brief Keys of rows [first, first + count) of the tail.
   const float* tail(int first, int count) {
     stored_.tail->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile, work_.row.data());
-    if (stored_.rotary != nullptr) turn_tokens(stored_.first_tail_token + first, count);
+    if (stored_.rotary != nullptr) rotate_tokens(stored_.first_tail_token + first, count);
     return work_.keys.data();
   }
   /// @brief Keys of rows [first, first + count) of the prompt chunk, first a multiple of kTile.
@@ -67,7 +67,7 @@ class KeyReader {
     const float* tile = stored_.chunk->key_tile(stored_.head, first / kTile);
     if (stored_.rotary == nullptr) return tile;
     std::copy_n(tile, stored_.head_dim * kTile, work_.keys.data());
-    turn_tokens(stored_.first_tail_token + stored_.tail_length + first, count);
+    rotate_tokens(stored_.first_tail_token + stored_.tail_length + first, count);
     return work_.keys.data();
   }
 
@@ -102,7 +102,7 @@ class KeyReader {
       std::fill_n(keys + channel * kTile, padded(count), maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]);
     }
     matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients, kTile, keys, kTile);
-    turn_listed(RowState::compressed, compressed_run_, first, count);
+    rotate_listed(RowState::compressed, compressed_run_, first, count);
     tile_logits(query, keys, count, logits);
   }
 
@@ -187,11 +187,11 @@ class KeyReader {
       done += length;
     }
   }
-  void turn_tokens(std::int64_t token, int count) {
+  void rotate_tokens(std::int64_t token, int count) {
     token_angles(token, count, 0);
     stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
   }
-  void turn_listed(RowState list, std::size_t& run, std::int32_t first, int count) {
+  void rotate_listed(RowState list, std::size_t& run, std::int32_t first, int count) {
     listed_angles(list, run, first, count);
     stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
   }

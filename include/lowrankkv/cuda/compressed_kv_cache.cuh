@@ -138,7 +138,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::refuse_capture("ingest", stream);
     const int slot = cuda::check_prompt(layer_, seq, key, value);
     cuda::check_query_window(layer_, slot, q_window, key.num_tokens);
-    constexpr bool attends = Layer::Rows::keeps_masses;  // masses need normalised attention
+    constexpr bool attends = Layer::Rows::accumulates_scores;  // masses need normalised attention
     cuda::take_prompt(layer_, slot, {key, value, q_window, {}, attends}, prompt, stream);
   }
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }  ///< a complete prompt
@@ -222,29 +222,29 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// keys once more, and where they are stored before their rotary embedding what attention costs; capturable; changes nothing.
   /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
   /// @throws as attend(), ShapeError
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const ScoreView& accumulated, cudaStream_t stream = nullptr) {
     cuda::check_queries(layer_, query, out, lse, query.num_tokens);
     cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
-    if (mass.data != nullptr && lse.data == nullptr) {
+    if (accumulated.data != nullptr && lse.data == nullptr) {
       target.lse = layer_.state.workspace().step_lse();
       target.lse_stride = config().shape.num_qo_heads;
     }
-    cuda::attend_sequences<true>(layer_, seqs, query, target, cuda::QueryTokens::own, stream, mass);
+    cuda::attend_sequences<true>(layer_, seqs, query, target, cuda::QueryTokens::own, stream, accumulated);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const MassView& mass, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, mass, stream); }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const ScoreView& accumulated, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, accumulated, stream); }
 
   /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. Capturable.
   /// A number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
   /// @param mass  as given to attend(); empty: nothing  @throws ShapeError, SequenceError if a sequence is named twice
-  void accumulate(std::span<const SequenceId> seqs, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Layer::Rows::keeps_masses)
+  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated, cudaStream_t stream = nullptr)
+    requires(Layer::Rows::accumulates_scores)
   {
-    cuda::accumulate_masses(layer_, seqs, mass, stream);
+    cuda::accumulate_scores(layer_, seqs, accumulated, stream);
   }
-  void accumulate(SequenceId seq, const MassView& mass, cudaStream_t stream = nullptr)
-    requires(Layer::Rows::keeps_masses)
+  void accumulate(SequenceId seq, const ScoreView& accumulated, cudaStream_t stream = nullptr)
+    requires(Layer::Rows::accumulates_scores)
   {
-    accumulate(std::span(&seq, 1), mass, stream);
+    accumulate(std::span(&seq, 1), accumulated, stream);
   }
 
   /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens: unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes
@@ -277,7 +277,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     const int m = cuda::check_certify(layer_, seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const std::int64_t first = static_cast<std::int64_t>(i) * m;
-      const cuda::MassQueries queries = cuda::mass_queries(layer_.state, query, lse.data, lse.token_stride, m, first);
+      const cuda::WeightQueries queries = cuda::weight_queries(layer_.state, query, lse.data, lse.token_stride, m, first);
       const int slot = layer_.sequences.find(seqs[i]);
       cuda::certify_sequence<Layer::coded_groups>(layer_.state, slot, queries, out, allowed, exceeding, stream);
     }
@@ -365,7 +365,7 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
   /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for the device where epochs begin when values say so.
   CacheStatistics statistics() const {
     CacheStatistics all = layer_.statistics;
-    if constexpr (Layer::rolls) cuda::count_rolls(layer_.state, all);
+    if constexpr (Layer::device_epochs) cuda::count_device_epochs(layer_.state, all);
     return all;
   }
   /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys), unless the token policy keeps all at full rank.

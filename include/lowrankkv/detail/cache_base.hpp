@@ -37,8 +37,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   }();
   // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
   using Layer = typename LayerOf<usable, Be, Ba, Up, To, Qu, Ep>::type;
-  static constexpr bool keeps_mass = [] {
-    if constexpr (TokenPolicyFor<To, Be>) return wants(Impl<To, Be>::evidence, Evidence::mass);
+  static constexpr bool accumulates_scores = [] {
+    if constexpr (TokenPolicyFor<To, Be>) return wants(Impl<To, Be>::evidence, Evidence::accumulated);
     else return false;
   }();
   using PolicySet = Policies<Ba, Up, To, Qu>;
@@ -142,7 +142,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     const std::int64_t chunk = layer_.config.prefill_chunk;
     const bool ends_inside = chunk > 0 && layer_.sequence(slot).chunk.size() + tokens > chunk;
     const std::int64_t wanted = layer_.scoring_window();
-    const bool all = keeps_mass || (wanted > 0 && ends_inside);
+    const bool all = accumulates_scores || (wanted > 0 && ends_inside);
     const std::int64_t needed = all ? tokens : (std::min)(tokens, wanted);
     if (window.num_tokens < needed) {
       fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed, " queries, given ", window.num_tokens);
@@ -155,23 +155,23 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
     check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
   }
 
-  void check_mass(std::span<const SequenceId> seqs, const MassView& mass) const {
-    if (mass.data == nullptr) return;
-    check_equal("num_sequences", "call", static_cast<std::int64_t>(seqs.size()), "mass", mass.num_sequences);
-    check_equal("num_heads", "cache", layer_.num_kv_heads(), "mass", mass.num_heads);
+  void check_score_view(std::span<const SequenceId> seqs, const ScoreView& accumulated) const {
+    if (accumulated.data == nullptr) return;
+    check_equal("num_sequences", "call", static_cast<std::int64_t>(seqs.size()), "attention scores", accumulated.num_sequences);
+    check_equal("num_heads", "cache", layer_.num_kv_heads(), "attention scores", accumulated.num_heads);
     for (const SequenceId seq : seqs) {
       const std::int64_t tokens = layer_.table.lengths(idle_slot(seq)).num_tokens;
-      if (mass.num_positions < tokens) fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
+      if (accumulated.num_positions < tokens) fail<ShapeError>("attention scores: ", accumulated.num_positions, " positions, sequence ", seq, " has ", tokens, " tokens");
     }
   }
 
   /// accumulate() takes what attend() gave: finite and not negative, or a row would never be dropped, or never kept.
-  void check_mass_values(const MassView& mass) const {
-    for (std::int64_t i = 0; i < mass.num_sequences; ++i) {
-      for (int head = 0; head < mass.num_heads; ++head) {
-        for (std::int64_t position = 0; position < mass.num_positions; ++position) {
-          const float value = mass.row(i, head)[position];
-          if (!(value >= 0.0F && value <= 1e30F)) fail<ValueError>("mass: position ", position, " of head ", head, " is ", value, ", 0 to 1e30 expected");
+  void check_accumulated_values(const ScoreView& accumulated) const {
+    for (std::int64_t i = 0; i < accumulated.num_sequences; ++i) {
+      for (int head = 0; head < accumulated.num_heads; ++head) {
+        for (std::int64_t position = 0; position < accumulated.num_positions; ++position) {
+          const float value = accumulated.row(i, head)[position];
+          if (!(value >= 0.0F && value <= 1e30F)) fail<ValueError>("attention scores: position ", position, " of head ", head, " is ", value, ", 0 to 1e30 expected");
         }
       }
     }
@@ -185,29 +185,29 @@ class CacheBase : DiagnoseBasis<Ba, Be>, DiagnoseUpdater<Up, Be>, DiagnoseTokenP
   /// Attention of one piece of a prompt, and what its rows receive by it.
   void attend_piece(int slot, const QueryView& query, const OutputView& out, const LseView& lse, std::int64_t own_row) {
     std::vector<float> scratch;
-    const LseView sums = keeps_mass && lse.data == nullptr ? scratch_lse(scratch, query.num_tokens) : lse;
+    const LseView sums = accumulates_scores && lse.data == nullptr ? scratch_lse(scratch, query.num_tokens) : lse;
     const typename Layer::Block block{query, out, sums, layer_.config.shape.group_size(), layer_.config.scale(), own_row};
     layer_.attend(1, [&](std::int64_t) { return slot; }, [&](std::int64_t) -> const typename Layer::Block& { return block; }, true);
-    if constexpr (keeps_mass) layer_.attention_mass(slot, block, true, [&](int head) -> auto& { return layer_.mass(slot, head); });
+    if constexpr (accumulates_scores) layer_.accumulated_attention(slot, block, true, [&](int head) -> auto& { return layer_.accumulated(slot, head); });
   }
 
   /// What the rows of a slot receive from a block, by position, into entry `index` of `mass`.
   template <class Block>
-  void write_mass(int slot, const Block& block, const MassView& mass, std::int64_t index) {
-    std::vector<cpu::HeadMass> received;
-    for (int head = 0; head < layer_.num_kv_heads(); ++head) received.push_back(zero_mass(layer_, slot, head));
-    layer_.attention_mass(slot, block, false, [&](int head) -> auto& { return received[static_cast<std::size_t>(head)]; });
+  void write_scores(int slot, const Block& block, const ScoreView& accumulated, std::int64_t index) {
+    std::vector<cpu::HeadScores> received;
+    for (int head = 0; head < layer_.num_kv_heads(); ++head) received.push_back(zero_scores(layer_, slot, head));
+    layer_.accumulated_attention(slot, block, false, [&](int head) -> auto& { return received[static_cast<std::size_t>(head)]; });
     for (int head = 0; head < layer_.num_kv_heads(); ++head) {
-      float* target = mass.row(index, head);
-      std::fill(target, target + mass.num_positions, 0.0F);
-      for_each_mass(layer_, slot, head, received[static_cast<std::size_t>(head)], [&](std::int64_t position, float value) { target[position] = value; });
+      float* target = accumulated.row(index, head);
+      std::fill(target, target + accumulated.num_positions, 0.0F);
+      for_each_score(layer_, slot, head, received[static_cast<std::size_t>(head)], [&](std::int64_t position, float value) { target[position] = value; });
     }
   }
 
-  void add_mass(int slot, const MassView& mass, std::int64_t index) {
+  void add_score(int slot, const ScoreView& accumulated, std::int64_t index) {
     for (int head = 0; head < layer_.num_kv_heads(); ++head) {
-      const float* source = mass.row(index, head);
-      for_each_mass(layer_, slot, head, layer_.mass(slot, head), [&](std::int64_t position, float& value) { value += source[position]; });
+      const float* source = accumulated.row(index, head);
+      for_each_score(layer_, slot, head, layer_.accumulated(slot, head), [&](std::int64_t position, float& value) { value += source[position]; });
     }
   }
 

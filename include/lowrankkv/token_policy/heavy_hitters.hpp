@@ -12,7 +12,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @brief Token policy: besides the recent window, each KV head keeps the tokens with the largest accumulated attention;
 /// whenever rows leave the tail, the least of stored and leaving rows are dropped for good. Causal: mass is what a row has
 /// received from the queries seen so far (all of the prompt's; of decoded ones those attended with CompressedKVCache::attend
-/// and a MassView, which is then given to accumulate()). Eviction happens every CacheConfig::flush_interval tokens; with
+/// and a ScoreView, which is then given to accumulate()). Eviction happens every CacheConfig::flush_interval tokens; with
 /// flush_interval 1 at every token, as in the paper.
 ///
 /// Alone kept tokens are compressed; Compose<KeepFull, HeavyHitters> is the paper's H2O.

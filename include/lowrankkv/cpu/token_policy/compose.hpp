@@ -18,7 +18,7 @@ struct Impl<Compose<Members...>, Cpu> {
   using Policy = Compose<Members...>;
   static_assert(sizeof...(Members) > 0, "lowrankkv: Compose needs at least one token policy");
   static_assert((TokenPolicyFor<Members, Cpu> && ...), "lowrankkv: every member of Compose must be a token policy with an Impl");
-  static constexpr int evictors = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::mass) ? 1 : 0));
+  static constexpr int evictors = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::accumulated) ? 1 : 0));
   static constexpr int scorers = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::attention) ? 1 : 0));
   static constexpr int exempters = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::residuals) ? 1 : 0));
   static_assert(evictors <= 1 && scorers <= 1 && exempters <= 1, "lowrankkv: Compose takes one member of each kind that decides by evidence at most");
@@ -76,7 +76,7 @@ struct Impl<Compose<Members...>, Cpu> {
   }
   static void evict(const Policy& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::mass)) Impl<Member, Cpu>::evict(member, batch, stored, fates);
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::accumulated)) Impl<Member, Cpu>::evict(member, batch, stored, fates);
     });
   }
 

@@ -16,7 +16,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<HeavyHitters, Cpu> {
   static constexpr bool compresses = true;
-  static constexpr Evidence evidence = Evidence::mass;
+  static constexpr Evidence evidence = Evidence::accumulated;
   static void validate(const HeavyHitters& policy) { check_heavy_hitters(policy); }
   static int recent(const HeavyHitters& policy) { return policy.recent; }
   static RowBounds bounds(const HeavyHitters&, const RowBatch& batch) { return {0, batch.num_rows}; }
@@ -24,18 +24,18 @@ struct Impl<HeavyHitters, Cpu> {
 
   static void evict(const HeavyHitters& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
     std::int64_t kept = heavy_rows(policy, batch.first_position + batch.num_rows);
-    std::vector<float> masses;
-    const auto add = [&](float mass, bool pinned) {
-      masses.push_back(pinned ? cpu::kAlways : mass);  // pinned rows stay and take nobody's place
+    std::vector<float> accumulated_scores;
+    const auto add = [&](float accumulated, bool pinned) {
+      accumulated_scores.push_back(pinned ? cpu::kAlways : accumulated);  // pinned rows stay and take nobody's place
       kept += pinned ? 1 : 0;
     };
-    for (const StoredRow& row : stored) add(row.mass, row.pinned);
+    for (const StoredRow& row : stored) add(row.accumulated, row.pinned);
     for (std::size_t row = 0; row < fates.size(); ++row) {
       // A row that another policy drops takes no place either.
-      add(fates[row] == RowFate::dropped ? -cpu::kAlways : batch.mass[row], fates[row] == RowFate::pinned);
+      add(fates[row] == RowFate::dropped ? -cpu::kAlways : batch.accumulated[row], fates[row] == RowFate::pinned);
     }
-    std::vector<bool> stays(masses.size(), false);
-    for (const std::int64_t row : cpu::top_rows(masses, kept)) stays[static_cast<std::size_t>(row)] = true;
+    std::vector<bool> stays(accumulated_scores.size(), false);
+    for (const std::int64_t row : cpu::top_rows(accumulated_scores, kept)) stays[static_cast<std::size_t>(row)] = true;
     for (std::size_t row = 0; row < stored.size(); ++row) stored[row].gone = !stays[row];
     for (std::size_t row = 0; row < fates.size(); ++row) {
       if (!stays[stored.size() + row]) fates[row] = (std::max)(fates[row], RowFate::dropped);

@@ -180,8 +180,8 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
   const LayerEdit& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  if (!tables.rotary.turns()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
-  else detail::attend_turned<form, scale_groups, joint, segmented, scattered>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
+  if (!tables.rotary.pre_rope()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
+  else detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
   const auto combine = [&](auto* kernel) {

@@ -14,7 +14,7 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/cache/token_edits.cuh"
-#include "lowrankkv/cuda/compress/leaving_rows.cuh"
+#include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/sequence/remove_tokens.cuh"
 #include "lowrankkv/cuda/sequence/truncate_shift.cuh"
@@ -34,8 +34,8 @@ class CacheBase {
             std::shared_ptr<PagePool> pool, const LentMemory& workspace)
       : layer_(config, basis, policies, std::move(pool), workspace) {
     // Flushes of all sequences at once find their scratch memory there.
-    const std::int64_t weighed = layer_.state.max_rows(layer_.state.tables().weighed);
-    flush_scratch(layer_, static_cast<std::size_t>(layer_.config.max_sequences), weighed);
+    const std::int64_t scored = layer_.state.max_rows(layer_.state.tables().scored);
+    flush_scratch(layer_, static_cast<std::size_t>(layer_.config.max_sequences), scored);
   }
 
   /// @brief The pool that layers with these bases can ever need: pages of config.page_bytes, or of

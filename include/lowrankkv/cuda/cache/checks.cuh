@@ -126,7 +126,7 @@ void check_query_window(const Layer& layer, int slot, const QueryView& window,
   }
   const std::int64_t wanted = layer.scoring_window();
   const bool ends_inside = layer.prompts.of(slot).rows() + tokens > layer.chunk_limit();
-  const bool all = Layer::Rows::keeps_masses || (wanted > 0 && ends_inside);
+  const bool all = Layer::Rows::accumulates_scores || (wanted > 0 && ends_inside);
   const std::int64_t needed = all ? tokens : (std::min)(tokens, wanted);
   if (window.num_tokens < needed) {
     fail<ShapeError>("q_window: prompt rows are chosen by the attention of ", needed,
@@ -170,13 +170,13 @@ void check_advance(const Layer& layer, std::span<const SequenceId> seqs, int m,
 /// @brief Raises unless masses are there for all sequences, in all positions; captured, in all that
 /// replays can reach.
 template <class Layer>
-void check_masses(const Layer& layer, std::span<const SequenceId> seqs, const MassView& mass,
+void check_scores(const Layer& layer, std::span<const SequenceId> seqs, const ScoreView& accumulated,
                   bool captured) {
-  check_mass(layer.config, mass, static_cast<std::int64_t>(seqs.size()), captured);
+  check_score_view(layer.config, accumulated, static_cast<std::int64_t>(seqs.size()), captured);
   for (const SequenceId seq : seqs) {
     const std::int64_t tokens = layer.state.sequence(idle_slot(layer, seq)).num_tokens;
-    if (mass.num_positions >= tokens) continue;
-    ::lowrankkv::detail::fail<ShapeError>("mass: ", mass.num_positions, " positions, sequence ",
+    if (accumulated.num_positions >= tokens) continue;
+    ::lowrankkv::detail::fail<ShapeError>("attention scores: ", accumulated.num_positions, " positions, sequence ",
                                           seq, " has ", tokens, " tokens");
   }
 }

@@ -105,19 +105,19 @@ HeadRows most_attended(const Layer& layer, std::span<const SequenceId> seqs, int
 /// @brief Attention of the queries of some sequences, which were checked but for their numbers, and
 /// what positions receive from them, if `mass` has data. Raises before anything changes.
 /// @tparam weighs  whether masses can be asked for: kernels that nobody asks for are not compiled
-template <bool weighs, class Layer>
+template <bool has_scores, class Layer>
 void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
                       const DeviceOutput& target, QueryTokens tokens, cudaStream_t stream,
-                      [[maybe_unused]] const MassView& mass = {}) {
+                      [[maybe_unused]] const ScoreView& accumulated = {}) {
   using Rows = typename Layer::Rows;
   LayerState& state = layer.state;
   const int m = detail::check_attend(layer, seqs, query);
   const bool own = tokens == QueryTokens::own, captured = capturing(stream);
   const HeadRows most = detail::most_attended(layer, seqs, own ? m : 0, captured);
-  if constexpr (weighs) {
-    if (mass.data != nullptr) {
-      check_masses(layer, seqs, mass, captured);
-      clear_masses(mass, stream);
+  if constexpr (has_scores) {
+    if (accumulated.data != nullptr) {
+      check_scores(layer, seqs, accumulated, captured);
+      clear_scores(accumulated, stream);
     }
   }
   AttentionStep step = state.workspace().step(m);
@@ -125,18 +125,18 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
   for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first_sequence) {
     const int first = static_cast<int>(first_sequence);
     const std::int64_t first_row = first_sequence * m;
-    attend_step<Layer::kForm, Rows::keeps_masses, Layer::scale_groups, Layer::joins,
+    attend_step<Layer::kForm, Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
                 Layer::Rule::adapts>(state, step, batch, device_rows(query), target, first_row,
                                      first, state.workspace().coded_splits(most.num_compressed),
                                      most.num_full, stream);
-    if constexpr (weighs) {
-      if (mass.data == nullptr) return;
-      const MassQueries queries =
-          mass_queries(state, query, target.lse, target.lse_stride, m, first_row);
-      const DeviceMasses masses{mass.data, mass.num_positions};
-      measure_masses(state, batch, queries, {}, masses, first, most.num_full, stream);
+    if constexpr (has_scores) {
+      if (accumulated.data == nullptr) return;
+      const WeightQueries queries =
+          weight_queries(state, query, target.lse, target.lse_stride, m, first_row);
+      const DeviceScores accumulated_scores{accumulated.data, accumulated.num_positions};
+      measure_scores(state, batch, queries, {}, accumulated_scores, first, most.num_full, stream);
       if constexpr (Rows::compresses) {
-        measure_compressed_masses<Layer::coded_groups>(state, step, batch, queries, masses, first,
+        measure_compressed_scores<Layer::coded_groups>(state, step, batch, queries, accumulated_scores, first,
                                                        most.num_compressed, stream);
       }
     }
@@ -145,25 +145,25 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
 
 /// @brief Adds attention received to what rows have received before.
 template <class Layer>
-void accumulate_masses(const Layer& layer, std::span<const SequenceId> seqs, const MassView& mass,
+void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs, const ScoreView& accumulated,
                        cudaStream_t stream) {
-  if (mass.data == nullptr) return;
+  if (accumulated.data == nullptr) return;
   const LayerState& state = layer.state;
   const bool captured = capturing(stream);
-  check_masses(layer, seqs, mass, captured);
+  check_scores(layer, seqs, accumulated, captured);
   check_distinct("accumulate", seqs);
   const HeadRows most{static_cast<std::int32_t>(state.max_rows(RowList::full)),
                       static_cast<std::int32_t>(state.max_rows(RowList::compressed))};
   std::int64_t rows =
-      captured ? std::int64_t{state.tables().weighed_rows(most)} + layer.config.tail_capacity : 0;
+      captured ? std::int64_t{state.tables().scored_rows(most)} + layer.config.tail_capacity : 0;
   for (const SequenceId seq : seqs) {
     const HostSequence& now = state.sequence(layer.sequences.find(seq));
-    rows = (std::max)(rows, std::int64_t{state.tables().weighed_rows(now.rows)} + now.tail_length);
+    rows = (std::max)(rows, std::int64_t{state.tables().scored_rows(now.rows)} + now.tail_length);
   }
   if (rows == 0) return;
   for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
-    const DeviceMasses masses{mass.data, mass.num_positions};
-    enqueue_accumulate(state, batch, masses, static_cast<int>(first), rows, stream);
+    const DeviceScores accumulated_scores{accumulated.data, accumulated.num_positions};
+    enqueue_accumulate(state, batch, accumulated_scores, static_cast<int>(first), rows, stream);
   });
 }
 

@@ -12,7 +12,7 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/attention/attend.cuh"
 #include "lowrankkv/cuda/compress/compress.cuh"
-#include "lowrankkv/cuda/compress/leaving_rows.cuh"
+#include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/scores/pre_rope_scores.cuh"
 #include "lowrankkv/cuda/store/pack_rows.cuh"
@@ -49,10 +49,10 @@ namespace detail {
 
 /// Rows of a chunk that leave at a time, of so many: scores and masses choose among all of them.
 template <class Layer>
-std::int64_t leaving_at_once(const Layer& layer, std::int64_t leaving) {
+std::int64_t leaving_at_once(const Layer& layer, std::int64_t flushed) {
   using Rows = typename Layer::Rows;
-  return Layer::sketches && !Rows::by_scores && !Rows::keeps_masses ? layer.config.flush_interval
-                                                                    : leaving;
+  return Layer::sketches && !Rows::by_scores && !Rows::accumulates_scores ? layer.config.flush_interval
+                                                                    : flushed;
 }
 /// Rows of a chunk that can wait.
 template <class Layer>
@@ -62,7 +62,7 @@ std::int64_t most_waiting(const Layer& layer) {
 /// Queries of a chunk that are kept while it waits.
 template <class Layer>
 std::int64_t kept_queries(const Layer& layer) {
-  return Layer::Rows::keeps_masses ? most_waiting(layer) : std::int64_t{layer.scoring_window()};
+  return Layer::Rows::accumulates_scores ? most_waiting(layer) : std::int64_t{layer.scoring_window()};
 }
 
 /// All the memory that a call works in: nothing is allocated once it has begun.
@@ -70,7 +70,7 @@ std::int64_t kept_queries(const Layer& layer) {
 template <class Layer>
 void reserve_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prompt,
                     const HeadRows& after, cudaStream_t stream) {
-  constexpr bool keeps_masses = Layer::Rows::keeps_masses;
+  constexpr bool accumulates_scores = Layer::Rows::accumulates_scores;
   const CacheShape& shape = layer.config.shape;
   const std::int64_t before = layer.prompts.of(slot).rows(), limit = layer.chunk_limit();
   const std::int64_t chunk = (std::min)(limit, before + tokens.count());
@@ -84,17 +84,17 @@ void reserve_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt p
   if (before > 0 || goes_on) {
     OpenPrompt& waiting = layer.prompts.begin(slot);
     waiting.reserve(shape, chunk, tokens.query.num_tokens, kept_queries(layer), most_waiting(layer),
-                    keeps_masses, stream);
+                    accumulates_scores, stream);
     rows = tail + waiting.room(shape);  // as much as will be asked for before more has to wait
   }
   const int columns = static_cast<int>((std::min)(window, chunk)) * shape.group_size();
-  const std::int64_t weighed = rows_in(after, layer.state.tables().weighed);
-  const CompressScratch scratch = prompt_scratch(layer, rows, columns, weighed);
+  const std::int64_t scored = rows_in(after, layer.state.tables().scored);
+  const CompressScratch scratch = prompt_scratch(layer, rows, columns, scored);
   if (!tokens.attends) return;
   const int at_once = static_cast<int>((std::min)(tokens.count(), kQueriesAtOnce));
   layer.state.workspace().prompt_step(after, at_once, layer.state.packed_tiles(rows),
                                       scratch.packed);
-  if (keeps_masses) layer.state.workspace().prompt_lse(chunk);
+  if (accumulates_scores) layer.state.workspace().prompt_lse(chunk);
 }
 
 /// What scores a chunk of n tokens, packed behind its sequence's tail.
@@ -115,8 +115,8 @@ CompressScratch pack_chunk(const Layer& layer, int slot, const KeyView& key, con
                            int columns, cudaStream_t stream) {
   const HostSequence& now = layer.state.sequence(slot);
   const std::int64_t tail = now.tail_length, rows = tail + key.num_tokens;
-  const std::int64_t weighed = now.num_rows(layer.state.tables().weighed);
-  const CompressScratch scratch = prompt_scratch(layer, rows, columns, weighed);
+  const std::int64_t scored = now.num_rows(layer.state.tables().scored);
+  const CompressScratch scratch = prompt_scratch(layer, rows, columns, scored);
   const dim3 pieces(static_cast<unsigned>((rows + kStoreRows - 1) / kStoreRows),
                     static_cast<unsigned>(layer.config.shape.num_kv_heads));
   const std::size_t bytes = pack_rows_bytes(layer.config.shape.head_dim);
@@ -154,45 +154,45 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
     const int m = static_cast<int>((std::min)(n - first, at_once));
     AttentionStep step = state.workspace().prompt_step(now.rows, m, tiles, scratch.packed);
     step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
-    attend_step<Layer::kForm, Rows::keeps_masses, Layer::scale_groups, Layer::joins,
+    attend_step<Layer::kForm, Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
                 Layer::Rule::adapts>(state, step, batch, device_rows(query), out, first, 0,
                                      state.workspace().coded_splits(now.rows.num_compressed),
                                      now.rows.num_full, stream);
-    if constexpr (Rows::keeps_masses && Rows::compresses) {
-      const MassQueries queries =
-          mass_queries(state, query, out.lse, out.lse_stride, step.m, first);
-      measure_compressed_masses<Layer::coded_groups>(state, step, batch, queries, {}, 0,
+    if constexpr (Rows::accumulates_scores && Rows::compresses) {
+      const WeightQueries queries =
+          weight_queries(state, query, out.lse, out.lse_stride, step.m, first);
+      measure_compressed_scores<Layer::coded_groups>(state, step, batch, queries, {}, 0,
                                                      now.rows.num_compressed, stream);
     }
   }
 }
 /// What full rows, those of the tail and of a packed chunk receive from the queries of its tokens.
 template <class Layer>
-void weigh_rows(const Layer& layer, int slot, const MassQueries& queries,
+void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
                 const CompressScratch& scratch, cudaStream_t stream) {
   const HostSequence& now = layer.state.sequence(slot);
   const Batch batch{1, {slot}};
   const auto& tables = layer.state.tables();
   RowSource source{scratch.packed, layer.state.packed_tiles(scratch.rows), 0, tables.full.bytes};
-  if (tables.rotary.turns()) {
+  if (tables.rotary.pre_rope()) {
     const std::int32_t position = static_cast<std::int32_t>(now.first_tail());
-    source = enqueue_turned(tables, source, slot, position, scratch.turned, stream);
+    source = enqueue_rotation(tables, source, slot, position, scratch.rotated, stream);
   }
-  const MassPrompt prompt{source.packed,   source.tiles, source.tile_bytes,
-                          now.tail_length, scratch.rows, scratch.masses};
-  measure_masses(layer.state, batch, queries, prompt, {}, 0, now.rows.num_full, stream);
+  const PromptScores prompt{source.packed,   source.tiles, source.tile_bytes,
+                          now.tail_length, scratch.rows, scratch.accumulated_scores};
+  measure_scores(layer.state, batch, queries, prompt, {}, 0, now.rows.num_full, stream);
 }
 
 /// The tail becomes rows [leaving, leaving + kept) of a packed chunk.
 template <class Layer>
 void renew_tail(const Layer& layer, int slot, const RowSource& source,
-                const CompressScratch& scratch, int leaving, int kept, cudaStream_t stream) {
+                const CompressScratch& scratch, int flushed, int kept, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((std::max)(1, (kept + kRenewRows - 1) / kRenewRows)),
                   static_cast<unsigned>(layer.config.shape.num_kv_heads));
-  renew_tail_kernel<><<<grid, 256, 0, stream>>>(layer.state.tables(), slot, source, leaving, kept);
+  renew_tail_kernel<><<<grid, 256, 0, stream>>>(layer.state.tables(), slot, source, flushed, kept);
   check(cudaGetLastError(), "renew_tail_kernel");
-  if constexpr (Layer::Rows::keeps_masses) {
-    renew_masses(layer.state, slot, scratch, leaving, kept, stream);
+  if constexpr (Layer::Rows::accumulates_scores) {
+    renew_scores(layer.state, slot, scratch, flushed, kept, stream);
   }
 }
 /// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
@@ -201,31 +201,31 @@ void store_chunk(Layer& layer, int slot, std::int64_t n, const CompressScratch& 
                  const ScoreQueries& queries, cudaStream_t stream) {
   HostSequence& now = layer.state.sequence(slot);
   const std::int64_t rows = now.tail_length + n, recent = recent_rows(layer.policies.token_policy);
-  const std::int64_t leaving = (std::max)(std::int64_t{0}, rows - recent);
+  const std::int64_t flushed = (std::max)(std::int64_t{0}, rows - recent);
   const RowSource source{scratch.packed, layer.state.packed_tiles(rows)};
-  const std::int64_t tokens = now.num_tokens, step = leaving_at_once(layer, leaving);
-  for (std::int64_t done = 0; done < leaving; done += step) {
-    const std::int64_t count = (std::min)(step, leaving - done);
+  const std::int64_t tokens = now.num_tokens, step = leaving_at_once(layer, flushed);
+  for (std::int64_t done = 0; done < flushed; done += step) {
+    const std::int64_t count = (std::min)(step, flushed - done);
     const RowSource next{source.packed, source.tiles, static_cast<std::int32_t>(done)};
     compress(layer, std::span<const int>(&slot, 1), count, next, scratch, Phase::prefill, queries,
              stream);
     now.num_tokens += count;  // those after them stand behind
   }
-  const int kept = static_cast<int>(rows - leaving);
-  renew_tail(layer, slot, source, scratch, static_cast<int>(leaving), kept, stream);
+  const int kept = static_cast<int>(rows - flushed);
+  renew_tail(layer, slot, source, scratch, static_cast<int>(flushed), kept, stream);
   now.tail_length = kept;
   now.num_tokens = tokens + n;
   // Pages that lists might have taken.
-  if (counts_vary(layer, Phase::prefill)) layer.state.settle(slot, stream);
+  if (counts_vary(layer, Phase::prefill)) layer.state.release_and_upload(slot, stream);
 }
 /// Stores the rows that wait, which were packed; the next chunk begins.
 template <class Layer>
 void store_waiting(Layer& layer, int slot, const CompressScratch& scratch, cudaStream_t stream) {
   OpenPrompt& waiting = layer.prompts.of(slot);
   const QueryView query = waiting.queries(layer.config.shape);
-  if constexpr (Layer::Rows::keeps_masses) {
+  if constexpr (Layer::Rows::accumulates_scores) {
     const int heads = layer.config.shape.num_qo_heads, n = static_cast<int>(waiting.rows());
-    weigh_rows(layer, slot, mass_queries(layer.state, query, waiting.lse(), heads, n, 0), scratch,
+    accumulate_rows(layer, slot, weight_queries(layer.state, query, waiting.lse(), heads, n, 0), scratch,
                stream);
   }
   const ScoreQueries queries = score_queries(layer, slot, query, waiting.rows());
@@ -241,16 +241,16 @@ void take_chunk(Layer& layer, int slot, const PromptTokens& tokens, cudaStream_t
       pack_chunk(layer, slot, tokens.key, tokens.value, queries.columns(), stream);
   if (tokens.attends) {
     DeviceOutput out = tokens.out;
-    if (Layer::Rows::keeps_masses && out.lse == nullptr) {
+    if (Layer::Rows::accumulates_scores && out.lse == nullptr) {
       out.lse = layer.state.workspace().prompt_lse(tokens.count());
       out.lse_stride = layer.config.shape.num_qo_heads;
     }
     attend_chunk(layer, slot, tokens.query, 0, scratch, out, stream);
-    if constexpr (Layer::Rows::keeps_masses) {
+    if constexpr (Layer::Rows::accumulates_scores) {
       const int n = static_cast<int>(tokens.count());
-      const MassQueries all =
-          mass_queries(layer.state, tokens.query, out.lse, out.lse_stride, n, 0);
-      weigh_rows(layer, slot, all, scratch, stream);
+      const WeightQueries all =
+          weight_queries(layer.state, tokens.query, out.lse, out.lse_stride, n, 0);
+      accumulate_rows(layer, slot, all, scratch, stream);
     }
   }
   store_chunk(layer, slot, tokens.count(), scratch, queries, stream);
@@ -277,7 +277,7 @@ void take_part(Layer& layer, int slot, const PromptTokens& tokens, bool ends, cu
   const CompressScratch scratch = pack_waiting(layer, slot, stream);
   if (tokens.attends) {
     DeviceOutput out = tokens.out;
-    if constexpr (Layer::Rows::keeps_masses) {
+    if constexpr (Layer::Rows::accumulates_scores) {
       out.lse = waiting.lse() + before * heads;
       out.lse_stride = heads;
     }
@@ -296,17 +296,17 @@ template <class Layer>
 HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
   PageDemand demand;
   const HostSequence& sequence = layer.state.sequence(slot);
-  std::int64_t tail = sequence.tail_length, left = rows, leaving = 0;  // of a chunk
+  std::int64_t tail = sequence.tail_length, left = rows, flushed = 0;  // of a chunk
   const SequenceRows after = demand_rows(layer, slot, Phase::prefill, demand, [&] {
-    while (left > 0 && leaving == 0) {
+    while (left > 0 && flushed == 0) {
       const std::int64_t count = (std::min)(left, layer.chunk_limit());
-      leaving =
+      flushed =
           (std::max)(std::int64_t{0}, tail + count - recent_rows(layer.policies.token_policy));
-      tail += count - leaving;
+      tail += count - flushed;
       left -= count;
     }
-    const std::int64_t together = (std::min)(leaving, detail::leaving_at_once(layer, leaving));
-    leaving -= together;
+    const std::int64_t together = (std::min)(flushed, detail::leaving_at_once(layer, flushed));
+    flushed -= together;
     return together;
   });
   layer.state.pool().allocator().require(demand.total());

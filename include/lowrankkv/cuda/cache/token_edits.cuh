@@ -23,7 +23,7 @@ template <class Layer>
 std::int64_t most_full_rows(const Layer& layer, std::int64_t stored) {
   using Rows = typename Layer::Rows;
   const auto& policy = layer.policies.token_policy;
-  if constexpr (Rows::by_errors && !Rows::keeps_masses) {
+  if constexpr (Rows::by_errors && !Rows::accumulates_scores) {
     const RowCounts to_come =
         row_counts(policy, stored, layer.config.max_tokens - stored, Phase::decode);
     return layer.state.max_rows(RowList::full) - to_come.full;
@@ -39,7 +39,7 @@ template <class Layer>
 void check_left(const Layer& layer, const char* call, const std::vector<HeadRows>& rows,
                 std::int64_t stored) {
   const std::int64_t most = most_full_rows(layer, stored);
-  if (!Layer::Rows::by_errors || Layer::Rows::keeps_masses) return;
+  if (!Layer::Rows::by_errors || Layer::Rows::accumulates_scores) return;
   for (std::size_t head = 0; head < rows.size(); ++head) {
     if (rows[head].num_full <= most) continue;
     const std::int64_t room = layer.state.max_rows(RowList::full);
@@ -108,8 +108,8 @@ void check_saved_rows(const Layer& layer, const HeadRows& saved, std::int64_t st
   };
   // Of weighed rows more may be left than will be.
   const auto& policy = layer.policies.token_policy;
-  const bool any_full = state.is_weighed(RowList::full),
-             any_compressed = state.is_weighed(RowList::compressed);
+  const bool any_full = state.is_scored(RowList::full),
+             any_compressed = state.is_scored(RowList::compressed);
   check_kept("full", saved.num_full,
              any_full ? state.max_rows(RowList::full) : most_full_rows(layer, stored));
   check_kept("compressed", saved.num_compressed,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/compress/compress.cuh  Rows leave full rank: what is decided of them, by what, and in
-/// which order; then they are stored (cuda/compress/store_leaving.cuh).
+/// which order; then they are stored (cuda/compress/store_flushed.cuh).
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "lowrankkv/cuda/compress/evict.cuh"
-#include "lowrankkv/cuda/compress/leaving_rows.cuh"
+#include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/compress/prompt_parts.cuh"
-#include "lowrankkv/cuda/compress/store_leaving.cuh"
+#include "lowrankkv/cuda/compress/store_flushed.cuh"
 #include "lowrankkv/cuda/decode/residuals.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/layer/read_rows.cuh"
@@ -28,10 +28,10 @@ namespace cuda {
 namespace detail {
 
 /// Rows that leave together, and what has been decided of them so far.
-struct LeavingBatch {
-  Leaving leaving;
+struct FlushedBatch {
+  FlushBatch flushed;
   std::int64_t most_full = 0, most_compressed = 0;  ///< rows that come to a list, at most
-  std::int64_t most_candidates = 0;  ///< Leaving::candidates() of a sequence, at most
+  std::int64_t most_candidates = 0;  ///< FlushBatch::candidates() of a sequence, at most
   RowOrder full, compressed;         ///< which rows go to the lists
   std::int64_t replacing = 0;        ///< rows of a sequence that take places of others, at most
   bool in_parts = false;             ///< compressed rows are stored part by part of a prompt
@@ -41,32 +41,32 @@ struct LeavingBatch {
 
 /// Describes the rows that leave some slots, and gives the sequences the pages for them.
 template <class Layer>
-LeavingBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const int> slots,
+FlushedBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const int> slots,
                          std::int64_t count) {
-  LeavingBatch batch;
-  Leaving& leaving = batch.leaving;
-  leaving.count = static_cast<std::int32_t>(slots.size());
-  const bool varies = (Layer::Rows::keeps_masses && Layer::rolls) || counts_vary(layer, call.phase);
-  for (int i = 0; i < leaving.count; ++i) {
+  FlushedBatch batch;
+  FlushBatch& flushed = batch.flushed;
+  flushed.count = static_cast<std::int32_t>(slots.size());
+  const bool varies = (Layer::Rows::accumulates_scores && Layer::device_epochs) || counts_vary(layer, call.phase);
+  for (int i = 0; i < flushed.count; ++i) {
     const int slot = slots[static_cast<std::size_t>(i)];
-    describe_leaving(layer, leaving, i, slot, count, call.phase);
-    batch.most_candidates = (std::max)(batch.most_candidates, std::int64_t{leaving.candidates(i)});
+    describe_flushed(layer, flushed, i, slot, count, call.phase);
+    batch.most_candidates = (std::max)(batch.most_candidates, std::int64_t{flushed.candidates(i)});
     const HostSequence& now = layer.state.sequence(slot);
-    if (replaces_rows(layer, leaving, i, now)) own_weighed_pages(layer.state, slot, call.stream);
-    if constexpr (Layer::Rows::keeps_masses) {
-      limit_rows(layer.state, slot, leaving.limit[i], layer.ever_pinned(), call.stream);
+    if (replaces_rows(layer, flushed, i, now)) own_scored_pages(layer.state, slot, call.stream);
+    if constexpr (Layer::Rows::accumulates_scores) {
+      limit_rows(layer.state, slot, flushed.limit[i], layer.ever_pinned(), call.stream);
     }
     SequenceRows after = now;
-    add_most(layer, after, leaving, i, call.phase);
+    add_most(layer, after, flushed, i, call.phase);
     layer.state.add_pages(slot, after, call.stream);
     const auto most_added = [&](RowList list) {
-      const RowList weighed = layer.state.tables().weighed;
+      const RowList scored = layer.state.tables().scored;
       return std::int64_t{
-          leaving.added(list, weighed, i, static_cast<std::int32_t>(now.least_rows(list)))};
+          flushed.added(list, scored, i, static_cast<std::int32_t>(now.least_rows(list)))};
     };
     batch.most_full = (std::max)(batch.most_full, most_added(RowList::full));
     batch.most_compressed = (std::max)(
-        batch.most_compressed, varies ? std::int64_t{most_compressed(layer, leaving, i, call.phase)}
+        batch.most_compressed, varies ? std::int64_t{most_compressed(layer, flushed, i, call.phase)}
                                       : most_added(RowList::compressed));
   }
   return batch;
@@ -74,32 +74,32 @@ LeavingBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const
 
 /// Scores choose among the rows of a prompt.
 template <class Layer>
-void choose_by_scores(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
+void choose_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
   if (call.phase != Phase::prefill) return;
-  if (!Rows::keeps_masses && batch.leaving.candidates(0) <= 0) return;
+  if (!Rows::accumulates_scores && batch.flushed.candidates(0) <= 0) return;
   const AttentionScores wanted = attention_scores(layer.policies.token_policy);
   const float* scores = enqueue_scores(layer.state, call.scratch, call.queries.last(wanted.window),
-                                       wanted, batch.leaving, call.stream);
+                                       wanted, batch.flushed, call.stream);
   RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
   order =
-      choose_kept(layer.state, batch.leaving, call.scratch, scores, !Rows::compresses, call.stream);
+      choose_kept(layer.state, batch.flushed, call.scratch, scores, !Rows::compresses, call.stream);
 }
 
 /// Masses choose among stored rows and those that leave, of which scores may have chosen some.
 template <class Layer>
-void choose_by_masses(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
+void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
-  const Leaving& leaving = batch.leaving;
+  const FlushBatch& flushed = batch.flushed;
   RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
-  const float* masses = call.masses();
+  const float* accumulated_scores = call.accumulated_scores();
   if (order.rows != nullptr) {
-    const int kept = leaving.candidates(0) + (Rows::compresses ? 0 : leaving.pinned[0]);
-    masses =
-        mask_scores(layer.state, call.scratch, masses, order, kept, leaving.rows[0], call.stream);
+    const int kept = flushed.candidates(0) + (Rows::compresses ? 0 : flushed.pinned[0]);
+    accumulated_scores =
+        mask_scores(layer.state, call.scratch, accumulated_scores, order, kept, flushed.rows[0], call.stream);
   }
-  constexpr bool closes = Layer::rolls || Rows::weighs_both;
-  order = evict_rows<closes>(layer.state, leaving, layer.ever_pinned(), masses, call.source,
+  constexpr bool closes = Layer::device_epochs || Rows::scores_both;
+  order = evict_rows<closes>(layer.state, flushed, layer.ever_pinned(), accumulated_scores, call.source,
                              call.scratch, batch.replacing, call.stream);
 }
 
@@ -107,7 +107,7 @@ void choose_by_masses(const Layer& layer, const CompressCall& call, LeavingBatch
 /// the first part, and `exempt` more for their errors. Returns what for_each_part() wants to know.
 template <class Layer>
 const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call,
-                                    const Leaving& part, const RowOrder& order,
+                                    const FlushBatch& part, const RowOrder& order,
                                     [[maybe_unused]] std::int64_t exempt) {
   const std::int32_t length = layer.config.flush_interval;
   const std::int64_t most = (std::min)(part.compressed[0], length);
@@ -119,18 +119,18 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
       const auto [full, compressed] = exempt_of_part<Layer::coded_groups>(
           layer.state, part, order, length, exempt, relative_errors(policy), least_error(policy),
           call.source, scratch, call.stream);
-      if constexpr (Layer::Rows::weighs_both) {
-        note_masses(layer.state, part, scratch.masses, scratch.rows, full, compressed, call.stream);
+      if constexpr (Layer::Rows::scores_both) {
+        note_scores(layer.state, part, scratch.accumulated_scores, scratch.rows, full, compressed, call.stream);
       }
       store_full(layer, call, part, full, exempt + pinned);
       store_compressed(layer, call, part, compressed, {}, most);
       return scratch.exempt;
     }
   }
-  if constexpr (Layer::Rows::weighs_both) {
-    Leaving none = part;
+  if constexpr (Layer::Rows::scores_both) {
+    FlushBatch none = part;
     none.full[0] = 0;
-    note_masses(layer.state, none, scratch.masses, scratch.rows, {}, order, call.stream);
+    note_scores(layer.state, none, scratch.accumulated_scores, scratch.rows, {}, order, call.stream);
   }
   store_compressed(layer, call, part, order, {}, most);
   return nullptr;
@@ -139,10 +139,10 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
 /// Rows of a prompt that scores or masses chose go under epochs that begin when values say so, part
 /// by part; where errors choose too, the host is told how many rows lists have then.
 template <class Layer>
-void compress_in_parts(Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
+void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
   const std::int32_t length = layer.config.flush_interval;
   const auto& policy = layer.policies.token_policy;
-  const auto store = [&](const Leaving& part, const RowOrder& order, std::int32_t before) {
+  const auto store = [&](const FlushBatch& part, const RowOrder& order, std::int32_t before) {
     const std::int64_t first = std::int64_t{order.part} * length;
     const std::int64_t rows = (std::min)(std::int64_t{length}, part.rows[0] - first);
     const std::int64_t exempt = exempt_rows(policy, part.position[0] + first, rows, Phase::prefill);
@@ -152,20 +152,20 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const LeavingBatc
                                    order, surely_exempt, before, call.scratch, call.stream);
     return store_part_rows(layer, call, part, order, exempt);
   };
-  for_each_part(layer.state, batch.leaving, batch.compressed, length, call.scratch, call.stream,
+  for_each_part(layer.state, batch.flushed, batch.compressed, length, call.scratch, call.stream,
                 store);
 }
 
 /// Rows enter sketches, which may begin epochs.
 template <class Layer>
-void sketch_leaving(Layer& layer, const CompressCall& call, const LeavingBatch& batch,
-                    const Leaving& rolling) {
+void sketch_leaving(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
+                    const FlushBatch& publishing) {
   if (batch.in_parts) return compress_in_parts(layer, call, batch);
   if (batch.most_candidates <= 0) return;
   const int heads = layer.config.shape.num_kv_heads;
-  for (int first = 0; first < rolling.count; first += kAdaptBatch) {
-    const int count = (std::min)(kAdaptBatch, rolling.count - first);
-    roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, rolling, first, count,
+  for (int first = 0; first < publishing.count; first += kAdaptBatch) {
+    const int count = (std::min)(kAdaptBatch, publishing.count - first);
+    roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, publishing, first, count,
                                    call.source, batch.compressed.from(first, heads), 0, 0,
                                    call.scratch, call.stream);
   }
@@ -173,7 +173,7 @@ void sketch_leaving(Layer& layer, const CompressCall& call, const LeavingBatch& 
 
 /// The updater observes rows, and bases may move.
 template <class Layer>
-void adapt_leaving(Layer& layer, const CompressCall& call, const Leaving& leaving,
+void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                    const RowOrder& kept) {
   LayerState& state = layer.state;
   const CompressScratch& scratch = call.scratch;
@@ -181,31 +181,31 @@ void adapt_leaving(Layer& layer, const CompressCall& call, const Leaving& leavin
   const float* scores = nullptr;
   if (call.queries.count > 0 && selection.share < 1.0F) {
     const ScoreQueries queries = call.queries.last(selection.scores.window);
-    scores = enqueue_scores(state, scratch, queries, selection.scores, leaving, call.stream);
+    scores = enqueue_scores(state, scratch, queries, selection.scores, flushed, call.stream);
     if (kept.rows != nullptr) {
-      scores = mask_scores(state, scratch, scores, kept, leaving.candidates(0), leaving.rows[0],
+      scores = mask_scores(state, scratch, scores, kept, flushed.candidates(0), flushed.rows[0],
                            call.stream);
     }
   }
-  for (int first = 0; first < leaving.count; first += kAdaptBatch) {
-    const int count = (std::min)(kAdaptBatch, leaving.count - first);
+  for (int first = 0; first < flushed.count; first += kAdaptBatch) {
+    const int count = (std::min)(kAdaptBatch, flushed.count - first);
     const RowOrder own = kept.from(first, layer.config.shape.num_kv_heads);
-    adapt(state, layer.policies.updater, leaving, first, count, call.source, scratch, call.phase,
+    adapt(state, layer.policies.updater, flushed, first, count, call.source, scratch, call.phase,
           own, scores, selection.share, layer.statistics, call.stream);
-    if constexpr (Layer::rolls) {
+    if constexpr (Layer::device_epochs) {
       const bool observes = scores == nullptr || selection.share > 0.0F;
-      decide_publications(state, leaving, first, count, own, call.phase, observes, scratch,
+      decide_publications(state, flushed, first, count, own, call.phase, observes, scratch,
                           call.stream);
       const int splits = call.phase == Phase::prefill ? kMomentSplits : 1;
-      roll_epochs<Layer::coded_groups>(state, leaving, first, count, call.source, own, 0, 0, splits,
+      begin_epochs<Layer::coded_groups>(state, flushed, first, count, call.source, own, 0, 0, splits,
                                        scratch, call.stream);
     }
   }
-  if constexpr (!Layer::rolls) {
-    for (int i = 0; i < leaving.count; ++i) {
-      // Where it might turn out that all rows stay full, too: settle() closes a segment of none.
-      if (most_compressed(layer, leaving, i, call.phase) <= 0) continue;
-      open_segment<Layer::coded_groups>(state, leaving.slots[i], scratch, layer.statistics,
+  if constexpr (!Layer::device_epochs) {
+    for (int i = 0; i < flushed.count; ++i) {
+      // Where it might turn out that all rows stay full, too: release_and_upload() closes a segment of none.
+      if (most_compressed(layer, flushed, i, call.phase) <= 0) continue;
+      open_segment<Layer::coded_groups>(state, flushed.slots[i], scratch, layer.statistics,
                                         call.stream);
     }
   }
@@ -213,31 +213,31 @@ void adapt_leaving(Layer& layer, const CompressCall& call, const Leaving& leavin
 
 /// Bases adapt to the rows that leave; new epochs may begin.
 template <class Layer>
-void adapt_bases(Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
-  Leaving rolling = batch.leaving;
-  if (Layer::rolls && least_error(layer.policies.token_policy) > 0.0F) {
-    for (int i = 0; i < rolling.count; ++i) {  // it may turn out that all of them are compressed
-      rolling.full[i] = batch.leaving.pinned[i];
-      rolling.compressed[i] = batch.leaving.candidates(i);
+void adapt_bases(Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
+  FlushBatch publishing = batch.flushed;
+  if (Layer::device_epochs && least_error(layer.policies.token_policy) > 0.0F) {
+    for (int i = 0; i < publishing.count; ++i) {  // it may turn out that all of them are compressed
+      publishing.full[i] = batch.flushed.pinned[i];
+      publishing.compressed[i] = batch.flushed.candidates(i);
     }
   }
   if constexpr (Layer::sketches) {
-    sketch_leaving(layer, call, batch, rolling);
+    sketch_leaving(layer, call, batch, publishing);
   } else {
-    if (batch.most_candidates > 0) adapt_leaving(layer, call, rolling, batch.compressed);
+    if (batch.most_candidates > 0) adapt_flushed(layer, call, publishing, batch.compressed);
   }
 }
 
 /// Errors choose which of the rows that could be compressed stay full.
 template <class Layer>
-void choose_by_errors(const Layer& layer, const CompressCall& call, LeavingBatch& batch) {
-  const Leaving& leaving = batch.leaving;
+void choose_by_errors(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
+  const FlushBatch& flushed = batch.flushed;
   const auto& policy = layer.policies.token_policy;
-  bool any = Layer::Rows::weighs_both && batch.most_candidates > 0;
-  for (int i = 0; i < leaving.count; ++i) any = any || leaving.full[i] > leaving.pinned[i];
+  bool any = Layer::Rows::scores_both && batch.most_candidates > 0;
+  for (int i = 0; i < flushed.count; ++i) any = any || flushed.full[i] > flushed.pinned[i];
   if (!any || batch.counted) return;
   std::tie(batch.full, batch.compressed) = exempt_outliers<Layer::coded_groups, Layer::joins>(
-      layer.state, leaving, relative_errors(policy), least_error(policy), batch.compressed,
+      layer.state, flushed, relative_errors(policy), least_error(policy), batch.compressed,
       call.source, call.scratch, call.stream);
   batch.counts = batch.full.ends;
 }
@@ -245,31 +245,31 @@ void choose_by_errors(const Layer& layer, const CompressCall& call, LeavingBatch
 /// Stores the rows of a batch that are not stored yet, and notes on the device how long lists and
 /// tails are.
 template <class Layer>
-void store_batch(const Layer& layer, const CompressCall& call, const LeavingBatch& batch) {
+void store_batch(const Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
-  const Leaving& leaving = batch.leaving;
-  if constexpr (Rows::weighs_both) {
+  const FlushBatch& flushed = batch.flushed;
+  if constexpr (Rows::scores_both) {
     if (!batch.in_parts) {
-      note_masses(layer.state, leaving, call.masses(), call.scratch.rows, batch.full,
+      note_scores(layer.state, flushed, call.accumulated_scores(), call.scratch.rows, batch.full,
                   batch.compressed, call.stream);
     }
   }
   if (batch.most_full > 0 && !batch.counted) {
-    store_full(layer, call, leaving, batch.full, batch.most_full);
+    store_full(layer, call, flushed, batch.full, batch.most_full);
   }
   if (batch.most_compressed > 0 && !batch.in_parts) {
-    store_compressed(layer, call, leaving, batch.compressed, {}, batch.most_compressed);
+    store_compressed(layer, call, flushed, batch.compressed, {}, batch.most_compressed);
   }
-  if constexpr (Rows::keeps_masses && Rows::compresses && !Layer::rolls && !Rows::weighs_both) {
+  if constexpr (Rows::accumulates_scores && Rows::compresses && !Layer::device_epochs && !Rows::scores_both) {
     if (batch.replacing > 0) {
       const CompressScratch& scratch = call.scratch;
-      store_compressed(layer, call, leaving, batch.compressed, scratch.loose, batch.replacing);
-      place_rows(layer.state, leaving, scratch.loose, {scratch.rest, scratch.rows}, batch.replacing,
+      store_compressed(layer, call, flushed, batch.compressed, scratch.staging, batch.replacing);
+      place_rows(layer.state, flushed, scratch.staging, {scratch.rest, scratch.rows}, batch.replacing,
                  call.stream);
     }
   }
-  note_stored_kernel<><<<static_cast<unsigned>(leaving.count), 128, 0, call.stream>>>(
-      layer.state.tables(), leaving, call.of_tails(), !batch.counted, !batch.in_parts,
+  note_stored_kernel<><<<static_cast<unsigned>(flushed.count), 128, 0, call.stream>>>(
+      layer.state.tables(), flushed, call.of_tails(), !batch.counted, !batch.in_parts,
       batch.counts);
   check(cudaGetLastError(), "note_stored_kernel");
 }
@@ -277,36 +277,36 @@ void store_batch(const Layer& layer, const CompressCall& call, const LeavingBatc
 /// The host follows: it knows how many rows lists have then, or asks for it. What was lost is
 /// noted.
 template <class Layer>
-void finish_batch(Layer& layer, const CompressCall& call, const LeavingBatch& batch,
+void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
                   std::int64_t count) {
   LayerState& state = layer.state;
-  const Leaving& leaving = batch.leaving;
+  const FlushBatch& flushed = batch.flushed;
   // Whether the host does not know how many rows came.
-  const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::weighs_both;
-  if (asks) read_rows(state, {leaving.slots, static_cast<std::size_t>(leaving.count)}, call.stream);
-  for (int i = 0; i < leaving.count; ++i) {
-    const int slot = leaving.slots[i];
+  const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::scores_both;
+  if (asks) read_rows(state, {flushed.slots, static_cast<std::size_t>(flushed.count)}, call.stream);
+  for (int i = 0; i < flushed.count; ++i) {
+    const int slot = flushed.slots[i];
     HostSequence& now = state.sequence(slot);
-    if (!asks) now.add_rows(leaving, i, state.tables().weighed);
+    if (!asks) now.add_rows(flushed, i, state.tables().scored);
     if (call.of_tails()) now.tail_length -= static_cast<std::int32_t>(count);
     if (layer.config.keep_residuals) {
       const std::int32_t behind =
-          call.of_tails() ? state.tables().ring_rows() - leaving.rows[i] : 0;
-      const LeftRows left{call.source, slot, leaving.rows[i], behind, leaving.position[i]};
-      note_residuals<Layer::coded_groups, Layer::joins, Layer::Rows::keeps_masses>(
-          state, left, leaving.full[i], most_compressed(layer, leaving, i, call.phase),
+          call.of_tails() ? state.tables().ring_rows() - flushed.rows[i] : 0;
+      const LeftRows left{call.source, slot, flushed.rows[i], behind, flushed.position[i]};
+      note_residuals<Layer::coded_groups, Layer::joins, Layer::Rows::accumulates_scores>(
+          state, left, flushed.full[i], most_compressed(layer, flushed, i, call.phase),
           call.scratch.decoded, call.stream);
     }
     // Pages that lists might have taken; of a prompt, at its end.
-    if (asks && call.of_tails()) state.settle(slot, call.stream, true);
+    if (asks && call.of_tails()) state.release_and_upload(slot, call.stream, true);
   }
-  layer.statistics.flushes += leaving.count;
+  layer.statistics.flushes += flushed.count;
 }
 
 }  // namespace detail
 
 /// @brief Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed
-/// prompt (one slot). Pages were checked (cuda/compress/leaving_rows.cuh).
+/// prompt (one slot). Pages were checked (cuda/compress/flushed_rows.cuh).
 /// @param queries  the last of the prompt's, if any are known
 template <class Layer>
 void compress(Layer& layer, std::span<const int> slots, std::int64_t count, const RowSource& source,
@@ -316,10 +316,10 @@ void compress(Layer& layer, std::span<const int> slots, std::int64_t count, cons
   const detail::CompressCall call{source, scratch, phase, queries, stream};
   for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
     const std::size_t together = (std::min)(slots.size() - first, std::size_t{kMaxBatch});
-    detail::LeavingBatch batch =
+    detail::FlushedBatch batch =
         detail::begin_batch(layer, call, slots.subspan(first, together), count);
     if constexpr (Rows::by_scores) detail::choose_by_scores(layer, call, batch);
-    if constexpr (Rows::keeps_masses) detail::choose_by_masses(layer, call, batch);
+    if constexpr (Rows::accumulates_scores) detail::choose_by_masses(layer, call, batch);
     batch.in_parts = Layer::sketches && phase == Phase::prefill && batch.compressed.rows != nullptr;
     batch.counted = batch.in_parts && Layer::exempts_in_parts;
     if constexpr (Layer::Rule::adapts && Rows::compresses) detail::adapt_bases(layer, call, batch);
@@ -339,12 +339,12 @@ void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {
       return layer.state.sequence(slot).tail_length <= layer.kept_rows();
     });
     if (slots.empty()) return;
-    std::int64_t weighed = 0;
+    std::int64_t scored = 0;
     for (const int slot : slots) {
-      weighed =
-          (std::max)(weighed, layer.state.sequence(slot).num_rows(layer.state.tables().weighed));
+      scored =
+          (std::max)(scored, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
     }
-    const CompressScratch scratch = flush_scratch(layer, slots.size(), weighed);
+    const CompressScratch scratch = flush_scratch(layer, slots.size(), scored);
     compress(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode, {}, stream);
   }
 }

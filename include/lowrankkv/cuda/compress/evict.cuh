@@ -22,47 +22,47 @@ namespace cuda {
 
 inline constexpr int kReplaceRows = 8;      ///< of a block of replace_rows_kernel
 
-/// @brief What is known of leaving rows besides Leaving, and where the decision goes.
+/// @brief What is known of leaving rows besides FlushBatch, and where the decision goes.
 struct Eviction {
-  const float* masses = nullptr;   ///< of leaving rows, [heads, stride], negative ones of those that are dropped whatever their mass; null: those of the tails
+  const float* accumulated_scores = nullptr;   ///< of leaving rows, [heads, stride], negative ones of those that are dropped whatever their mass; null: those of the tails
   std::int32_t* chosen = nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
   std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending
   std::int32_t stride = 0;
   std::int32_t pinned = 0;         ///< positions below it stay in any case, and take nobody's place
   std::int32_t* counts = nullptr;    ///< [sequence of the batch, head]: how many places are freed; where lists close up, how many leaving rows stay
-  const float* group_masses = nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_masses_kernel; null: every head has a fate of its own
+  const float* group_scores = nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_scores_kernel; null: every head has a fate of its own
   std::int64_t group_stride = 0;
   ListMoves moves;                   ///< where lists close up
 };
 
 /// @brief The stored rows and the leaving ones among which masses decide.
-struct Weighed {
+struct ScoredList {
   int slot, stored, rows, added;  ///< rows: leaving ones; added: by which the list grows, if it is one
   int first;                      ///< the first leaving row that is weighed: those before it are pinned, and full
   int position;                   ///< of that one
-  __device__ Weighed(const LayerView& tables, const Leaving& leaving, int sequence, int head)
-      : slot(leaving.slots[sequence]), stored(tables.weighed_rows(tables.rows[tables.index(slot, head)])), added(leaving.added(tables.weighed, tables.weighed, sequence, stored)),
-        first(tables.weighed == RowList::full ? 0 : leaving.pinned[sequence]), position(leaving.position[sequence] + first) {
-    rows = leaving.rows[sequence] - first;
+  __device__ ScoredList(const LayerView& tables, const FlushBatch& flushed, int sequence, int head)
+      : slot(flushed.slots[sequence]), stored(tables.scored_rows(tables.rows[tables.index(slot, head)])), added(flushed.added(tables.scored, tables.scored, sequence, stored)),
+        first(tables.scored == RowList::full ? 0 : flushed.pinned[sequence]), position(flushed.position[sequence] + first) {
+    rows = flushed.rows[sequence] - first;
   }
 };
 
 /// @brief Masses of leaving rows of a head: of a packed prompt's [heads, stride], or the tail's.
-__device__ inline float leaving_mass(const LayerView& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
+__device__ inline float flushed_score(const LayerView& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
   if (packed != nullptr) return packed[head * stride + row];
   const int place = tables.lengths[slot].tail_first + row, ring = tables.ring_rows();
-  return tables.tail_row_masses(slot, head)[place < ring ? place : place - ring];
+  return tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];
 }
 
 /// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence, group, stride]. Grid: rows x groups x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(LayerView tables, Leaving leaving, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
+__global__ void __launch_bounds__(kStoreThreads) group_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
   const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads, row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
-  const Weighed weighed(tables, leaving, static_cast<int>(blockIdx.z), leader);
-  if (row >= weighed.stored + weighed.rows) return;
+  const ScoredList scored(tables, flushed, static_cast<int>(blockIdx.z), leader);
+  if (row >= scored.stored + scored.rows) return;
   float sum = 0.0F;
   for (int head = leader; head < leader + tables.joint_heads; ++head) {
-    sum += row < weighed.stored ? WeighedRows(tables, weighed.slot, head).mass(row) : leaving_mass(tables, packed, packed_stride, weighed.slot, head, weighed.first + row - weighed.stored);
+    sum += row < scored.stored ? ScoredRows(tables, scored.slot, head).accumulated(row) : flushed_score(tables, packed, packed_stride, scored.slot, head, scored.first + row - scored.stored);
   }
   sums[(static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)] = sum;
 }
@@ -71,26 +71,26 @@ __global__ void __launch_bounds__(kStoreThreads) group_masses_kernel(LayerView t
 /// first. Writes chosen, freed and counts, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
 /// Grid: heads, or groups of them, x sequences. The smallest key that stays (cuda/scores/select_by_score.cuh), then one pass that writes.
 /// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen, counts and moves, and the lists' lengths and segments are those before they are stored. Where both lists are
-/// weighed, note_masses_kernel gives leaving rows their masses: to which they go nobody knows yet
+/// weighed, note_scores_kernel gives leaving rows their masses: to which they go nobody knows yet
 template <bool closes>
-__global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tables, Leaving leaving, Eviction eviction) {
+__global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
   using Scan = detail::PlaceScan;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ MassSelection selection;
-  const int heads = eviction.group_masses == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
-  const Weighed weighed(tables, leaving, sequence, leader);
-  const WeighedRows before(tables, weighed.slot, leader);
-  const int slot = weighed.slot, stored = weighed.stored, rows = weighed.rows, all = stored + rows, added = weighed.added;
-  const bool both = closes && tables.weighs_both();
-  const int wanted = both ? min(stored + leaving.candidates(sequence), leaving.limit[sequence] + before.pinned_among(eviction.pinned)) : stored + added;
-  const float* sums = eviction.group_masses == nullptr ? nullptr : eviction.group_masses + (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(eviction.group_stride);
+  __shared__ ScoreSelection selection;
+  const int heads = eviction.group_scores == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+  const ScoredList scored(tables, flushed, sequence, leader);
+  const ScoredRows before(tables, scored.slot, leader);
+  const int slot = scored.slot, stored = scored.stored, rows = scored.rows, all = stored + rows, added = scored.added;
+  const bool both = closes && tables.scores_both();
+  const int wanted = both ? min(stored + flushed.candidates(sequence), flushed.limit[sequence] + before.pinned_among(eviction.pinned)) : stored + added;
+  const float* sums = eviction.group_scores == nullptr ? nullptr : eviction.group_scores + (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(eviction.group_stride);
   const auto list_of = [&](std::int32_t* lists, int head) { return lists + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(eviction.stride); };
   std::int32_t *chosen = list_of(eviction.chosen, leader), *freed = list_of(eviction.freed, leader);
-  const auto mass_of = [&](int head, int row) { return leaving_mass(tables, eviction.masses, eviction.stride, slot, head, weighed.first + row); };
+  const auto score_of = [&](int head, int row) { return flushed_score(tables, eviction.accumulated_scores, eviction.stride, slot, head, scored.first + row); };
   const auto key = [&](int row) {
     const bool leaves = row >= stored;
-    const float mass = sums != nullptr ? sums[row] : leaves ? mass_of(leader, row - stored) : before.mass(row);
-    return mass_key(mass, leaves ? weighed.position + row - stored : before.position(row), eviction.pinned);
+    const float accumulated = sums != nullptr ? sums[row] : leaves ? score_of(leader, row - stored) : before.accumulated(row);
+    return score_key(accumulated, leaves ? scored.position + row - stored : before.position(row), eviction.pinned);
   };
   const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);  // that stays
   [[maybe_unused]] int places = 0, kept[2] = {};
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
   [[maybe_unused]] const auto moves_of = [&](RowList list, int head) { return eviction.moves.lists[static_cast<int>(list)].of(sequence * tables.num_heads + head); };
   if constexpr (closes) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (!tables.weighs(list)) continue;
+      if (!tables.has_scores(list)) continue;
       const int from = list == RowList::full ? 0 : before.full(), list_rows = list == RowList::full ? before.full() : stored - before.full();
       kept[static_cast<int>(list)] = detail::plan_moves(tables, list, slot, leader, list_rows, [&](int row) { return key(from + row) >= smallest; }, moves_of(list, leader), storage);
     }
@@ -117,14 +117,14 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
     int place = 0, count = 0;
     Scan(storage).ExclusiveSum(stays ? 1 : 0, place, count);
     __syncthreads();
-    if (stays) chosen[stay + place] = weighed.first + base + thread;
+    if (stays) chosen[stay + place] = scored.first + base + thread;
     stay += count;
   }
   __syncthreads();  // the lists are written, and no key is read any more
   if constexpr (closes) {
     for (int head = leader; head < leader + heads; ++head) {
       for (const RowList list : {RowList::full, RowList::compressed}) {
-        if (!tables.weighs(list)) continue;
+        if (!tables.has_scores(list)) continue;
         if (head != leader) detail::copy_moves(moves_of(list, leader), moves_of(list, head));
         detail::move_numbers(tables, list, slot, head, moves_of(list, leader));
       }
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
         if (head != leader) list_of(eviction.chosen, head)[i] = chosen[i];
         if (both) continue;
         const int place = kept[static_cast<int>(RowList::compressed)] + i;
-        tables.row_masses(RowList::compressed, slot, head)[place] = mass_of(head, chosen[i] - weighed.first);
-        tables.row_positions(RowList::compressed, slot, head)[place] = leaving.position[sequence] + chosen[i];
+        tables.row_scores(RowList::compressed, slot, head)[place] = score_of(head, chosen[i] - scored.first);
+        tables.row_positions(RowList::compressed, slot, head)[place] = flushed.position[sequence] + chosen[i];
         if (tables.residuals[static_cast<int>(RowList::compressed)] != nullptr) tables.row_residuals(RowList::compressed, slot, head)[place] = 0;  // the row may go to another epoch before what it lost is noted
       }
       if (thread > 0) continue;
@@ -143,12 +143,12 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
     }
   } else {
     for (int head = leader; head < leader + heads; ++head) {
-      float* own_masses = tables.row_masses(tables.weighed, slot, head);
-      std::int32_t *own_positions = tables.row_positions(tables.weighed, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
+      float* own_scores = tables.row_scores(tables.scored, slot, head);
+      std::int32_t *own_positions = tables.row_positions(tables.scored, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
       for (int i = thread; i < stay; i += kEvictThreads) {
         const int place = i < added ? stored + i : freed[i - added];
-        own_masses[place] = mass_of(head, chosen[i] - weighed.first);
-        own_positions[place] = leaving.position[sequence] + chosen[i];
+        own_scores[place] = score_of(head, chosen[i] - scored.first);
+        own_positions[place] = flushed.position[sequence] + chosen[i];
         if (head == leader) continue;
         own_chosen[i] = chosen[i];
         if (i >= added) own_freed[i - added] = place;
@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
 
 /// @brief Writes the keys and values of leaving rows that stay to freed places of the full list. Grid: pieces of kReplaceRows places x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit tables, RowSource source, Leaving leaving, Eviction eviction) {
-  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = leaving.slots[sequence], dim = tables.head_dim;
+__global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, Eviction eviction) {
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = flushed.slots[sequence], dim = tables.head_dim;
   const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
-  const std::int32_t *chosen = eviction.chosen + list + leaving.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
+  const std::int32_t *chosen = eviction.chosen + list + flushed.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
   const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.counts[sequence * tables.num_heads + head]);
   const HeadTiles& layout = tables.listed;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
@@ -192,35 +192,35 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit t
 /// @brief Where both lists are weighed: rows that are about to be stored at the lists' ends get their masses. Lengths are those before. Grid: heads x sequences.
 /// @param masses  of leaving rows, [heads, stride]; null: those of the tails  @param full, compressed  which rows these are; without an order, the first leaving.full ones, and none
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) note_masses_kernel(LayerEdit tables, Leaving leaving, const float* masses, std::int32_t stride, RowOrder full, RowOrder compressed) {
-  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), slot = leaving.slots[sequence];
+__global__ void __launch_bounds__(kStoreThreads) note_scores_kernel(LayerEdit tables, FlushBatch flushed, const float* accumulated_scores, std::int32_t stride, RowOrder full, RowOrder compressed) {
+  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), slot = flushed.slots[sequence];
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const RowOrder& order = list == RowList::full ? full : compressed;
     const std::int32_t* rows = order.of(sequence, tables.num_heads, head);
-    const int2 meant = order.meant(sequence, tables.num_heads, head, list == RowList::full ? leaving.full[sequence] : 0);
+    const int2 active = order.active(sequence, tables.num_heads, head, list == RowList::full ? flushed.full[sequence] : 0);
     const int stored = tables.num_rows(list, slot, head);
-    for (int i = meant.x + static_cast<int>(threadIdx.x); i < meant.y; i += kStoreThreads) {
-      const int place = stored + i - meant.x;
-      tables.row_masses(list, slot, head)[place] = leaving_mass(tables, masses, stride, slot, head, rows == nullptr ? i : rows[i]);
+    for (int i = active.x + static_cast<int>(threadIdx.x); i < active.y; i += kStoreThreads) {
+      const int place = stored + i - active.x;
+      tables.row_scores(list, slot, head)[place] = flushed_score(tables, accumulated_scores, stride, slot, head, rows == nullptr ? i : rows[i]);
       if (tables.residuals[static_cast<int>(list)] != nullptr) tables.row_residuals(list, slot, head)[place] = 0;  // the row may go to another epoch before what it lost is noted
     }
   }
 }
 
-/// @brief Enqueues note_masses_kernel.
+/// @brief Enqueues note_scores_kernel.
 template <class = void>
-void note_masses(const LayerState& layer, const Leaving& leaving, const float* masses, std::int32_t stride, const RowOrder& full, const RowOrder& compressed, cudaStream_t stream) {
-  note_masses_kernel<><<<dim3(static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(leaving.count)), kStoreThreads, 0, stream>>>(layer.tables(), leaving, masses, stride, full, compressed);
-  check(cudaGetLastError(), "note_masses_kernel");
+void note_scores(const LayerState& layer, const FlushBatch& flushed, const float* accumulated_scores, std::int32_t stride, const RowOrder& full, const RowOrder& compressed, cudaStream_t stream) {
+  note_scores_kernel<><<<dim3(static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(flushed.count)), kStoreThreads, 0, stream>>>(layer.tables(), flushed, accumulated_scores, stride, full, compressed);
+  check(cudaGetLastError(), "note_scores_kernel");
 }
 
 /// @brief The tail's masses become those of rows [first, first + count) of a prompt [heads, stride]. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(LayerEdit tables, int slot, const float* masses, int stride, int first, int count) {
+__global__ void __launch_bounds__(kStoreThreads) renew_scores_kernel(LayerEdit tables, int slot, const float* accumulated_scores, int stride, int first, int count) {
   const int head = static_cast<int>(blockIdx.x), begin = tables.lengths[slot].tail_first, ring = tables.ring_rows();
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kStoreThreads) {
     const int place = begin + row;
-    tables.tail_row_masses(slot, head)[place < ring ? place : place - ring] = masses[static_cast<std::size_t>(head) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(first + row)];
+    tables.tail_row_scores(slot, head)[place < ring ? place : place - ring] = accumulated_scores[static_cast<std::size_t>(head) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(first + row)];
   }
 }
 
@@ -228,52 +228,52 @@ __global__ void __launch_bounds__(kStoreThreads) renew_masses_kernel(LayerEdit t
 /// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to five launches. @param pinned  positions below it stay  @param masses  Eviction::masses
 /// @tparam closes  bases move, or both lists are weighed: none takes another's place, and the device alone knows where lists end until the rows are stored
 template <bool closes>
-RowOrder evict_rows(const LayerState& layer, const Leaving& leaving, std::int64_t pinned, const float* masses, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
+RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int64_t pinned, const float* accumulated_scores, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const bool full = tables.weighed == RowList::full, joint = !full && tables.joint_heads > 0;
-  std::int32_t* const chosen = tables.weighs_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
-  Eviction eviction{masses, chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
-  std::int64_t most_rows = 0, most_leaving = 0;
+  const bool full = tables.scored == RowList::full, joint = !full && tables.joint_heads > 0;
+  std::int32_t* const chosen = tables.scores_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
+  Eviction eviction{accumulated_scores, chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
+  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(flushed.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
+  std::int64_t most_rows = 0, most_flushed = 0;
   replacing = 0;
-  for (int i = 0; i < leaving.count; ++i) {
-    const std::int64_t stored = tables.weighed_rows(layer.sequence(leaving.slots[i]).rows);
-    most_rows = (std::max)(most_rows, stored + leaving.rows[i]);
-    most_leaving = (std::max)(most_leaving, std::int64_t{leaving.rows[i]});
-    const std::int64_t unseated = tables.weighs_both() ? leaving.candidates(i) : leaving.offered(tables.weighed, i) - leaving.added(tables.weighed, tables.weighed, i, static_cast<std::int32_t>(stored));
+  for (int i = 0; i < flushed.count; ++i) {
+    const std::int64_t stored = tables.scored_rows(layer.sequence(flushed.slots[i]).rows);
+    most_rows = (std::max)(most_rows, stored + flushed.rows[i]);
+    most_flushed = (std::max)(most_flushed, std::int64_t{flushed.rows[i]});
+    const std::int64_t unseated = tables.scores_both() ? flushed.candidates(i) : flushed.offered(tables.scored, i) - flushed.added(tables.scored, tables.scored, i, static_cast<std::int32_t>(stored));
     replacing = (std::max)(replacing, (std::min)(unseated, stored));
   }
   if (joint) {
-    eviction.group_masses = scratch.group_masses;
+    eviction.group_scores = scratch.group_scores;
     eviction.group_stride = most_rows;
     const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates, sequences);
-    group_masses_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, leaving, eviction.masses, eviction.stride, eviction.group_stride, scratch.group_masses);
-    check(cudaGetLastError(), "group_masses_kernel");
+    group_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, flushed, eviction.accumulated_scores, eviction.stride, eviction.group_stride, scratch.group_scores);
+    check(cudaGetLastError(), "group_scores_kernel");
   }
-  evict_rows_kernel<closes><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, leaving, eviction);
+  evict_rows_kernel<closes><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);
   check(cudaGetLastError(), "evict_rows_kernel");
   if constexpr (closes) {
     Batch batch;
-    batch.count = leaving.count;
-    std::copy_n(leaving.slots, leaving.count, batch.slots);
+    batch.count = flushed.count;
+    std::copy_n(flushed.slots, flushed.count, batch.slots);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_weighed(list) && replacing > 0) move_rows(tables, list, batch, scratch.moves.lists[static_cast<int>(list)], layer.num_lists(list), most_leaving, stream);
+      if (layer.is_scored(list) && replacing > 0) move_rows(tables, list, batch, scratch.moves.lists[static_cast<int>(list)], layer.num_lists(list), most_flushed, stream);
     }
-    if (layer.rolls().rolls()) trim_rolls(tables, layer.rolls(), batch, stream);
+    if (layer.device_epochs().used()) trim_device_epochs(tables, layer.device_epochs(), batch, stream);
     replacing = 0;
     return {chosen, scratch.rows, scratch.replaced, 1, 0};
   } else if (full && replacing > 0) {
-    replace_rows_kernel<><<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(tables, source, leaving, eviction);
+    replace_rows_kernel<><<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(tables, source, flushed, eviction);
     check(cudaGetLastError(), "replace_rows_kernel");
   }
   return {scratch.chosen, scratch.rows, nullptr, 0, 0};
 }
 
-/// @brief Enqueues renew_masses_kernel: the tail is rows [first, first + count) of a packed prompt now.
+/// @brief Enqueues renew_scores_kernel: the tail is rows [first, first + count) of a packed prompt now.
 template <class = void>
-void renew_masses(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
-  renew_masses_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.masses, scratch.rows, first, count);
-  check(cudaGetLastError(), "renew_masses_kernel");
+void renew_scores(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
+  renew_scores_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.accumulated_scores, scratch.rows, first, count);
+  check(cudaGetLastError(), "renew_scores_kernel");
 }
 
 }  // namespace cuda

@@ -37,7 +37,7 @@ inline std::size_t certify_bytes(int head_dim) { return sizeof(float) * static_c
 /// @brief sums[piece, head, column] of rows [first, first + count) of a list, decoded in keys [count, heads, head_dim]. Grid: pieces of 64 rows x KV heads.
 /// @param first_piece  of `sums`
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView tables, int slot, RowList list, int first, int count, const float* keys, MassQueries queries, CertificateSums* sums, int first_piece) {
+__global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView tables, int slot, RowList list, int first, int count, const float* keys, WeightQueries queries, CertificateSums* sums, int first_piece) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int kWarps = kStoreThreads / 32, kOwn = kCertifyColumns / 4;
   __shared__ CertificateSums warp_sums[kWarps][kCertifyColumns];
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView t
     rows[row * stride + channel] = row < used ? keys[(static_cast<std::size_t>(begin - first + row) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(dim) + static_cast<std::size_t>(channel)] : 0.0F;
   }
   __syncthreads();
-  if (tables.rotary.turns()) {
+  if (tables.rotary.pre_rope()) {
     for (int item = thread; item < used * (dim / 4); item += kStoreThreads) {
       const int row = item / (dim / 4), two = item % (dim / 4);
       const float4 phase = tables.rotary.phases(tables.rotary.position(slot, detail::position_of(tables, list, slot, head, lists, begin + row)), two, dim);
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView t
   const double lost_key = static_cast<double>(from_bits(DType::f16, static_cast<std::uint16_t>(lost))), lost_value = static_cast<double>(from_bits(DType::f16, static_cast<std::uint16_t>(lost >> 16)));
   const double scale = static_cast<double>(queries.factor) / 1.4426950408889634;
   // Log-sum-exp come from keys and queries of some 16 bits: weights are taken as much larger as that may have made them smaller.
-  const double slack = tables.rotary.turns() ? 4e-3 : 1e-3;
+  const double slack = tables.rotary.pre_rope() ? 4e-3 : 1e-3;
   for (int base = 0; base < columns; base += kCertifyColumns) {
     __syncthreads();  // the queries before these are done with
     for (int column = warp; column < kCertifyColumns; column += kWarps) {
-      const detail::MassColumn own = detail::mass_column(queries, 0, head, base + column);
+      const detail::WeightColumn own = detail::weight_column(queries, 0, head, base + column);
       float energy = 0.0F;
       for (int channel = lane; channel < dim; channel += 32) {
         const float x = base + column < columns ? queries.rows.at(queries.first_row + own.token, own.head, channel) : 0.0F;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kStoreThreads) certify_rows_kernel(LayerView t
 /// @brief Certificates [tokens, query heads] of a sequence's queries, from the sums of all pieces. Grid: columns x KV heads.
 /// @param exceeding  how many exceed what is allowed in some bound is added there; null: nowhere
 template <class = void>
-__global__ void __launch_bounds__(kCertifyThreads) certify_kernel(LayerView tables, int slot, MassQueries queries, const CertificateSums* sums, int pieces, CertificateView out, Certificate allowed, std::uint32_t* exceeding) {
+__global__ void __launch_bounds__(kCertifyThreads) certify_kernel(LayerView tables, int slot, WeightQueries queries, const CertificateSums* sums, int pieces, CertificateView out, Certificate allowed, std::uint32_t* exceeding) {
   __shared__ CertificateSums parts[kCertifyThreads];
   __shared__ int largest;
   const int column = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x), lane = thread % 32, columns = queries.columns();
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kCertifyThreads) certify_kernel(LayerView tabl
     const float norm = detail::value_norm(tail, row, tables.head_dim);
     if (lane == 0) atomicMax(&largest, __float_as_int(norm));
   }
-  const detail::MassColumn own = detail::mass_column(queries, 0, head, column);
+  const detail::WeightColumn own = detail::weight_column(queries, 0, head, column);
   bool bad = !(own.lse < INFINITY);
   for (int channel = thread; channel < tables.head_dim; channel += kCertifyThreads) bad = bad || !(fabsf(queries.rows.at(queries.first_row + own.token, own.head, channel)) < INFINITY);
   bad = __syncthreads_or(bad) != 0;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kCertifyThreads) certify_kernel(LayerView tabl
 /// @brief Enqueues the certificates of a sequence's queries. The pool's scratch may grow, which waits for the device.
 /// @tparam scale_groups  of tiles of codes
 template <int scale_groups>
-void certify_sequence(const LayerState& layer, int slot, const MassQueries& queries, const CertificateView& out, const Certificate& allowed, std::uint32_t* exceeding, cudaStream_t stream) {
+void certify_sequence(const LayerState& layer, int slot, const WeightQueries& queries, const CertificateView& out, const Certificate& allowed, std::uint32_t* exceeding, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t most = (std::max)({std::int64_t{1}, now.num_rows(RowList::compressed), tables.residuals[0] == nullptr ? 0 : now.num_rows(RowList::full)});

@@ -138,17 +138,17 @@ __device__ __forceinline__ void unit_levels(UnitWords own, int half, uint4 (&a)[
                     level_pair<bits, second_shift, 1>(second, 0x4342U)};
     });
   } else {
-    UnitWords turned{};
+    UnitWords rotated{};
     #pragma unroll
     for (int which = 0; which < (bits >= 4 ? 2 : 1); ++which) {
-      turned.words[which].x = transposed(own.words[which].x);
-      turned.words[which].y = transposed(own.words[which].y);
+      rotated.words[which].x = transposed(own.words[which].x);
+      rotated.words[which].y = transposed(own.words[which].y);
       if constexpr (bits == 8) {
-        turned.words[which].z = transposed(own.words[which].z);
-        turned.words[which].w = transposed(own.words[which].w);
+        rotated.words[which].z = transposed(own.words[which].z);
+        rotated.words[which].w = transposed(own.words[which].w);
       }
     }
-    own = turned;
+    own = rotated;
     for_each_unit<4>([&](auto index) {
       constexpr int deep = decltype(index)::value / 2, m = decltype(index)::value % 2;
       constexpr int shift = bits == 8 ? 0 : bits == 4 ? 0 : 2 * bits * deep, second_shift = bits == 8 ? 0 : bits == 4 ? 4 : shift + bits, which = bits >= 4 ? deep : 0;

@@ -31,7 +31,7 @@ __host__ __device__ inline int sketch_rows(float share, int rank) { return stati
 }  // namespace detail
 
 /// @brief Epochs of one sequence, as the device knows them; its segments are in LayerView::segments.
-struct RollState {
+struct DeviceEpochState {
   std::int32_t current = 0;               ///< the epoch that rows are written under, in LayerView::maps
   std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
   std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
@@ -49,18 +49,18 @@ struct Sketches {
 
 /// @brief What a flush of some sequences decides, in device memory: by sequence of the batch.
 struct Rollover {
-  std::int32_t* rolled = nullptr;  ///< whether a chunk has ended
+  std::int32_t* begun = nullptr;  ///< whether a chunk has ended
   std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
   MergePlan* plans = nullptr;      ///< of merges that end_merges_kernel ends
 };
 
 /// @brief What has happened in a layer since it was made.
-struct RollCounts {
+struct DeviceEpochCounts {
   unsigned long long publications = 0, merges = 0;
 };
 
 /// @brief How many epochs there are, for roll_over_kernel.
-struct RollLimits {
+struct DeviceEpochLimits {
   std::int32_t own = 0, slots_per_sequence = 0;
   bool rotates_calibrated_rows = false;
 };
@@ -77,14 +77,14 @@ __device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, s
 /// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the sequence's counts know as full for their errors included, if heads have different numbers  @param exempt  of a head's rows, so many more stay full
 /// @param reprojected  [heads]: rows of merges are added
 template <class = void>
-__global__ void roll_over_kernel(LayerEdit tables, Leaving leaving, RowOrder order, int exempt, int first_sequence, RollLimits limits, RollState* states, Rollover rollover, RollCounts* counts, unsigned long long* reprojected) {
+__global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder order, int exempt, int first_sequence, DeviceEpochLimits limits, DeviceEpochState* states, Rollover rollover, DeviceEpochCounts* counts, unsigned long long* reprojected) {
   __shared__ int opened, merged;  // segments; -1: none
-  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = leaving.slots[sequence];
-  RollState& state = states[slot];
+  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = flushed.slots[sequence];
+  DeviceEpochState& state = states[slot];
   bool any = false;  // row to be stored
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
-    const int2 meant = order.meant(index, tables.num_heads, head, leaving.compressed[sequence]);
-    any = any || meant.y - meant.x > exempt + (order.ends == nullptr ? 0 : leaving.full[sequence] - leaving.pinned[sequence]);
+    const int2 active = order.active(index, tables.num_heads, head, flushed.compressed[sequence]);
+    any = any || active.y - active.x > exempt + (order.ends == nullptr ? 0 : flushed.full[sequence] - flushed.pinned[sequence]);
   }
   const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
   if (threadIdx.x == 0) {
@@ -92,7 +92,7 @@ __global__ void roll_over_kernel(LayerEdit tables, Leaving leaving, RowOrder ord
     const DeviceSegment* segments = tables.segments_of(slot, 0);
     opened = merged = rollover.epochs[index] = -1;
     rollover.plans[index] = {};
-    if (rollover.rolled[index] != 0) {
+    if (rollover.begun[index] != 0) {
       state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
       int own = 0;
       while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
@@ -123,7 +123,7 @@ __global__ void roll_over_kernel(LayerEdit tables, Leaving leaving, RowOrder ord
 
 /// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid: sequences.
 template <class = void>
-__global__ void end_merges_kernel(LayerEdit tables, RollLimits limits, RollState* states, const MergePlan* plans) {
+__global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits, DeviceEpochState* states, const MergePlan* plans) {
   const MergePlan plan = plans[blockIdx.x];
   if (plan.segment < 0) return;
   const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
@@ -134,7 +134,7 @@ __global__ void end_merges_kernel(LayerEdit tables, RollLimits limits, RollState
   }
   __syncthreads();
   if (threadIdx.x > 0) return;
-  RollState& state = states[slot];
+  DeviceEpochState& state = states[slot];
   state.levels[merged + 1] = max(state.levels[merged], state.levels[merged + 1]) + 1;
   for (int i = merged; i + 1 < count; ++i) state.levels[i] = state.levels[i + 1];
   tables.lengths[slot].num_segments = count - 1;
@@ -143,7 +143,7 @@ __global__ void end_merges_kernel(LayerEdit tables, RollLimits limits, RollState
 
 /// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
 template <class = void>
-__global__ void begin_rolls_kernel(LayerEdit tables, int slot, RollState* states, Sketches sketches) {
+__global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpochState* states, Sketches sketches) {
   if (threadIdx.x == 0) {
     states[slot] = {};
     tables.lengths[slot].num_segments = 0;
@@ -153,7 +153,7 @@ __global__ void begin_rolls_kernel(LayerEdit tables, int slot, RollState* states
 
 /// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
 template <class = void>
-__global__ void trim_rolls_kernel(LayerEdit tables, Batch batch, RollLimits limits, RollState* states) {
+__global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceEpochLimits limits, DeviceEpochState* states) {
   __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
   const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
   if (thread == 0) filled = 0;
@@ -186,7 +186,7 @@ __global__ void trim_rolls_kernel(LayerEdit tables, Batch batch, RollLimits limi
 
 /// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in LayerView::maps. One block.
 template <class = void>
-__global__ void fork_rolls_kernel(LayerEdit tables, int source, int target, RollLimits limits, RollState* states) {
+__global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int target, DeviceEpochLimits limits, DeviceEpochState* states) {
   const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
   const int count = tables.lengths[source].num_segments;
   for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count; item += static_cast<int>(blockDim.x)) {
@@ -200,26 +200,26 @@ __global__ void fork_rolls_kernel(LayerEdit tables, int source, int target, Roll
 }
 
 /// @brief The device memory of a layer whose epochs begin when values say so; empty elsewhere.
-class RollStore {
+class DeviceEpochStore {
  public:
-  RollStore() = default;
+  DeviceEpochStore() = default;
   /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param thresholds  [heads, 2]  @param batch  rows that enter it at a time
-  RollStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, RollLimits limits)
-      : RollStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
+  DeviceEpochStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, DeviceEpochLimits limits)
+      : DeviceEpochStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
     buffer_rows_ = detail::buffered_rows((std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch}));  // a full sketch, and a batch; or what makes it step in between
     buffer_bytes_ = sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
   }
 
-  bool rolls() const { return limits_.own > 0; }
+  bool used() const { return limits_.own > 0; }
   /// @brief Whether there are sketches: else an updater of another kind sees rows that masses choose.
   bool sketches_rows() const { return sketches_.capacity > 0; }
   /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
   int buffer_rows() const { return buffer_rows_; }
   std::size_t buffer_bytes() const { return buffer_bytes_; }
-  const RollLimits& limits() const { return limits_; }
+  const DeviceEpochLimits& limits() const { return limits_; }
   const Sketches& sketches() const { return sketches_; }
-  RollState* states() const { return states_.data(); }
-  RollCounts* counts() const { return counts_.data(); }
+  DeviceEpochState* states() const { return states_.data(); }
+  DeviceEpochCounts* counts() const { return counts_.data(); }
   /// @brief [heads]: rows that merges rewrote.
   unsigned long long* reprojected() const { return reprojected_.data(); }
   std::size_t bytes() const { return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
@@ -231,16 +231,16 @@ class RollStore {
   std::size_t state_bytes() const { return parts_ * sizeof(SketchState); }
 
  private:
-  RollStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, RollLimits limits)
+  DeviceEpochStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, DeviceEpochLimits limits)
       : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1), reprojected_(static_cast<std::size_t>(heads)),
         sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_), sketch_states_(static_cast<std::size_t>(max_sequences) * parts_), thresholds_(thresholds) {
     sketches_ = {sketch_rows_.data(), sketch_states_.data(), thresholds_.data(), capacity};
   }
-  RollLimits limits_;
+  DeviceEpochLimits limits_;
   int buffer_rows_ = 0;
   std::size_t buffer_bytes_ = 0, sketch_size_ = 0, parts_ = 0;
-  DeviceArray<RollState> states_;
-  DeviceArray<RollCounts> counts_;
+  DeviceArray<DeviceEpochState> states_;
+  DeviceArray<DeviceEpochCounts> counts_;
   DeviceArray<unsigned long long> reprojected_;
   DeviceArray<float> sketch_rows_;
   DeviceArray<SketchState> sketch_states_;
@@ -248,11 +248,11 @@ class RollStore {
   Sketches sketches_;
 };
 
-/// @brief Enqueues trim_rolls_kernel.
+/// @brief Enqueues trim_device_epochs_kernel.
 template <class = void>
-void trim_rolls(const LayerEdit& tables, const RollStore& rolls, const Batch& batch, cudaStream_t stream) {
-  trim_rolls_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, rolls.limits(), rolls.states());
-  check(cudaGetLastError(), "trim_rolls_kernel");
+void trim_device_epochs(const LayerEdit& tables, const DeviceEpochStore& device_epochs, const Batch& batch, cudaStream_t stream) {
+  trim_device_epochs_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, device_epochs.limits(), device_epochs.states());
+  check(cudaGetLastError(), "trim_device_epochs_kernel");
 }
 
 }  // namespace cuda

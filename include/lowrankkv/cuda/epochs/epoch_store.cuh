@@ -41,10 +41,10 @@ class EpochStore {
           basis_bytes_ += basis_bytes;
           map_bytes_ += (two ? 2 : 1) * basis_bytes;
         }
-        if (maps.lift.operands != nullptr) lift_bytes_ += lift_bytes(maps.lift, tiles.orders);
-        most_lift_units_ = (std::max)(most_lift_units_, static_cast<int>(maps.lift.units));
+        if (maps.key_up.operands != nullptr) key_up_bytes_ += key_up_bytes(maps.key_up, tiles.orders);
+        most_key_up_units_ = (std::max)(most_key_up_units_, static_cast<int>(maps.key_up.units));
       }
-      own_size_ = bytes + lift_bytes_;
+      own_size_ = bytes + key_up_bytes_;
       const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(slots_per_sequence_);
       own_ = DeviceArray<std::uint8_t>(epochs * own_size_);
       std::uint8_t* next = own_.data();
@@ -69,13 +69,13 @@ class EpochStore {
             }
             next += size;
           }
-          if (maps.lift.operands != nullptr) {
-            const std::size_t size = lift_bytes(maps.lift, tiles.orders);
-            maps.lift.operands = reinterpret_cast<const uint4*>(next);
+          if (maps.key_up.operands != nullptr) {
+            const std::size_t size = key_up_bytes(maps.key_up, tiles.orders);
+            maps.key_up.operands = reinterpret_cast<const uint4*>(next);
             next += size;
             if (tiles.orders) {  // else scale and means are everybody's
-              maps.lift.means = reinterpret_cast<const uint2*>(next - mean_words());
-              maps.lift.scales = reinterpret_cast<const float2*>(next - mean_words() - 16);
+              maps.key_up.means = reinterpret_cast<const uint2*>(next - mean_words());
+              maps.key_up.scales = reinterpret_cast<const float2*>(next - mean_words() - 16);
             }
           }
           table.push_back(maps);
@@ -102,17 +102,17 @@ class EpochStore {
   const AxisScales& axes() const { return axes_.get(); }
   int most() const { return most_; }
   /// @brief Units of 16 of the maps that lift a head's keys, at most.
-  int most_lift_units() const { return most_lift_units_; }
+  int most_key_up_units() const { return most_key_up_units_; }
   /// @brief Numbers of a map that reads codes, at most.
   int most_reader() const { return most_reader_; }
   /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which has nothing else to lift keys.
   std::size_t epoch_bytes() const { return map_bytes_ + mean_bytes_; }
   /// @brief Bytes of a sequence's own epochs, what reads codes and lifts keys that are stored unrotated included, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + code_bytes_ + lift_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
+  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + code_bytes_ + key_up_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
   std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
   std::size_t reserved_bytes() const { return axes_.bytes() + own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
 
-  bool rolls() const { return limits_.rolls; }
+  bool device_epochs() const { return limits_.device_epochs; }
   int slots_per_sequence() const { return slots_per_sequence_; }
   /// @brief The i-th epoch of a slot's own.
   std::int32_t epoch_of(int slot, int i) const { return slot * slots_per_sequence_ + i + 1; }
@@ -143,7 +143,7 @@ class EpochStore {
   }
   /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs` becomes those of `target`.
   void fork(HostEpochs& epochs, int source, int target, cudaStream_t stream) {
-    if (!adapts() || rolls()) return;
+    if (!adapts() || device_epochs()) return;
     std::vector<std::pair<std::int32_t, std::int32_t>> copies{{0, 0}};
     const auto copy_of = [&](std::int32_t epoch) {
       for (const auto& [from, to] : copies) {
@@ -179,7 +179,7 @@ class EpochStore {
   /// Of steps, the reader and its scale.
   std::size_t code_bytes(const PartMaps& part) const { return !has_reader(part) ? 0 : rank_bytes(part) + 16 + static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
   std::size_t mean_words() const { return (static_cast<std::size_t>(head_dim_ / 4) * sizeof(uint2) + 15) / 16 * 16; }
-  std::size_t lift_bytes(const LiftMap& lift, bool orders) const { return static_cast<std::size_t>(lift.units * (head_dim_ / 16) * 32) * sizeof(uint4) + (orders ? 16 + mean_words() : 0); }
+  std::size_t key_up_bytes(const KeyUpMap& key_up, bool orders) const { return static_cast<std::size_t>(key_up.units * (head_dim_ / 16) * 32) * sizeof(uint4) + (orders ? 16 + mean_words() : 0); }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const HostSegment& segment : epochs.segments) own.push_back(segment.epoch);
@@ -211,9 +211,9 @@ class EpochStore {
   }
 
   EpochLimits limits_;
-  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_lift_units_ = 0, most_reader_ = 1;
+  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_key_up_units_ = 0, most_reader_ = 1;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, lift_bytes_ = 0, code_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, key_up_bytes_ = 0, code_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;

@@ -21,7 +21,7 @@ inline constexpr int kAdaptBatch = 16;
 struct EpochLimits {
   int own = 0;
   bool rotates_calibrated_rows = false;
-  bool rolls = false;          ///< epochs begin when values say so (cuda/epochs/device_epochs.cuh): the host does not know which there are
+  bool device_epochs = false;          ///< epochs begin when values say so (cuda/epochs/device_epochs.cuh): the host does not know which there are
   float sketch_share = 0.0F;   ///< then, rows of a sketch per rank
   /// @brief Segments that a sequence can have.
   constexpr int segments() const { return own == 0 ? 1 : own + 2; }

@@ -21,7 +21,7 @@ inline constexpr int kSketchThreads = 384;   ///< of a block whose rows become o
 inline constexpr int kMaxSweeps = 20;        ///< of rotations; half are enough for most
 inline constexpr float kNothing = 1e-11F;    ///< of the longest row's squared length: rows of less are what rounding leaves of rows that depend on others, and have no direction
 inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves about 1e-6, a basis in f16 has 5e-4
-inline constexpr float kSettled = 1e-3F;     ///< a sweep that met no larger cosine was the last: what it leaves are their products
+inline constexpr float kConverged = 1e-3F;     ///< a sweep that met no larger cosine was the last: what it leaves are their products
 
 namespace detail {
 
@@ -37,7 +37,7 @@ __host__ __device__ constexpr int buffered_rows(int rows) { return (rows + 2 * k
 /// What the warps of a block share while rows become orthogonal.
 struct RowProducts {
   float sums[kBlockPairs][kChannelSlices][16][16];  ///< M of a pair: the products of its rows over the channels of a slice are M + M'; then, of slice 0, their rotations Q
-  std::int32_t turns[kBlockPairs];                  ///< whether the rows of a pair were not orthogonal
+  std::int32_t pre_rope[kBlockPairs];                  ///< whether the rows of a pair were not orthogonal
   std::int32_t longest;                             ///< bits of the longest squared length that a sweep has met
 };
 
@@ -171,11 +171,11 @@ struct Rotation {
 __device__ __forceinline__ Rotation find_rotation(float square, float product, int k, bool leads) {
   const float other_square = __shfl_xor_sync(~0U, square, k), twice = product + __shfl_xor_sync(~0U, product, k), difference = square - other_square;
   const float squares = fmaf(difference, difference, twice * twice), root = rsqrt_fast(squares), half = fmaf(0.5F * fabsf(difference), root, 0.5F), inverse = rsqrt_fast(half);
-  const bool turns = fminf(square, other_square) > kNothing && squares > 1e-36F;
+  const bool pre_rope = fminf(square, other_square) > kNothing && squares > 1e-36F;
   const float positive = difference == 0.0F ? (leads ? -1.0F : 1.0F) : difference;
   const float cosine = half * inverse, sine = 0.5F * twice * root * copysignf(inverse, positive);
   const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine), 1.5F);  // a step of Newton's: rows stay as long as they are
-  return {turns ? cosine * length : 1.0F, turns ? sine * length : 0.0F};
+  return {pre_rope ? cosine * length : 1.0F, pre_rope ? sine * length : 0.0F};
 }
 
 /// Rows of one block meet those of the other, i meets i ^ (8 + r).
@@ -232,8 +232,8 @@ __device__ __forceinline__ void rotate_all_within(RotationShare& g, RotationShar
 }
 
 /// What products of 16 rows say, by one warp: rotations Q that make them more diagonal, in place of the sums of slice 0, unless rows are orthogonal; within the two blocks too where `within`.
-/// @param longest  gets the longest row's squared length, if it is longer  @param scale  of the products, so that rows are about as long as 1 at most  @param unit  its inverse  @return whether a cosine was above kSettled (every lane)
-__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& turns, std::int32_t& longest, float scale, float unit, bool within) {
+/// @param longest  gets the longest row's squared length, if it is longer  @param scale  of the products, so that rows are about as long as 1 at most  @param unit  its inverse  @return whether a cosine was above kConverged (every lane)
+__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& pre_rope, std::int32_t& longest, float scale, float unit, bool within) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 16, first = row ^ (4 * (lane / 16));
   RotationShare g, q;
   const auto load = [&](int column) {
@@ -249,13 +249,13 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     q.own[p] = first == row && p == 0 ? 1.0F : 0.0F;
     q.other[p] = 0.0F;
   }
-  bool orthogonal = true, settled = true;
+  bool orthogonal = true, converged = true;
   const float square = __shfl_sync(~0U, g.own[0], row);
   const auto meet = [&](float product, int column) {
     const float other = __shfl_sync(~0U, g.own[0], column), cosine = product * product, lengths = square * other;
     if (column == row || !(fminf(square, other) > kNothing)) return;
     orthogonal = orthogonal && cosine <= kOrthogonal * kOrthogonal * lengths;
-    settled = settled && cosine <= kSettled * kSettled * lengths;
+    converged = converged && cosine <= kConverged * kConverged * lengths;
   };
   #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -263,7 +263,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     if (within) meet(g.own[p], first ^ p);
   }
   orthogonal = __all_sync(~0U, orthogonal) != 0;
-  if (lane == 0) turns = orthogonal ? 0 : 1;
+  if (lane == 0) pre_rope = orthogonal ? 0 : 1;
   if (orthogonal) return false;
   if (within) rotate_all_within(g, q, lane);
   const auto relabel = [&](auto d) {
@@ -293,7 +293,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     sums[0][row][first ^ p ^ 8] = q.other[p];  // r is 0 again
   }
   if (lane < 16) atomicMax(&longest, __float_as_int(g.own[0] * unit));
-  return __all_sync(~0U, settled) == 0;
+  return __all_sync(~0U, converged) == 0;
 }
 
 /// Rotates rows [count, stride] until all are orthogonal, in a buffer of buffered_rows(count). All threads call it and are synchronised at the end.
@@ -310,7 +310,7 @@ __device__ inline int make_orthogonal(float* rows, int count, int dim, int strid
   for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
     const float scale = longest > 0.0F ? 1.0F / longest : 0.0F;
     if (thread == 0) shared.longest = 0;  // a barrier before the first that writes it, another before the first that reads it
-    bool unsettled = false;
+    bool unconverged = false;
     for (int round = 0; round + 1 < blocks; ++round) {
       // Everybody meets everybody once: the first stays, the others go round.
       const auto player = [&](int place) { return place == 0 ? 0 : place + round < blocks ? place + round : place + round - (blocks - 1); };
@@ -327,15 +327,15 @@ __device__ inline int make_orthogonal(float* rows, int count, int dim, int strid
         }
         __syncthreads();
         if (takes_part && slice == 0) {
-          const bool larger = find_rotations(shared.sums[pair], shared.turns[pair], shared.longest, scale, longest, round == 0);
-          unsettled = unsettled || larger;
+          const bool larger = find_rotations(shared.sums[pair], shared.pre_rope[pair], shared.longest, scale, longest, round == 0);
+          unconverged = unconverged || larger;
         }
         __syncthreads();
-        if (takes_part && shared.turns[pair] != 0) share.rotate(first, second, dim, stride, slice, lane, shared.sums[pair][0]);
+        if (takes_part && shared.pre_rope[pair] != 0) share.rotate(first, second, dim, stride, slice, lane, shared.sums[pair][0]);
         __syncthreads();
       }
     }
-    if (__syncthreads_or(unsettled ? 1 : 0) == 0) return sweep + 1;
+    if (__syncthreads_or(unconverged ? 1 : 0) == 0) return sweep + 1;
     longest = fmaxf(longest, __int_as_float(shared.longest));
     __syncthreads();
   }

@@ -92,7 +92,7 @@ inline std::size_t metric_bytes(int head_dim) { return 2 * sizeof(float) * stati
 ///
 /// Matrices are symmetric: their columns are read as rows, four numbers a lane, which a warp multiplies by two columns of the other one.
 template <class = void>
-__global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits, float* turned) {
+__global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits, float* rotated) {
   constexpr int columns = detail::kMetricColumns;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* own = reinterpret_cast<float*>(shared_memory);  // columns of R, [dim, columns]
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(
   const std::size_t which = static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y, size = static_cast<std::size_t>(dim * dim);
   const float* moment = moments + which * static_cast<std::size_t>(splits) * size;
   const float* metric = metrics.metric(blockIdx.y % 2 == 0 ? Part::key : Part::value, static_cast<int>(blockIdx.y) / 2, dim);
-  float* target = turned + which * size + first;
+  float* target = rotated + which * size + first;
   if (metric == nullptr) {
     for (int item = thread; item < dim * columns; item += detail::kMetricThreads) target[item / columns * dim + item % columns] = moment[item / columns * dim + first + item % columns];
     return;

@@ -58,11 +58,11 @@ struct SequenceRows {
     set_rows(std::move(own));
   }
   /// @brief Adds the rows that leave sequence `i` of a batch. @param weighed  the list whose rows masses choose
-  void add_rows(const Leaving& leaving, int i, RowList weighed) {
+  void add_rows(const FlushBatch& flushed, int i, RowList scored) {
     const auto grown = [&](const HeadRows& own) {
-      return HeadRows{own.num_full + leaving.added(RowList::full, weighed, i, own.num_full), own.num_compressed + leaving.added(RowList::compressed, weighed, i, own.num_compressed)};
+      return HeadRows{own.num_full + flushed.added(RowList::full, scored, i, own.num_full), own.num_compressed + flushed.added(RowList::compressed, scored, i, own.num_compressed)};
     };
-    if (missing.empty() || leaving.limit[i] < 0) {  // the same in all heads
+    if (missing.empty() || flushed.limit[i] < 0) {  // the same in all heads
       rows = grown(rows);
       return;
     }
@@ -71,12 +71,12 @@ struct SequenceRows {
     set_rows(std::move(own));
   }
   /// @brief Adds the rows that leave sequence `i` of a batch, as many as lists may get where masses choose among those of both. @param most  of a list, then
-  void add_weighed(const Leaving& leaving, int i, std::int32_t most) {
+  void add_scored(const FlushBatch& flushed, int i, std::int32_t most) {
     std::vector<HeadRows> own;
     const auto grown = [&](std::int32_t now, std::int32_t offered) { return (std::max)(now, (std::min)(now + offered, most)); };
     for (std::size_t head = 0; head < (std::max)(missing.size(), std::size_t{1}); ++head) {
       const HeadRows now = rows_of(static_cast<int>(head));
-      own.push_back({grown(now.num_full, leaving.full[i]), grown(now.num_compressed, leaving.candidates(i))});
+      own.push_back({grown(now.num_full, flushed.full[i]), grown(now.num_compressed, flushed.candidates(i))});
     }
     set_rows(std::move(own));
   }

@@ -43,20 +43,20 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   }
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
-  usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
-  for (int head = 0; listed.masses && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(tables.weighed_rows(now.rows_of(head)) + now.tail_length) * sizeof(float);
+  usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.device_epochs().used() ? layer.device_epochs().sketch_bytes() : 0);
+  for (int head = 0; listed.accumulated_scores && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(tables.scored_rows(now.rows_of(head)) + now.tail_length) * sizeof(float);
   return usage;
 }
 
 /// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
-inline void count_rolls(const LayerState& layer, CacheStatistics& statistics) {
-  RollCounts counts;
+inline void count_device_epochs(const LayerState& layer, CacheStatistics& statistics) {
+  DeviceEpochCounts counts;
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  check(cudaMemcpy(&counts, layer.rolls().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  check(cudaMemcpy(&counts, layer.device_epochs().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
   statistics.publications += static_cast<std::int64_t>(counts.publications);
   statistics.merges += static_cast<std::int64_t>(counts.merges);
   std::vector<unsigned long long> reprojected(static_cast<std::size_t>(layer.tables().num_heads));
-  check(cudaMemcpy(reprojected.data(), layer.rolls().reprojected(), reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  check(cudaMemcpy(reprojected.data(), layer.device_epochs().reprojected(), reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost), "cudaMemcpy");
   for (int head = 0; head < layer.tables().num_heads; ++head) {
     const HeadTiles& tiles = layer.layout(RowList::compressed, head);
     const std::int64_t rows = static_cast<std::int64_t>(reprojected[static_cast<std::size_t>(head)]);

@@ -51,13 +51,13 @@ struct LayerRules {
       "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves "
       "with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
   /// Rows enter sketches, whose chunks end when values say so.
-  static constexpr bool sketches = Rows::compresses && requires { Rule::rolls; };
+  static constexpr bool sketches = Rows::compresses && requires { Rule::device_epochs; };
   /// How many rows of a prompt stay full, heads differ in.
   static constexpr bool exempts_in_parts =
-      sketches && (Rows::by_scores || Rows::keeps_masses) && Rows::by_errors;
+      sketches && (Rows::by_scores || Rows::accumulates_scores) && Rows::by_errors;
   /// Epochs begin when values say so.
-  static constexpr bool rolls =
-      sketches || (Rule::adapts && Rows::compresses && Rows::keeps_masses);
+  static constexpr bool device_epochs =
+      sketches || (Rule::adapts && Rows::compresses && Rows::accumulates_scores);
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments,
                 "lowrankkv: KeepEpochs<max>: at most 16 on the Cuda backend");
   static_assert(
@@ -70,11 +70,11 @@ struct LayerRules {
   /// chosen or dropped.
   static constexpr ListedRows listed() {
     return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors,
-            Rows::keeps_masses};
+            Rows::accumulates_scores};
   }
   static EpochLimits limits([[maybe_unused]] const PolicySet& policies) {
     EpochLimits limits{Rule::adapts && Rows::compresses ? EpochPolicy::max_epochs : 0,
-                       EpochPolicy::rotates_calibrated_rows, rolls};
+                       EpochPolicy::rotates_calibrated_rows, device_epochs};
     if constexpr (sketches) limits.sketch_share = policies.updater.sketch_share;
     return limits;
   }
@@ -114,14 +114,14 @@ struct LayerRules {
   static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill);
     const RowCounts steps = row_counts(policy, 0, tokens, Phase::decode);
-    if (Rows::weighs_both) {
+    if (Rows::scores_both) {
       // One list may have all rows that masses keep; errors leave so many at full rank, unless rows
       // that are not go.
       const std::int64_t kept = steps.pinned + steps.limit;
       const std::int64_t full = (std::min)(kept, (std::max)(prompt.full, steps.full));
       return {full, kept, kept - full};
     }
-    if (Rows::keeps_masses) {
+    if (Rows::accumulates_scores) {
       return {Rows::compresses ? steps.pinned : steps.limit, Rows::compresses ? steps.limit : 0, 0};
     }
     const std::int64_t full = (std::max)(prompt.full, steps.full);

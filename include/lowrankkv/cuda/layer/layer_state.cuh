@@ -76,7 +76,7 @@ class LayerState {
     tables_.max_segments = epochs_.max_segments();
     if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(rows * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
-    if (limits.rolls && epochs_.adapts()) {
+    if (limits.device_epochs && epochs_.adapts()) {
       int most_sketched = 0;
       std::vector<float> thresholds;
       for (const HeadBasis& head : basis.heads) {
@@ -84,7 +84,7 @@ class LayerState {
         thresholds.push_back(head.key_threshold);
         thresholds.push_back(head.value_threshold);
       }
-      rolls_ = RollStore(config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval, thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
+      device_epochs_ = DeviceEpochStore(config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval, thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
     }
     if (listed.errors) {
       metrics_ = LayerMetrics(basis, config.shape.head_dim);
@@ -95,15 +95,15 @@ class LayerState {
       positions_[list] = DeviceArray<std::int32_t>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
-      if (!listed.weighs(static_cast<RowList>(list))) continue;
-      masses_[list] = DeviceArray<float>(positions_[list].size());
-      tables_.masses[list] = masses_[list].data();
+      if (!listed.has_scores(static_cast<RowList>(list))) continue;
+      accumulated_scores_[list] = DeviceArray<float>(positions_[list].size());
+      tables_.accumulated_scores[list] = accumulated_scores_[list].data();
     }
     residuals_ = ResidualStore(config, max_rows_, tables_);
-    if (listed.masses) {
-      tables_.weighed = listed.weighed();
-      tail_masses_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
-      tables_.tail_masses = tail_masses_.data();
+    if (listed.accumulated_scores) {
+      tables_.scored = listed.scored();
+      tail_scores_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
+      tables_.tail_scores = tail_scores_.data();
     }
     sequences_.resize(slots);
     for (HostSequence& sequence : sequences_) {
@@ -144,9 +144,9 @@ class LayerState {
   const RotaryTables& rotary() const { return rotary_; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
-  const RollStore& rolls() const { return rolls_; }
+  const DeviceEpochStore& device_epochs() const { return device_epochs_; }
   /// @brief Whether rows that enter sketches are buffered in scratch memory, since shared memory is too small.
-  bool sketches_apart() const { return rolls_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_); }
+  bool sketches_apart() const { return device_epochs_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_); }
   PagePool& pool() const { return *pool_; }
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
   const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
@@ -157,7 +157,7 @@ class LayerState {
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
   /// @brief Whether masses choose the rows of a list, which may stand in any order.
-  bool is_weighed(RowList list) const { return tables_.weighs(list); }
+  bool is_scored(RowList list) const { return tables_.has_scores(list); }
   /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them; rows are counted as in the head that has the most, in others from their ends. Pages were checked.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
@@ -196,7 +196,7 @@ class LayerState {
   void demand_rows(int slot, const SequenceRows& after, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      const bool grows = now.grows(after, list), rewrites = (replaces && is_weighed(list)) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
+      const bool grows = now.grows(after, list), rewrites = (replaces && is_scored(list)) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
       if (grows || rewrites) demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1, demand);
       for (int index = 0; index < num_lists(list); ++index) {
         const std::int64_t pages = pages_for(list, index, after.num_rows(list, index)), own = static_cast<std::int64_t>(now.pages[static_cast<int>(list)][static_cast<std::size_t>(index)].size());
@@ -234,7 +234,7 @@ class LayerState {
   }
 
   /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths. @param counted  by the device: where bases stand still it knows them already
-  void settle(int slot, cudaStream_t stream, bool counted = false) {
+  void release_and_upload(int slot, cudaStream_t stream, bool counted = false) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
@@ -247,8 +247,8 @@ class LayerState {
     if (counted && !epochs_.adapts()) return;
     now.trim_segments();
     epochs_.free_unused(slot, now.epochs);
-    write_lengths(slot, now.epochs.segments, rolls_.rolls(), stream);
-    if (rolls_.rolls()) trim_rolls(tables_, rolls_, {1, {slot}}, stream);
+    write_lengths(slot, now.epochs.segments, device_epochs_.used(), stream);
+    if (device_epochs_.used()) trim_device_epochs(tables_, device_epochs_, {1, {slot}}, stream);
   }
 
   /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it knows stay
@@ -278,24 +278,24 @@ class LayerState {
     now.missing.clear();
     now.epochs = {};
     if (!now.shifts.pieces().empty()) rotary_.write_shifts(slot, now.shifts = {}, stream);
-    settle(slot, stream);
+    release_and_upload(slot, stream);
     residuals_.clear(slot, stream);
-    if (!rolls_.rolls()) return;
-    begin_rolls_kernel<><<<1, 128, 0, stream>>>(tables_, slot, rolls_.states(), rolls_.sketches());
-    check(cudaGetLastError(), "begin_rolls_kernel");
-    if (rolls_.sketches_rows()) check(cudaMemsetAsync(rolls_.rows_of(slot), 0, rolls_.sketch_bytes(), stream), "sketches");
+    if (!device_epochs_.used()) return;
+    begin_device_epochs_kernel<><<<1, 128, 0, stream>>>(tables_, slot, device_epochs_.states(), device_epochs_.sketches());
+    check(cudaGetLastError(), "begin_device_epochs_kernel");
+    if (device_epochs_.sketches_rows()) check(cudaMemsetAsync(device_epochs_.rows_of(slot), 0, device_epochs_.sketch_bytes(), stream), "sketches");
     epochs_.begin_bases(slot, stream);
   }
   /// @brief What is known of a sequence's epochs; where they begin when values say so, read from the device, which is waited for.
   HostEpochs epochs_of(int slot, cudaStream_t stream) const {
     HostEpochs known = sequence(slot).epochs;
-    if (!rolls_.rolls()) return known;
-    RollState state;
+    if (!device_epochs_.used()) return known;
+    DeviceEpochState state;
     DeviceLengths lengths;
     std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.num_heads * tables_.max_segments));
     if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const auto read = [&](void* target, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs"); };
-    read(&state, rolls_.states() + slot, sizeof state);
+    read(&state, device_epochs_.states() + slot, sizeof state);
     read(&lengths, tables_.lengths + slot, sizeof lengths);
     read(segments.data(), tables_.segments + static_cast<std::size_t>(slot) * segments.size(), segments.size() * sizeof(DeviceSegment));
     check(cudaStreamSynchronize(stream), "epochs");
@@ -340,7 +340,7 @@ class LayerState {
   /// @brief Tiles of a head that so many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + masses_[0].bytes() + masses_[1].bytes() + tail_masses_.bytes() + epochs_.reserved_bytes() + rolls_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + accumulated_scores_[0].bytes() + accumulated_scores_[1].bytes() + tail_scores_.bytes() + epochs_.reserved_bytes() + device_epochs_.bytes() + workspace_.bytes(); }
 
  private:
   /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
@@ -385,10 +385,10 @@ class LayerState {
   LayerMetrics metrics_;
   EpochStore epochs_;
   DeviceArray<DeviceSegment> segments_;
-  RollStore rolls_;
+  DeviceEpochStore device_epochs_;
   DeviceArray<std::int32_t> positions_[2];
   ResidualStore residuals_;
-  DeviceArray<float> masses_[2], tail_masses_;
+  DeviceArray<float> accumulated_scores_[2], tail_scores_;
   std::vector<HostSequence> sequences_;
   Workspace workspace_;
   PageEdits edits_;

@@ -61,13 +61,13 @@ class OpenPrompt {
 
   /// @brief Makes room for `rows` more rows, and `queries` more queries, of which the last `window` are kept. May allocate, which waits; what waits here is as before whether it can or not.
   /// @param most  rows of a chunk  @param weighs  log-sum-exp are kept
-  void reserve(const CacheShape& shape, std::int64_t rows, std::int64_t queries, std::int64_t window, std::int64_t most, bool weighs, cudaStream_t stream) {
+  void reserve(const CacheShape& shape, std::int64_t rows, std::int64_t queries, std::int64_t window, std::int64_t most, bool has_scores, cudaStream_t stream) {
     const std::size_t row = static_cast<std::size_t>(shape.num_kv_heads * shape.head_dim), query = static_cast<std::size_t>(shape.num_qo_heads * shape.head_dim), heads = static_cast<std::size_t>(shape.num_qo_heads);
     grow(keys_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
     grow(values_, static_cast<std::size_t>(rows_) * row, (std::min)(rows_ + rows, most), most, row, stream);
     grow(queries_, static_cast<std::size_t>(num_queries_) * query, (std::min)(num_queries_ + queries, window), window, query, stream);
     if (window < most && num_queries_ + queries > window) grow(older_queries_, 0, window, window, query, stream);  // else a chunk has no more
-    if (weighs) grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most, heads, stream);
+    if (has_scores) grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most, heads, stream);
   }
   /// @brief Adds rows, for which there is room.
   void add_rows(const LayerEdit& tables, const KeyView& key, const ValueView& value, float limit, cudaStream_t stream) {

@@ -123,7 +123,7 @@ struct PartMaps {
 /// @brief Maps of one KV head.
 struct HeadMaps {
   PartMaps key, value;
-  LiftMap lift;  ///< of keys that are turned when they are read; else empty
+  KeyUpMap key_up;  ///< of keys that are turned when they are read; else empty
   __host__ __device__ const PartMaps& of(Part part) const { return part == Part::key ? key : value; }
 };
 
@@ -230,7 +230,7 @@ class LayerMaps {
       maps.gains = tiles[part].gains;
       std::copy_n(tiles[part].reference, 2, maps.reference);
     }
-    if (rotary.turns()) make_lifts(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);
+    if (rotary.pre_rope()) make_key_ups(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);
   }
 
   /// @brief The descriptors, on the host; what they point to is on the device.
@@ -238,7 +238,7 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + lifts_.bytes() + lift_means_.bytes() + lift_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + key_ups_.bytes() + key_up_means_.bytes() + key_up_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
@@ -249,7 +249,7 @@ class LayerMaps {
     if (head.output_up.empty()) return column(head.value_down);
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
-  void make_lifts(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
+  void make_key_ups(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<uint4> operands;
     std::vector<uint2> means;
     std::vector<float2> factors;
@@ -262,40 +262,40 @@ class LayerMaps {
       const auto element = [&](int coefficient, int place) { return round_to(type, decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim)); };
       const bool shared = moves && (!layouts[head].codes || keys.by_basis);  // else epochs have scales of their own
       const float longest = shared ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
-      HostLift lift;
+      HostKeyUp key_up;
       if (layouts[head].codes) {
-        lift = lift_codes(keys.widths, head_dim, mean, 127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest, [&](int code, int place) {
+        key_up = up_project_codes(keys.widths, head_dim, mean, 127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest, [&](int code, int place) {
           const TileChannel& at = keys.channels[static_cast<std::size_t>(code)];
           const std::vector<float>& steps = scales[2 * head];
           return at.source < 0 ? 0.0F : element(at.source, place) * (steps.empty() ? 1.0F : steps[static_cast<std::size_t>(at.source)]) * static_cast<float>(1U << at.shift);
         });
       } else {
-        lift = lift_plain(coded_type, layouts[head].key_units, head_dim, mean, longest,
+        key_up = up_project_plain(coded_type, layouts[head].key_units, head_dim, mean, longest,
                           [&](int coefficient, int place) { return coefficient < own.key_rank ? element(coefficient, place) : 0.0F; });
       }
       first.push_back(operands.size());
-      operands.insert(operands.end(), lift.operands.begin(), lift.operands.end());
-      means.insert(means.end(), lift.means.begin(), lift.means.end());
-      factors.push_back({lift.scale, lift.factor});
-      heads_[head].lift.units = lift_units(layouts[head].codes, layouts[head].key_units);
+      operands.insert(operands.end(), key_up.operands.begin(), key_up.operands.end());
+      means.insert(means.end(), key_up.means.begin(), key_up.means.end());
+      factors.push_back({key_up.scale, key_up.factor});
+      heads_[head].key_up.units = key_up_units(layouts[head].codes, layouts[head].key_units);
     }
-    lifts_ = DeviceArray<uint4>(operands);
-    lift_means_ = DeviceArray<uint2>(means);
-    lift_scales_ = DeviceArray<float2>(factors);
+    key_ups_ = DeviceArray<uint4>(operands);
+    key_up_means_ = DeviceArray<uint2>(means);
+    key_up_scales_ = DeviceArray<float2>(factors);
     for (std::size_t head = 0; head < heads_.size(); ++head) {
-      LiftMap& lift = heads_[head].lift;
-      lift.operands = lifts_.data() + first[head];
-      lift.scales = lift_scales_.data() + head;
-      lift.means = lift_means_.data() + head * static_cast<std::size_t>(head_dim / 4);
+      KeyUpMap& key_up = heads_[head].key_up;
+      key_up.operands = key_ups_.data() + first[head];
+      key_up.scales = key_up_scales_.data() + head;
+      key_up.means = key_up_means_.data() + head * static_cast<std::size_t>(head_dim / 4);
     }
   }
 
   DeviceArray<std::uint8_t> bytes_;
   DeviceArray<TileChannel> channels_;
   DeviceArray<float> reader_scales_;
-  DeviceArray<uint4> lifts_;
-  DeviceArray<uint2> lift_means_;
-  DeviceArray<float2> lift_scales_;
+  DeviceArray<uint4> key_ups_;
+  DeviceArray<uint2> key_up_means_;
+  DeviceArray<float2> key_up_scales_;
   std::vector<HeadMaps> heads_;
   std::uint64_t checksum_ = 0;
 };

@@ -26,9 +26,9 @@ namespace cuda {
 template <class Quantizer>
 LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, bool moves, int joint_heads, const MostRows& most) {
   using Codec = Impl<Quantizer, Cuda>;
-  const bool turns = config.rope.keys == Rope::pre;
+  const bool pre_rope = config.rope.keys == Rope::pre;
   LayerTiles tiles;
-  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim), turns);
+  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim), pre_rope);
   tiles.listed = config.full_row_bits == 8 ? scaled_tiles(tiles.full) : tiles.full;
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
@@ -64,7 +64,7 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
         tiles.coded_type = Codec::type(quantizer);
         tiles.parts.resize(tiles.parts.size() + 2);
         tiles.steps.resize(tiles.steps.size() + 2);
-        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units, turns)) : plain_tiles(head.key_rank, head.value_rank, most_units, turns));
+        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units, pre_rope)) : plain_tiles(head.key_rank, head.value_rank, most_units, pre_rope));
       }
     }
     for (std::size_t head = 0; joins && head < basis.heads.size(); head += static_cast<std::size_t>(joint_heads)) {

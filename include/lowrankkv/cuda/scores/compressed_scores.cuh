@@ -2,7 +2,7 @@
 /// @file cuda/scores/compressed_scores.cuh  How much attention every compressed row gets from a step's queries: the counterpart of cuda/scores/attention_scores.cuh.
 ///
 /// Rows of several epochs meet the operands of their own.
-/// mass_t = sum over the columns (query token x head of the group) of exp(logit_t - lse), per KV head. Logits are those of the attention just computed, from the same operands, which still stand in
+/// score_t = sum over the columns (query token x head of the group) of exp(logit_t - lse), per KV head. Logits are those of the attention just computed, from the same operands, which still stand in
 /// the step's buffers. A warp has 64 rows and meets four columns after the other; every sum has one owner and one order.
 /// Floor: the keys' bytes once.
 #pragma once
@@ -17,15 +17,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kCompressedMassRows = 64 * kStoreThreads / 32;  ///< rows of a block: 64 a warp
+inline constexpr int kCompressedScoreRows = 64 * kStoreThreads / 32;  ///< rows of a block: 64 a warp
 
-/// @brief Masses of the compressed rows: of a step written to `target`, by position; without one, added to those of the list. Grid: pieces of kCompressedMassRows rows x heads x sequences.
+/// @brief Masses of the compressed rows: of a step written to `target`, by position; without one, added to those of the list. Grid: pieces of kCompressedScoreRows rows x heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`
 template <int scale_groups, DType type>
-__global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(LayerEdit tables, AttentionStep step, Batch batch, MassQueries queries, DeviceMasses target, int first_sequence) {
+__global__ void __launch_bounds__(kStoreThreads) compressed_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch, WeightQueries queries, DeviceScores target, int first_sequence) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int count = tables.num_rows(RowList::compressed, slot, head), first = static_cast<int>(blockIdx.x) * kCompressedMassRows + warp * kCodeRows;
+  const int count = tables.num_rows(RowList::compressed, slot, head), first = static_cast<int>(blockIdx.x) * kCompressedScoreRows + warp * kCodeRows;
   if (first >= count) return;
   const HeadTiles& layout = tables.compressed[head];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(LayerEdi
       const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, index) + static_cast<std::size_t>(block);
       const uint2* query = step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32 + lane;
       const ColumnScale scale = step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(t)];
-      const float lse = detail::mass_column(queries, static_cast<int>(blockIdx.z), head, block * kBlockColumns + t).lse;
+      const float lse = detail::weight_column(queries, static_cast<int>(blockIdx.z), head, block * kBlockColumns + t).lse;
       float logits[4][2];
       if constexpr (scale_groups > 0) {
         const std::uint8_t* at = tile + layout.key_offset;
@@ -88,17 +88,17 @@ __global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(LayerEdi
   }
   #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float& mass = own[i / 2][i % 2];
-    mass += __shfl_xor_sync(~0U, mass, 1);
-    mass += __shfl_xor_sync(~0U, mass, 2);
+    float& accumulated = own[i / 2][i % 2];
+    accumulated += __shfl_xor_sync(~0U, accumulated, 1);
+    accumulated += __shfl_xor_sync(~0U, accumulated, 2);
     const int row = first + 16 * (i / 2) + 8 * (i % 2) + g;
     if (t != 0 || row >= count) continue;
     if (target.data == nullptr) {
-      tables.row_masses(RowList::compressed, slot, head)[row] += mass;
+      tables.row_scores(RowList::compressed, slot, head)[row] += accumulated;
       continue;
     }
     const std::int32_t position = detail::position_of(tables, RowList::compressed, slot, head, tables.rows[tables.index(slot, head)], row);
-    if (position < target.positions) target.row(sequence, tables.num_heads, head)[position] = mass;
+    if (position < target.positions) target.row(sequence, tables.num_heads, head)[position] = accumulated;
   }
 }
 
@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(kStoreThreads) compressed_mass_kernel(LayerEdi
 /// @param target  a step's masses; without data: added to those of the list  @param most_rows  of a list of the batch
 /// @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void enqueue_compressed_masses(const LayerState& layer, const AttentionStep& step, const Batch& batch, const MassQueries& queries, const DeviceMasses& target, int first_sequence, std::int64_t most_rows,
+void enqueue_compressed_scores(const LayerState& layer, const AttentionStep& step, const Batch& batch, const WeightQueries& queries, const DeviceScores& target, int first_sequence, std::int64_t most_rows,
                                cudaStream_t stream) {
   if (most_rows == 0) return;
-  const dim3 grid(static_cast<unsigned>((most_rows + kCompressedMassRows - 1) / kCompressedMassRows), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-  const auto launch = [&](auto* kernel) { detail::launch_kernel(kernel, grid, kStoreThreads, 0, "compressed_mass_kernel", stream, layer.tables(), step, batch, queries, target, first_sequence); };
-  if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(compressed_mass_kernel<scale_groups, DType::f16>);
-  else if constexpr (scale_groups == 0) launch(compressed_mass_kernel<0, DType::bf16>);
+  const dim3 grid(static_cast<unsigned>((most_rows + kCompressedScoreRows - 1) / kCompressedScoreRows), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
+  const auto launch = [&](auto* kernel) { detail::launch_kernel(kernel, grid, kStoreThreads, 0, "compressed_scores_kernel", stream, layer.tables(), step, batch, queries, target, first_sequence); };
+  if (scale_groups > 0 || layer.tiles().coded_type == DType::f16) launch(compressed_scores_kernel<scale_groups, DType::f16>);
+  else if constexpr (scale_groups == 0) launch(compressed_scores_kernel<0, DType::bf16>);
 }
 
 }  // namespace cuda

@@ -15,13 +15,13 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Bytes of the turned keys of a prompt of so many tiles a head.
-inline std::size_t turned_bytes(const LayerView& tables, std::int32_t tiles) {
+inline std::size_t rotated_bytes(const LayerView& tables, std::int32_t tiles) {
   return static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tiles) * static_cast<std::size_t>(tables.full.value_offset);
 }
 
 /// @brief Keys of a packed prompt, turned, as tiles of keys alone: [heads, tiles]. Row i is of token first_token + i of its sequence. Rows are zeros behind the last of a packed prompt, and stay so. Grid: 64-row pieces x heads.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) turn_rows_kernel(LayerView tables, RowSource source, int slot, int first_token, std::uint8_t* target) {
+__global__ void __launch_bounds__(kStoreThreads) rotate_rows_kernel(LayerView tables, RowSource source, int slot, int first_token, std::uint8_t* target) {
   const HeadTiles& layout = tables.full;
   const Rotary& rotary = tables.rotary;
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, first = static_cast<int>(blockIdx.x) * kStoreRows, rows = min(kStoreRows, source.tiles * layout.rows - first);
@@ -58,11 +58,11 @@ __global__ void __launch_bounds__(kStoreThreads) turn_rows_kernel(LayerView tabl
   }
 }
 
-/// @brief Enqueues the turned keys of a packed prompt whose row 0 is of token first_token of its sequence. @param target  of turned_bytes()  @return where they are: a source of keys alone
+/// @brief Enqueues the turned keys of a packed prompt whose row 0 is of token first_token of its sequence. @param target  of rotated_bytes()  @return where they are: a source of keys alone
 template <class = void>
-RowSource enqueue_turned(const LayerView& tables, const RowSource& source, int slot, std::int32_t first_token, std::uint8_t* target, cudaStream_t stream) {
+RowSource enqueue_rotation(const LayerView& tables, const RowSource& source, int slot, std::int32_t first_token, std::uint8_t* target, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((source.tiles * tables.full.rows + kStoreRows - 1) / kStoreRows), static_cast<unsigned>(tables.num_heads));
-  detail::launch_kernel(turn_rows_kernel<>, grid, kStoreThreads, 0, "turn_rows_kernel", stream, tables, source, slot, first_token, target);
+  detail::launch_kernel(rotate_rows_kernel<>, grid, kStoreThreads, 0, "rotate_rows_kernel", stream, tables, source, slot, first_token, target);
   return {target, source.tiles, source.first, tables.full.value_offset};
 }
 

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
   __shared__ int still_wanted;
   const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(all.stride);
   const float* scores = all.scores + list;
-  const int2 among = all.among.meant(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]);
+  const int2 among = all.among.active(static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x), all.wanted[blockIdx.y]);
   struct {
     int first, end, wanted;
   } from{all.first[blockIdx.y], all.numbers ? all.first[blockIdx.y] + among.y - among.x : all.end[blockIdx.y], min(all.wanted[blockIdx.y], among.y - among.x)};
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kSelectThreads) top_rows_kernel(Candidates all
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float* scores, int stride, int count, RowOrder order, int num_rows, float* target) {
   const std::size_t head = blockIdx.x;
-  const int heads = static_cast<int>(gridDim.x), own_rows = order.meant(0, heads, static_cast<int>(head), num_rows).y;
+  const int heads = static_cast<int>(gridDim.x), own_rows = order.active(0, heads, static_cast<int>(head), num_rows).y;
   const std::int32_t* rows = order.of(0, heads, static_cast<int>(head));
   float* own = target + head * static_cast<std::size_t>(stride);
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kSelectThreads) own[row] = -1.0F;
@@ -185,22 +185,22 @@ __global__ void __launch_bounds__(kSelectThreads) mask_scores_kernel(const float
 
 /// @brief Copies the scores of the rows of an order that are meant to the front of `target` [sequences, heads, stride]. Grid: heads x sequences. @param leaving  whose candidates they are, if heads have the same number
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, RowOrder order, Leaving leaving, float* target) {
+__global__ void __launch_bounds__(kSelectThreads) gather_scores_kernel(const float* scores, int stride, RowOrder order, FlushBatch flushed, float* target) {
   const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y);
-  const int2 meant = order.meant(sequence, heads, head, leaving.candidates(sequence));
-  const std::int32_t* rows = order.of(sequence, heads, head) + meant.x;
+  const int2 active = order.active(sequence, heads, head, flushed.candidates(sequence));
+  const std::int32_t* rows = order.of(sequence, heads, head) + active.x;
   const std::size_t own = static_cast<std::size_t>(sequence * heads + head) * static_cast<std::size_t>(stride);
-  for (int i = static_cast<int>(threadIdx.x); i < meant.y - meant.x; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[i])];
+  for (int i = static_cast<int>(threadIdx.x); i < active.y - active.x; i += kSelectThreads) target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[i])];
 }
 
 /// @brief Numbers of rows of an order become those rows: as many as the full list gets in chosen [sequences, heads, stride], behind the pinned ones then, and the others of those that are meant in rest. Grid: heads x sequences.
 /// @param leaving  says how many, and of how many, if heads have the same number  @param counts  [2, sequences, heads], where they have not: how many are chosen, of which none is pinned; then how many stand in chosen, and in rest
 template <class = void>
-__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder order, Leaving leaving, std::int32_t* counts, std::int32_t* chosen, std::int32_t* rest, int stride) {
-  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), list = sequence * heads + head, pinned = leaving.pinned[sequence];
-  const int2 meant = order.meant(sequence, heads, head, leaving.candidates(sequence));
-  const std::int32_t* named = order.of(sequence, heads, head) + meant.x;
-  const int count = meant.y - meant.x, wanted = counts != nullptr ? counts[list] : leaving.full[sequence] - pinned;
+__global__ void __launch_bounds__(kSelectThreads) name_rows_kernel(RowOrder order, FlushBatch flushed, std::int32_t* counts, std::int32_t* chosen, std::int32_t* rest, int stride) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), list = sequence * heads + head, pinned = flushed.pinned[sequence];
+  const int2 active = order.active(sequence, heads, head, flushed.candidates(sequence));
+  const std::int32_t* named = order.of(sequence, heads, head) + active.x;
+  const int count = active.y - active.x, wanted = counts != nullptr ? counts[list] : flushed.full[sequence] - pinned;
   std::int32_t *own = chosen + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride), *others = rest + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride);
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];

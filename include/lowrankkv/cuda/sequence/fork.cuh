@@ -31,25 +31,25 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
     copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
     copy(tables.residuals[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
-    copy(tables.masses[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
+    copy(tables.accumulated_scores[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
   }
   copy(tables.largest_values, heads);
-  copy(tables.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
+  copy(tables.tail_scores, heads * static_cast<std::size_t>(tables.ring_rows()));
   copy(tables.lengths, 1);  // where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());
   layer.rotary().write_shifts(target, to.shifts, stream);
   layer.epochs().fork(to.epochs, source, target, stream);
-  if (const RollStore& rolls = layer.rolls(); rolls.rolls()) {
+  if (const DeviceEpochStore& device_epochs = layer.device_epochs(); device_epochs.used()) {
     const auto clone = [&](void* into, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork"); };
     const EpochStore& epochs = layer.epochs();
     clone(epochs.all_own(target), epochs.all_own(source), epochs.all_own_size());
     clone(epochs.bases_of(target), epochs.bases_of(source), epochs.bases_size());
-    clone(rolls.rows_of(target), rolls.rows_of(source), rolls.sketch_bytes());
-    clone(rolls.states_of(target), rolls.states_of(source), rolls.state_bytes());
-    fork_rolls_kernel<><<<1, 128, 0, stream>>>(tables, source, target, rolls.limits(), rolls.states());
-    check(cudaGetLastError(), "fork_rolls_kernel");
+    clone(device_epochs.rows_of(target), device_epochs.rows_of(source), device_epochs.sketch_bytes());
+    clone(device_epochs.states_of(target), device_epochs.states_of(source), device_epochs.state_bytes());
+    fork_device_epochs_kernel<><<<1, 128, 0, stream>>>(tables, source, target, device_epochs.limits(), device_epochs.states());
+    check(cudaGetLastError(), "fork_device_epochs_kernel");
   }
-  layer.write_lengths(target, to.epochs.segments, layer.rolls().rolls(), stream);
+  layer.write_lengths(target, to.epochs.segments, layer.device_epochs().used(), stream);
 }
 
 }  // namespace cuda

@@ -50,9 +50,9 @@ struct RemovedRows {
   }
 };
 
-/// @brief Closes up, as close_up() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
+/// @brief Closes up, as stable_compact() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
+__global__ void __launch_bounds__(kMoveThreads) compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
   const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
   const auto close = [&](auto* numbers, auto less) {
     for (int first = end; first < rows; first += kMoveThreads) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMoveThreads) close_numbers_kernel(LayerEdit t
 
 /// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid: heads; a thread has the same channels of all rows.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
+__global__ void __launch_bounds__(kStoreThreads) compact_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
   const int head = static_cast<int>(blockIdx.x), dim = tables.head_dim, ring = tables.ring_rows();
   const DeviceLengths lengths = tables.lengths[slot];
   for (int row = end; row < lengths.tail_length; ++row) {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kStoreThreads) close_tail_kernel(LayerEdit tab
       const Part part = item < dim ? Part::key : Part::value;
       *reinterpret_cast<std::uint16_t*>(target + tables.full.plain_byte(part, to % tables.full.rows, item % dim)) = *reinterpret_cast<const std::uint16_t*>(source + tables.full.plain_byte(part, from % tables.full.rows, item % dim));
     }
-    if (tables.tail_masses != nullptr && threadIdx.x == 0) tables.tail_row_masses(slot, head)[to] = tables.tail_row_masses(slot, head)[from];
+    if (tables.tail_scores != nullptr && threadIdx.x == 0) tables.tail_row_scores(slot, head)[to] = tables.tail_row_scores(slot, head)[from];
   }
 }
 
@@ -89,7 +89,7 @@ __host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int3
 
 /// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a list.
 template <class = void>
-__global__ void cut_rolls_kernel(LayerEdit tables, int slot, ListCuts cuts) {
+__global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cuts) {
   const int index = static_cast<int>(threadIdx.x);
   for (int i = 0; index < cuts.count && i < tables.lengths[slot].num_segments; ++i) {
     std::int32_t& first = tables.segments_of(slot, cuts.first + index)[i].first_row;
@@ -118,8 +118,8 @@ void for_each_cut(const LayerState& layer, const HostSequence& now, const Remove
 inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (!layer.is_weighed(list)) for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { reserve_close_up(layer, list, cuts); });
-    if (const std::int64_t first = rows.first_moved(now, list, layer.is_weighed(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
+    if (!layer.is_scored(list)) for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { reserve_stable_compact(layer, list, cuts); });
+    if (const std::int64_t first = rows.first_moved(now, list, layer.is_scored(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
   }
 }
 
@@ -127,11 +127,11 @@ inline void demand_removal(const LayerState& layer, int slot, const RemovedRows&
 /// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
 inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
   using ::lowrankkv::detail::fail;
-  const bool turns = layer.tables().rotary.turns();
-  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
+  const bool pre_rope = layer.tables().rotary.pre_rope();
+  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
   PositionShifts left = now.shifts;
   left.remove(first, count);
-  if (turns && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
+  if (pre_rope && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
 }
 
 /// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens
@@ -140,34 +140,34 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
   HostSequence& now = layer.sequence(slot);
   const LayerEdit& tables = layer.tables();
   if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
-    close_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
-    check(cudaGetLastError(), "close_tail_kernel");
+    compact_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
+    check(cudaGetLastError(), "compact_tail_kernel");
   }
-  if (tables.tail_masses != nullptr && first < now.first_tail()) {
+  if (tables.tail_scores != nullptr && first < now.first_tail()) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_weighed(list) && rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
+      if (layer.is_scored(list) && rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
     }
-    keep_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
+    retain_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
   }
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_weighed(list)) continue;
+    if (layer.is_scored(list)) continue;
     if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
-      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { close_up(layer, slot, list, cuts, stream); });
+      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { stable_compact(layer, slot, list, cuts, stream); });
     }
     if ((tables.positions[static_cast<int>(list)] == nullptr && tables.residuals[static_cast<int>(list)] == nullptr) || count == 0) continue;
     for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
-      close_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
-      check(cudaGetLastError(), "close_numbers_kernel");
+      compact_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
+      check(cudaGetLastError(), "compact_numbers_kernel");
     });
   }
   for (HostSegment& segment : now.epochs.segments) {
     for (std::size_t head = 0; head < segment.first_rows.size(); ++head) segment.first_rows[head] = row_after(segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
   }
-  if (layer.rolls().rolls() && !layer.is_weighed(RowList::compressed)) {
+  if (layer.device_epochs().used() && !layer.is_scored(RowList::compressed)) {
     for_each_cut(layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
-      cut_rolls_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
-      check(cudaGetLastError(), "cut_rolls_kernel");
+      cut_device_epochs_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
+      check(cudaGetLastError(), "cut_device_epochs_kernel");
     });
   }
   now.set_rows(rows.left(now));
@@ -175,7 +175,7 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
   now.num_tokens -= count;
   now.shifts.remove(first, count);
   layer.rotary().write_shifts(slot, now.shifts, stream);
-  layer.settle(slot, stream);
+  layer.release_and_upload(slot, stream);
 }
 
 }  // namespace cuda

@@ -25,7 +25,7 @@ struct SavedCounts {
 
 /// @brief Where the parts of the block begin.
 struct SavedBlock {
-  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {}, largest_values = 0, masses[2] = {}, tail_masses = 0, sketches = 0, sketch_states = 0, size = 0;
+  std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {}, largest_values = 0, accumulated_scores[2] = {}, tail_scores = 0, sketches = 0, sketch_states = 0, size = 0;
 };
 
 /// @brief Copies the tiles of lists from `first` on, which have `rows` rows each, between pages and a block, where they lie list after list. Grid: tiles x lists.
@@ -71,10 +71,10 @@ inline SavedBlock block_of(const LayerState& layer, const SequenceRows& all, con
     block.residuals[list] = part(layer.tables().residuals[list] == nullptr ? 0 : heads * rows * sizeof(std::uint32_t));
   }
   block.largest_values = part(layer.tables().largest_values == nullptr ? 0 : heads * sizeof(float));
-  for (const RowList list : {RowList::full, RowList::compressed}) block.masses[static_cast<int>(list)] = part(layer.is_weighed(list) ? heads * static_cast<std::size_t>(all.num_rows(list)) * sizeof(float) : 0);
-  block.tail_masses = part(layer.tables().tail_masses != nullptr ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
-  block.sketches = part(layer.rolls().rolls() ? layer.rolls().sketch_bytes() : 0);
-  block.sketch_states = part(layer.rolls().rolls() ? layer.rolls().state_bytes() : 0);
+  for (const RowList list : {RowList::full, RowList::compressed}) block.accumulated_scores[static_cast<int>(list)] = part(layer.is_scored(list) ? heads * static_cast<std::size_t>(all.num_rows(list)) * sizeof(float) : 0);
+  block.tail_scores = part(layer.tables().tail_scores != nullptr ? heads * static_cast<std::size_t>(layer.tables().ring_rows()) * sizeof(float) : 0);
+  block.sketches = part(layer.device_epochs().used() ? layer.device_epochs().sketch_bytes() : 0);
+  block.sketch_states = part(layer.device_epochs().used() ? layer.device_epochs().state_bytes() : 0);
   return block;
 }
 
@@ -118,18 +118,18 @@ void move_block(const LayerState& layer, int slot, const SequenceRows& all, cons
     };
     copy_listed(tables.positions[which], block.positions[which]);
     copy_listed(tables.residuals[which], block.residuals[which]);
-    copy_listed(tables.masses[which], block.masses[which]);
+    copy_listed(tables.accumulated_scores[which], block.accumulated_scores[which]);
   }
   if (tables.largest_values != nullptr) copy(tables.largest_values + slot * tables.num_heads, block.largest_values, static_cast<std::size_t>(tables.num_heads) * sizeof(float));
-  if (tables.tail_masses != nullptr) {
+  if (tables.tail_scores != nullptr) {
     const std::size_t ring = static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tables.ring_rows());
-    copy(tables.tail_masses + static_cast<std::size_t>(slot) * ring, block.tail_masses, ring * sizeof(float));
+    copy(tables.tail_scores + static_cast<std::size_t>(slot) * ring, block.tail_scores, ring * sizeof(float));
   }
   copy(tables.tails + static_cast<std::size_t>(slot) * layer.tail_bytes(), block.tail, layer.tail_bytes());
   if (counts.moved != 0) copy(layer.epochs().bases_of(slot), block.bases, layer.epochs().bases_size());
-  if (!layer.rolls().rolls()) return;
-  copy(layer.rolls().rows_of(slot), block.sketches, layer.rolls().sketch_bytes());
-  copy(layer.rolls().states_of(slot), block.sketch_states, layer.rolls().state_bytes());
+  if (!layer.device_epochs().used()) return;
+  copy(layer.device_epochs().rows_of(slot), block.sketches, layer.device_epochs().sketch_bytes());
+  copy(layer.device_epochs().states_of(slot), block.sketch_states, layer.device_epochs().state_bytes());
 }
 
 }  // namespace detail

@@ -43,8 +43,8 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("head_dim", tables.head_dim);
   add("full_type", tables.full_type);
   add("full_row_bits", layer.config().full_row_bits);
-  add("unrotated keys", tables.rotary.turns());
-  if (tables.rotary.turns()) {
+  add("unrotated keys", tables.rotary.pre_rope());
+  if (tables.rotary.pre_rope()) {
     add("rope pairing", layer.config().rope.pairing);
     const std::vector<double> frequencies = rope_frequencies(layer.config().rope, tables.head_dim);
     add("rope frequencies", checksum(std::as_bytes(std::span(frequencies))));
@@ -52,7 +52,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
-  add("masses of rows", tables.tail_masses != nullptr);
+  add("accumulated_scores of rows", tables.tail_scores != nullptr);
   if (tables.largest_values != nullptr) add("keep_residuals", 1);
   add("segments", tables.max_segments);
   add("form of coefficients", layer.tiles().form);
@@ -189,11 +189,11 @@ inline void check_apart(const std::byte* full, const std::byte* compressed, int 
 }
 
 /// Raises unless masses are finite and not negative.
-inline void check_masses(const std::byte* data, std::size_t count) {
-  std::vector<float> masses(count);
-  if (count > 0) std::memcpy(masses.data(), data, count * sizeof(float));
+inline void check_scores(const std::byte* data, std::size_t count) {
+  std::vector<float> accumulated_scores(count);
+  if (count > 0) std::memcpy(accumulated_scores.data(), data, count * sizeof(float));
   for (std::size_t i = 0; i < count; ++i) {
-    if (!(masses[i] >= 0.0F && masses[i] <= max_finite(DType::f32))) ::lowrankkv::detail::fail<FormatError>("saved state: mass ", i, " is ", masses[i], ", finite and at least 0 expected");
+    if (!(accumulated_scores[i] >= 0.0F && accumulated_scores[i] <= max_finite(DType::f32))) ::lowrankkv::detail::fail<FormatError>("saved state: accumulated ", i, " is ", accumulated_scores[i], ", finite and at least 0 expected");
   }
 }
 
@@ -217,15 +217,15 @@ inline void check_largest(const std::byte* data, std::size_t heads) {
 /// Raises unless sketches are finite and hold as many rows as there is room for.
 inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block) {
   using ::lowrankkv::detail::fail;
-  const std::size_t states = layer.rolls().state_bytes() / sizeof(SketchState);
+  const std::size_t states = layer.device_epochs().state_bytes() / sizeof(SketchState);
   for (std::size_t i = 0; i < states; ++i) {
     SketchState state;
     std::memcpy(&state, data.data() + block.sketch_states + i * sizeof state, sizeof state);
     constexpr std::int64_t most_rows = std::int64_t{1} << 48;  // a chunk outlives the tokens that are cut off
-    const bool fits = state.held >= 0 && state.held <= layer.rolls().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
-    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.rolls().sketches().capacity, " of ", most_rows);
+    const bool fits = state.held >= 0 && state.held <= layer.device_epochs().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
+    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.device_epochs().sketches().capacity, " of ", most_rows);
   }
-  for (std::size_t offset = 0; offset < layer.rolls().sketch_bytes(); offset += sizeof(float)) {
+  for (std::size_t offset = 0; offset < layer.device_epochs().sketch_bytes(); offset += sizeof(float)) {
     float number;
     std::memcpy(&number, data.data() + block.sketches + offset, sizeof number);
     if (!(std::abs(number) <= max_finite(DType::f32))) fail<FormatError>("saved state: number ", offset / sizeof(float), " of the sketches is ", number, ", finite expected");
@@ -252,10 +252,10 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
     if (!::lowrankkv::detail::is_next_piece(piece, last_piece, counts.num_tokens)) {
       fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ", piece.divisor, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
     }
-    const bool turns = tables.rotary.turns();
-    const std::int64_t farthest = turns ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;
+    const bool pre_rope = tables.rotary.pre_rope();
+    const std::int64_t farthest = pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;
     if (piece.offset < -farthest || piece.offset > farthest) fail<CapacityError>("positions: moved by ", piece.offset, ", at most ", farthest, " expected");
-    if (turns && sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
+    if (pre_rope && sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
     sequence.shifts.append(piece);
     last_piece = piece.first;
   }
@@ -284,7 +284,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (!steps_fit) fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ", counts.decode_steps, " steps; 0 to ", most_steps);
   if (counts.unpublished != 0 && counts.moved == 0) fail<FormatError>("saved state: bases moved since they were published: ", counts.unpublished, ", moved at all: ", counts.moved);
   if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
-  if (layer.rolls().rolls()) {  // batches bound epochs from above, and bases are always a sequence's own
+  if (layer.device_epochs().used()) {  // batches bound epochs from above, and bases are always a sequence's own
     const std::int64_t segments = static_cast<std::int64_t>(sequence.segments.size());
     if (counts.moved == 0 || counts.decode_steps < segments) fail<FormatError>("saved state: bases of its own: ", counts.moved, ", ", segments, " segments of ", counts.decode_steps, " batches");
   }
@@ -298,20 +298,20 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.tail_masses != nullptr, tables.joint_heads);
+    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.tail_scores != nullptr, tables.joint_heads);
   }
   for (int list = 0; list < 2; ++list) {
     if (tables.residuals[list] != nullptr) detail::check_residuals(sequence.block.data() + block.residuals[list], 2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
   }
-  if (tables.weighs_both()) detail::check_apart(sequence.block.data() + block.positions[0], sequence.block.data() + block.positions[1], tables.num_heads, sequence);
+  if (tables.scores_both()) detail::check_apart(sequence.block.data() + block.positions[0], sequence.block.data() + block.positions[1], tables.num_heads, sequence);
   if (tables.largest_values != nullptr) detail::check_largest(sequence.block.data() + block.largest_values, heads);
-  if (tables.tail_masses != nullptr) {
+  if (tables.tail_scores != nullptr) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_weighed(list)) detail::check_masses(sequence.block.data() + block.masses[static_cast<int>(list)], heads * static_cast<std::size_t>(sequence.num_rows(list)));
+      if (layer.is_scored(list)) detail::check_scores(sequence.block.data() + block.accumulated_scores[static_cast<int>(list)], heads * static_cast<std::size_t>(sequence.num_rows(list)));
     }
-    detail::check_masses(sequence.block.data() + block.tail_masses, heads * static_cast<std::size_t>(tables.ring_rows()));
+    detail::check_scores(sequence.block.data() + block.tail_scores, heads * static_cast<std::size_t>(tables.ring_rows()));
   }
-  if (layer.rolls().rolls()) detail::check_sketches(layer, sequence.block, block);
+  if (layer.device_epochs().used()) detail::check_sketches(layer, sequence.block, block);
   layer.pool().allocator().require(layer.pages_of(sequence));
   return sequence;
 }
@@ -327,7 +327,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   layer.add_pages(slot, saved, stream);
   std::vector<std::int32_t> own{0};
   for (int i = 0; i < counts.own_epochs; ++i) {
-    own.push_back(layer.rolls().rolls() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
+    own.push_back(layer.device_epochs().used() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
     check(cudaMemcpyAsync(layer.epochs().own_epoch(own.back()), memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "load");
   }
   detail::move_block<false>(layer, slot, saved, counts, block, memory, stream);
@@ -340,8 +340,8 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0, counts.unpublished != 0};
   for (HostSegment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
   const std::vector<HostSegment> segments = now.epochs.segments;
-  if (layer.rolls().rolls()) {
-    RollState state;
+  if (layer.device_epochs().used()) {
+    DeviceEpochState state;
     state.current = now.epochs.current;
     state.rows_since_publication = counts.rows_since_publication;
     state.unpublished = now.epochs.unpublished ? 1 : 0;
@@ -349,7 +349,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
     use(counts.current_epoch);
     for (const HostSegment& segment : saved.segments) use(segment.epoch);
     for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
-    check(cudaMemcpyAsync(layer.rolls().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
+    check(cudaMemcpyAsync(layer.device_epochs().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
     check(cudaStreamSynchronize(stream), "load");
     now.epochs = {{}, 0, 0, counts.decode_steps, false, false};
   }

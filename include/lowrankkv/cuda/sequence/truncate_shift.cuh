@@ -25,14 +25,14 @@ TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t lengt
     now.shifts.truncate(length);
     layer.rotary().write_shifts(slot, now.shifts, stream);
   }
-  if (!exact && length > 0 && layer.tables().tail_masses != nullptr) {
-    own_weighed_pages(layer, slot, stream);
-    keep_rows(layer, slot, {static_cast<std::int32_t>(length), std::numeric_limits<std::int32_t>::max()}, stream);
+  if (!exact && length > 0 && layer.tables().tail_scores != nullptr) {
+    own_scored_pages(layer, slot, stream);
+    retain_rows(layer, slot, {static_cast<std::int32_t>(length), std::numeric_limits<std::int32_t>::max()}, stream);
   }
   now.tail_length = exact ? static_cast<std::int32_t>(length - first_tail) : 0;
   now.num_tokens = length;
   now.set_rows(std::move(kept));
-  layer.settle(slot, stream);
+  layer.release_and_upload(slot, stream);
   return exact ? TruncateResult::exact : TruncateResult::inexact;
 }
 
@@ -40,7 +40,7 @@ TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t lengt
 inline void demand_truncation(const LayerState& layer, int slot, std::int64_t length, PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_weighed(list) && length > 0 && length < now.first_tail()) layer.demand_writes(slot, list, 0, now.num_rows(list), demand);
+    if (layer.is_scored(list) && length > 0 && length < now.first_tail()) layer.demand_writes(slot, list, 0, now.num_rows(list), demand);
   }
 }
 
@@ -48,7 +48,7 @@ inline void demand_truncation(const LayerState& layer, int slot, std::int64_t le
 /// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError beyond farthest_shift() in all, CapacityError beyond kMaxShifts pieces
 inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t first, std::int64_t delta) {
   const HostSequence& now = layer.sequence(slot);
-  ::lowrankkv::detail::check_shift(now.shifts, layer.tables().rotary.turns(), now.num_tokens, first, delta, farthest_shift(layer.config().max_tokens));
+  ::lowrankkv::detail::check_shift(now.shifts, layer.tables().rotary.pre_rope(), now.num_tokens, first, delta, farthest_shift(layer.config().max_tokens));
   PositionShifts moved = now.shifts;
   moved.add(first, delta);
   if (moved.pieces().size() > kMaxShifts) ::lowrankkv::detail::fail<CapacityError>("shift_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
@@ -58,7 +58,7 @@ inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t fi
 /// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError for other divisors than 1 to 2^20 in all, CapacityError beyond kMaxShifts pieces
 inline PositionShifts divided(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, std::int64_t divisor) {
   const HostSequence& now = layer.sequence(slot);
-  ::lowrankkv::detail::check_division(now.shifts, layer.tables().rotary.turns(), now.num_tokens, first, count, divisor);
+  ::lowrankkv::detail::check_division(now.shifts, layer.tables().rotary.pre_rope(), now.num_tokens, first, count, divisor);
   PositionShifts moved = now.shifts;
   moved.divide(first, count, divisor);
   if (moved.pieces().size() > kMaxShifts) ::lowrankkv::detail::fail<CapacityError>("divide_positions: positions in ", moved.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");

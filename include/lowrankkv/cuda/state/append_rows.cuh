@@ -13,11 +13,11 @@ namespace cuda {
 /// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
 /// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than the host knows; else null
 template <class = void>
-__global__ void note_stored_kernel(LayerEdit tables, Leaving leaving, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
-  const int i = static_cast<int>(blockIdx.x), slot = leaving.slots[i], moved = leaving.rows[i];
+__global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
+  const int i = static_cast<int>(blockIdx.x), slot = flushed.slots[i], moved = flushed.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
-    lengths.tail_position = leaving.position[i] + moved;
+    lengths.tail_position = flushed.position[i] + moved;
     if (from_tail) {
       lengths.tail_first = (lengths.tail_first + moved) % tables.ring_rows();
       lengths.tail_length -= moved;
@@ -26,7 +26,7 @@ __global__ void note_stored_kernel(LayerEdit tables, Leaving leaving, bool from_
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
     const auto added = [&](RowList list, std::int32_t stored) {
-      return counts == nullptr ? leaving.added(list, tables.weighed, i, stored) : counts[((list == RowList::full ? 0 : leaving.count) + i) * tables.num_heads + head];
+      return counts == nullptr ? flushed.added(list, tables.scored, i, stored) : counts[((list == RowList::full ? 0 : flushed.count) + i) * tables.num_heads + head];
     };
     if (adds_full) rows.num_full += added(RowList::full, rows.num_full);
     if (adds_compressed) rows.num_compressed += added(RowList::compressed, rows.num_compressed);
@@ -60,8 +60,8 @@ __global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows valu
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
       *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
     }
-    if (tables.tail_masses == nullptr) continue;
-    for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.tail_row_masses(slot, head)[place] = 0.0F;
+    if (tables.tail_scores == nullptr) continue;
+    for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.tail_row_scores(slot, head)[place] = 0.0F;
   }
   __syncthreads();
   if (threadIdx.x == 0) {

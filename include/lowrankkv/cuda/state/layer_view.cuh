@@ -69,11 +69,11 @@ struct LayerTables {
   const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
   Pointer<std::int32_t> positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
-  Pointer<float> masses[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
+  Pointer<float> accumulated_scores[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
   Pointer<std::uint32_t> residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
   Pointer<float> largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
-  RowList weighed = RowList::full;             ///< the list of rows that masses choose; where errors choose among those, the full list is weighed too
-  Pointer<float> tail_masses = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
+  RowList scored = RowList::full;             ///< the list of rows that masses choose; where errors choose among those, the full list is weighed too
+  Pointer<float> tail_scores = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
   Pointer<DeviceSegment> segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
   Rotary rotary;                               ///< of keys that are stored before it; else empty
@@ -102,18 +102,18 @@ struct LayerTables {
     return residuals[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Whether rows of a list have masses.
-  __host__ __device__ bool weighs(RowList list) const { return masses[static_cast<int>(list)] != nullptr; }
+  __host__ __device__ bool has_scores(RowList list) const { return accumulated_scores[static_cast<int>(list)] != nullptr; }
   /// @brief Whether masses choose among the rows of both lists: which of them a row is in, errors have said.
-  __host__ __device__ bool weighs_both() const { return weighs(RowList::full) && weighs(RowList::compressed); }
+  __host__ __device__ bool scores_both() const { return has_scores(RowList::full) && has_scores(RowList::compressed); }
   /// @brief How many of these rows have masses.
-  __host__ __device__ std::int32_t weighed_rows(const HeadRows& own) const { return (weighs(RowList::full) ? own.num_full : 0) + (weighs(RowList::compressed) ? own.num_compressed : 0); }
+  __host__ __device__ std::int32_t scored_rows(const HeadRows& own) const { return (has_scores(RowList::full) ? own.num_full : 0) + (has_scores(RowList::compressed) ? own.num_compressed : 0); }
   /// @brief Masses of the rows of a list that is weighed.
-  __device__ Pointer<float> row_masses(RowList list, int slot, int head) const {
+  __device__ Pointer<float> row_scores(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
-    return masses[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+    return accumulated_scores[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Masses of the tail's rows, the same.
-  __device__ Pointer<float> tail_row_masses(int slot, int head) const { return tail_masses + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
+  __device__ Pointer<float> tail_row_scores(int slot, int head) const { return tail_scores + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
   /// @brief Segments of a compressed list of so many rows.
   __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
   /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated epoch.
@@ -163,7 +163,7 @@ struct LayerTables {
       view.max_pages[list] = max_pages[list];
       view.positions[list] = positions[list];
       view.max_rows[list] = max_rows[list];
-      view.masses[list] = masses[list];
+      view.accumulated_scores[list] = accumulated_scores[list];
       view.residuals[list] = residuals[list];
     }
     view.faults = faults;
@@ -182,8 +182,8 @@ struct LayerTables {
     view.maps = maps;
     view.metrics = metrics;
     view.largest_values = largest_values;
-    view.weighed = weighed;
-    view.tail_masses = tail_masses;
+    view.scored = scored;
+    view.tail_scores = tail_scores;
     view.segments = segments;
     view.max_segments = max_segments;
     view.rotary = rotary;
@@ -224,20 +224,20 @@ __device__ int position_of(const LayerTables<edits>& tables, RowList list, int s
 
 /// @brief The stored rows of a head that have masses: full ones, then compressed ones.
 template <bool edits>
-class WeighedRows {
+class ScoredRows {
  public:
-  __device__ WeighedRows(const LayerTables<edits>& tables, int slot, int head) : full_(0), count_(tables.weighed_rows(tables.rows[tables.index(slot, head)])) {
+  __device__ ScoredRows(const LayerTables<edits>& tables, int slot, int head) : full_(0), count_(tables.scored_rows(tables.rows[tables.index(slot, head)])) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (!tables.weighs(list)) continue;
-      masses_[static_cast<int>(list)] = tables.row_masses(list, slot, head);
+      if (!tables.has_scores(list)) continue;
+      accumulated_scores_[static_cast<int>(list)] = tables.row_scores(list, slot, head);
       positions_[static_cast<int>(list)] = tables.row_positions(list, slot, head);
     }
-    if (tables.weighs(RowList::full)) full_ = tables.num_rows(RowList::full, slot, head);
+    if (tables.has_scores(RowList::full)) full_ = tables.num_rows(RowList::full, slot, head);
   }
   __device__ int count() const { return count_; }
   /// @brief Those of them that are full.
   __device__ int full() const { return full_; }
-  __device__ std::conditional_t<edits, float&, float> mass(int row) const { return row < full_ ? masses_[0][row] : masses_[1][row - full_]; }
+  __device__ std::conditional_t<edits, float&, float> accumulated(int row) const { return row < full_ ? accumulated_scores_[0][row] : accumulated_scores_[1][row - full_]; }
   __device__ std::int32_t position(int row) const { return row < full_ ? positions_[0][row] : positions_[1][row - full_]; }
   /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's place. All threads of a block call it.
   __device__ int pinned_among(int pinned) const {
@@ -251,7 +251,7 @@ class WeighedRows {
 
  private:
   int full_, count_;
-  typename LayerTables<edits>::template Pointer<float> masses_[2] = {};
+  typename LayerTables<edits>::template Pointer<float> accumulated_scores_[2] = {};
   const std::int32_t* positions_[2] = {};
 };
 

@@ -12,7 +12,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Rows that leave the tails of some sequences, oldest first: so many to the list of full rows, so many to the compressed one, the others are dropped.
-struct Leaving {
+struct FlushBatch {
   std::int32_t count = 0;
   std::int32_t slots[kMaxBatch];
   std::int32_t rows[kMaxBatch];
@@ -25,9 +25,9 @@ struct Leaving {
   /// @brief Rows of a head that come to a list, or, where masses choose those, that they choose among.
   __host__ __device__ std::int32_t offered(RowList list, int sequence) const { return list == RowList::full ? full[sequence] : compressed[sequence]; }
   /// @brief By how many rows a list grows. @param weighed  the list whose rows masses choose  @param stored  rows that it has
-  __host__ __device__ std::int32_t added(RowList list, RowList weighed, int sequence, std::int32_t stored) const {
+  __host__ __device__ std::int32_t added(RowList list, RowList scored, int sequence, std::int32_t stored) const {
     const std::int32_t most = offered(list, sequence), room = limit[sequence] > stored ? limit[sequence] - stored : 0;
-    return limit[sequence] < 0 || list != weighed || most < room ? most : room;
+    return limit[sequence] < 0 || list != scored || most < room ? most : room;
   }
   /// @brief Rows of a sequence that could be compressed: not pinned, nor dropped by counts or scores.
   __host__ __device__ std::int32_t candidates(int sequence) const { return full[sequence] + compressed[sequence] - pinned[sequence]; }
@@ -63,7 +63,7 @@ struct RowOrder {
     return rows == nullptr ? nullptr : rows + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(stride);
   }
   /// @brief The rows [x, y) of a head's order that are meant. @param count  as the host says
-  __device__ int2 meant(int sequence, int heads, int head, int count) const {
+  __device__ int2 active(int sequence, int heads, int head, int count) const {
     if (ends == nullptr) return {0, count};
     const std::int32_t* own = ends + (sequence * heads + head) * parts + part;
     return {part == 0 ? 0 : own[-1], own[0]};
@@ -78,7 +78,7 @@ struct RowOrder {
 };
 
 /// @brief Tiles outside of pages, of rows that will take the places of stored ones (cuda/store/compaction/place_rows.cuh). They follow those that go to a list's end in its order.
-struct LooseTiles {
+struct StagingTiles {
   std::uint8_t* data = nullptr;          ///< [sequence of the batch, compressed list, piece of 64 rows]; null: rows go to their lists' ends
   const std::int32_t* counts = nullptr;  ///< [sequence of the batch, head]: rows
   std::int32_t pieces = 0;               ///< of a list

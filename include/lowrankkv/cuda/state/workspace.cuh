@@ -37,7 +37,7 @@ class Workspace {
   /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode steps; null: owned
   /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
   Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
-      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), turns_(config.rope.keys == Rope::pre), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
+      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), pre_rope_(config.rope.keys == Rope::pre), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
     decode_bytes_ = decode_bytes(config, tiles, max_segments, max_rows);
     if (tiles.joint_heads > 0) prompt_chunks_ = logit_chunks(heads_ / tiles.joint_heads, max_rows[1]);
     if (lent.data == nullptr) {
@@ -73,11 +73,11 @@ class Workspace {
     if (step.joint_heads > 0) {
       step.joint_splits = joint_splits(rows.num_compressed);
       step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, step.joint_heads));
-      if (turns_) set_logits(step, prompt_chunks_, rows.num_compressed);
+      if (pre_rope_) set_logits(step, prompt_chunks_, rows.num_compressed);
     } else {
       step.compressed_splits = coded_splits(rows.num_compressed);
     }
-    step.full_splits = full_splits_of(rows.num_full, turns_);
+    step.full_splits = full_splits_of(rows.num_full, pre_rope_);
     step.prompt = packed;
     step.prompt_tiles = packed_tiles;
     const std::size_t bytes = carve(step, 1, nullptr);
@@ -154,7 +154,7 @@ class Workspace {
   std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }
 
   int heads_ = 0, qo_heads_ = 0;
-  bool turns_ = false;  ///< keys are turned when they are read
+  bool pre_rope_ = false;  ///< keys are turned when they are read
   std::int32_t prompt_chunks_ = 0;  ///< of columns, in a launch over joint values of unrotated keys: the same whatever the rows, so that longer lists need no less
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;

@@ -22,14 +22,14 @@ inline std::size_t latent_error_bytes(int head_dim) { return static_cast<std::si
 /// @brief errors [sequence of the batch, head, stride], by row of the source: those of keys, in; in all heads of a group, those of all its keys and values, out. Grid: pieces x groups of heads x sequences.
 /// @tparam type  of full rows  @tparam scale_groups  of tiles of codes; 0: plain ones  @param coded_type  of plain coefficients
 template <DType type, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(LayerEdit tables, RowSource source, Leaving leaving, LatentPortion portion, bool relative, DType coded_type, float* errors, int stride) {
+__global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, LatentPortion portion, bool relative, DType coded_type, float* errors, int stride) {
   constexpr int kWarps = kStoreThreads / 32, kWarpRows = kStoreRows / kWarps, kMaxDimUnits = kMaxHeadDim / kPlainUnit, kItems = 2 * kMaxDimUnits / kWarps, kGroups = scale_groups == 2 ? 2 : 1;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ float gains[kGroups][kStoreRows], loss[kMaxDimUnits][kStoreRows], whole[kMaxDimUnits][kStoreRows];  // by unit of channels
-  const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = leaving.slots[index];
+  const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = flushed.slots[index];
   const int leader = group * tables.joint_heads, dim = tables.head_dim, units = dim / kPlainUnit, rows_stride = plain_stride(dim);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-  const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
+  const ListPiece range(tables, flushed, portion.order, portion.staging, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
   constexpr int values_stride = plain_stride(kErrorChannels);
   std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(shared_memory);
@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(kStoreThreads) latent_errors_kernel(LayerEdit 
 /// @brief Enqueues latent_errors_kernel for rows [first, first + count) of each sequence's source. @param leaving  of the rows that leave  @param most  of a sequence's that are wanted
 /// @param scratch  latent_floats() numbers  @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void add_latent_errors(const LayerState& layer, const Leaving& leaving, const ErrorRows& wanted, bool relative, const RowSource& source, std::int64_t most, float* scratch, float* errors, std::int64_t stride, cudaStream_t stream) {
-  Leaving all = leaving;  // as if all of them were compressed
-  for (int i = 0; i < leaving.count; ++i) {
+void add_latent_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted, bool relative, const RowSource& source, std::int64_t most, float* scratch, float* errors, std::int64_t stride, cudaStream_t stream) {
+  FlushBatch all = flushed;  // as if all of them were compressed
+  for (int i = 0; i < flushed.count; ++i) {
     all.full[i] = wanted.first[i];
     all.compressed[i] = wanted.count[i];
     all.limit[i] = -1;  // nor does it matter for how many there is room

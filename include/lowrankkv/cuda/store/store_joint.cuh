@@ -28,7 +28,7 @@ struct LatentPortion {
   std::int32_t stride = 0;          ///< numbers set aside for a row: rows of a group of lower rank stand closer
   float* latents = nullptr;         ///< [sequence of the portion, group, 64 pieces, stride]
   RowOrder order;                   ///< of the rows that are compressed
-  LooseTiles loose;                 ///< where they go, if not to the lists' ends
+  StagingTiles staging;                 ///< where they go, if not to the lists' ends
 
   /// @brief The coefficients of a piece of a group of the sequence of the portion that a block is of.
   __device__ float* of(int piece) const {
@@ -42,12 +42,12 @@ inline std::size_t latent_floats(int groups, int rank) { return static_cast<std:
 /// @brief Coefficients, in steps, of the values of a group's heads. Grid: (groups of kLatentChannels channels x pieces) x groups of heads x sequences.
 /// @tparam type  of full rows
 template <DType type>
-__global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(LayerEdit tables, RowSource source, Leaving leaving, LatentPortion portion) {
+__global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, LatentPortion portion) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int piece = static_cast<int>(blockIdx.x) % portion.pieces, group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = leaving.slots[index];
+  const int piece = static_cast<int>(blockIdx.x) % portion.pieces, group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z), slot = flushed.slots[index];
   const int leader = group * tables.joint_heads, dim = tables.head_dim, units = dim / kPlainUnit, stride = plain_stride(dim);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
+  const ListPiece range(tables, flushed, portion.order, portion.staging, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
   const std::int32_t* chosen = portion.order.of(index, tables.num_heads, leader);
   std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(shared_memory);
@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(kStoreThreads, 2) project_latents_kernel(Layer
 /// @brief Stores the coefficients of a portion. Pages are in place; lengths are those before. Grid: pieces x groups of heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @param type  of plain coefficients
 template <int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(LayerEdit tables, Leaving leaving, LatentPortion portion, DType type) {
+__global__ void __launch_bounds__(kStoreThreads) store_latents_kernel(LayerEdit tables, FlushBatch flushed, LatentPortion portion, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   const int piece = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y), index = portion.first_sequence + static_cast<int>(blockIdx.z);
   const int leader = group * tables.joint_heads, list = tables.num_heads + group, thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-  const ListPiece range(tables, leaving, portion.order, portion.loose, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
+  const ListPiece range(tables, flushed, portion.order, portion.staging, RowList::compressed, index, tables.num_heads + group, leader, portion.first_piece + piece);
   if (range.begin >= range.end) return;
   const HeadTiles& layout = tables.compressed[list];
   const PartMaps& maps = tables.maps[leader].value;
@@ -168,7 +168,7 @@ namespace detail {
 /// Enqueues the coefficients of the joint values of leaving rows, a portion at a time, and after each what becomes of them: then(portion, a grid of its pieces x groups of heads x sequences).
 /// @param most  of a sequence's rows  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
 template <class Function>
-void for_each_portion(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream, Function&& then) {
+void for_each_portion(const LayerState& layer, const FlushBatch& flushed, const RowSource& source, std::int64_t most, const RowOrder& order, const StagingTiles& staging, float* scratch, cudaStream_t stream, Function&& then) {
   const LayerEdit& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim, all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;  // one more, since lists go on inside a tile
   const int rank = layer.most_value_rank();
@@ -177,14 +177,14 @@ void for_each_portion(const LayerState& layer, const Leaving& leaving, const Row
   portion.stride = rank + 1;
   portion.latents = scratch;
   portion.order = order;
-  portion.loose = loose;
+  portion.staging = staging;
   const int at_once = kLatentPieces / portion.pieces;  // sequences
-  for (portion.first_sequence = 0; portion.first_sequence < leaving.count; portion.first_sequence += at_once) {
-    const unsigned sequences = static_cast<unsigned>((std::min)(at_once, leaving.count - portion.first_sequence));
+  for (portion.first_sequence = 0; portion.first_sequence < flushed.count; portion.first_sequence += at_once) {
+    const unsigned sequences = static_cast<unsigned>((std::min)(at_once, flushed.count - portion.first_sequence));
     for (portion.first_piece = 0; portion.first_piece < all_pieces; portion.first_piece += portion.pieces) {
       const dim3 products(static_cast<unsigned>((rank + kLatentChannels - 1) / kLatentChannels * portion.pieces), static_cast<unsigned>(groups), sequences);
       with_type(tables.full_type, [&](auto type) {
-        launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), "project_latents_kernel", stream, tables, source, leaving, portion);
+        launch_kernel(project_latents_kernel<type()>, products, kStoreThreads, static_cast<std::size_t>(2 * kStoreRows * plain_stride(dim)), "project_latents_kernel", stream, tables, source, flushed, portion);
       });
       then(portion, dim3(static_cast<unsigned>(portion.pieces), static_cast<unsigned>(groups), sequences));
     }
@@ -196,12 +196,12 @@ void for_each_portion(const LayerState& layer, const Leaving& leaving, const Row
 /// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are stored  @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
 /// @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void store_latents(const LayerState& layer, const Leaving& leaving, const RowSource& source, std::int64_t most, const RowOrder& order, const LooseTiles& loose, float* scratch, cudaStream_t stream) {
+void store_latents(const LayerState& layer, const FlushBatch& flushed, const RowSource& source, std::int64_t most, const RowOrder& order, const StagingTiles& staging, float* scratch, cudaStream_t stream) {
   int channels = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) channels = (std::max)(channels, tiles.keys ? 0 : tiles.channels(Part::value));
   const std::size_t bytes = scale_groups == 0 ? 0 : static_cast<std::size_t>(channels) * sizeof(detail::CodePlan);
-  detail::for_each_portion(layer, leaving, source, most, order, loose, scratch, stream, [&](const LatentPortion& portion, const dim3& pieces) {
-    detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, "store_latents_kernel", stream, layer.tables(), leaving, portion, layer.tiles().coded_type);
+  detail::for_each_portion(layer, flushed, source, most, order, staging, scratch, stream, [&](const LatentPortion& portion, const dim3& pieces) {
+    detail::launch_kernel(store_latents_kernel<scale_groups>, pieces, kStoreThreads, bytes, "store_latents_kernel", stream, layer.tables(), flushed, portion, layer.tiles().coded_type);
   });
 }
 

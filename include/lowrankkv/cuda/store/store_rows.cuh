@@ -159,23 +159,23 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 class ListPiece {
  public:
   /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are, the first of those that share them
-  __device__ ListPiece(const LayerEdit& tables, const Leaving& leaving, const RowOrder& order, const LooseTiles& loose, RowList list, int sequence, int index, int head, int piece)
-      : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, leaving.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
-    const bool full = list == RowList::full, apart = loose.data != nullptr;
-    const int stored = tables.num_rows(list, leaving.slots[sequence], head), first = apart ? 0 : stored, added = leaving.added(list, tables.weighed, sequence, stored);
-    const int2 meant = order.meant(sequence, tables.num_heads, head, added);
-    const int count = apart ? loose.counts[sequence * tables.num_heads + head] : meant.y - meant.x;
-    const int skipped = order.rows == nullptr ? (full ? 0 : leaving.full[sequence]) : apart ? added : meant.x;  // of the source, or of the order: they are stored elsewhere
+  __device__ ListPiece(const LayerEdit& tables, const FlushBatch& flushed, const RowOrder& order, const StagingTiles& staging, RowList list, int sequence, int index, int head, int piece)
+      : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, flushed.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
+    const bool full = list == RowList::full, apart = staging.data != nullptr;
+    const int stored = tables.num_rows(list, flushed.slots[sequence], head), first = apart ? 0 : stored, added = flushed.added(list, tables.scored, sequence, stored);
+    const int2 active = order.active(sequence, tables.num_heads, head, added);
+    const int count = apart ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
+    const int skipped = order.rows == nullptr ? (full ? 0 : flushed.full[sequence]) : apart ? added : active.x;  // of the source, or of the order: they are stored elsewhere
     tile_row = (first / kStoreRows + piece) * kStoreRows;
     begin = max(first - tile_row, 0);
     end = min(first + count - tile_row, kStoreRows);
     from = skipped + tile_row - first;
-    if (apart) loose_ = loose.of(tables, sequence, index);
+    if (apart) staging_ = staging.of(tables, sequence, index);
   }
   int tile_row, begin, end, from;
   /// @brief A tile of the list.
   __device__ std::uint8_t* tile(int tile) const {
-    if (loose_ != nullptr) return loose_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
+    if (staging_ != nullptr) return staging_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
     return pool_ + static_cast<std::size_t>(table_[tile / layout_.tiles_per_page]) * page_bytes_ + static_cast<std::size_t>(tile % layout_.tiles_per_page) * static_cast<std::size_t>(layout_.bytes);
   }
 
@@ -184,25 +184,25 @@ class ListPiece {
   const std::int32_t* table_;
   std::uint8_t* pool_;
   std::uint64_t page_bytes_;
-  std::uint8_t* loose_ = nullptr;
+  std::uint8_t* staging_ = nullptr;
 };
 
 /// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one, or in loose tiles. Pages are in place; lengths are
 /// those before. Grid: 64-row pieces of a list x KV heads x sequences.
 /// @tparam scale_groups  of tiles of codes
 template <StoreForm form, RowPath path, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(LayerEdit tables, RowSource source, Leaving leaving, RowOrder order, LooseTiles loose, DType type) {
+__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, RowOrder order, StagingTiles staging, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = leaving.slots[index], dim = tables.head_dim;
+  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = flushed.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
   const HeadTiles& layout = form == StoreForm::full ? tables.listed : tables.compressed[head];
-  const ListPiece piece(tables, leaving, order, loose, list, index, head, head, static_cast<int>(blockIdx.x));
+  const ListPiece piece(tables, flushed, order, staging, list, index, head, head, static_cast<int>(blockIdx.x));
   const int tile_row = piece.tile_row, begin = piece.begin, end = piece.end, from = piece.from;
   if (begin >= end) return;
   const SourceRows rows(tables, source, slot, head);
   const std::int32_t* chosen = order.of(index, static_cast<int>(gridDim.y), head);
-  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr && loose.data == nullptr) {
-    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = leaving.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr && staging.data == nullptr) {
+    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = flushed.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
   }
   if constexpr (form == StoreForm::codes) {
     const HeadMaps& maps = tables.current_maps(slot, head);

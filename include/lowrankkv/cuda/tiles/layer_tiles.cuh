@@ -56,11 +56,11 @@ struct LayerTiles {
 
 /// @brief Of which lists the positions of rows are kept, since they do not follow from counts; whether errors of rows are wanted, or the attention that they have received.
 struct ListedRows {
-  bool full = false, compressed = false, errors = false, masses = false;
+  bool full = false, compressed = false, errors = false, accumulated_scores = false;
   /// @brief Where masses are kept: the list of rows that they choose.
-  constexpr RowList weighed() const { return compressed ? RowList::compressed : RowList::full; }
+  constexpr RowList scored() const { return compressed ? RowList::compressed : RowList::full; }
   /// @brief Whether rows of a list go when others have received more: full ones too, where errors choose them among those that masses do.
-  constexpr bool weighs(RowList list) const { return masses && (list == weighed() || errors); }
+  constexpr bool has_scores(RowList list) const { return accumulated_scores && (list == scored() || errors); }
 };
 
 /// @brief Rows that the lists of a sequence may have at most.
@@ -74,11 +74,11 @@ constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / k
 
 /// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill `most_units` units: of about 8 KiB, so that
 /// what is done once a tile weighs little; of more where keys are turned when they are read.
-inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units, bool turns) {
+inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units, bool pre_rope) {
   HeadTiles tiles;
   tiles.key_units = plain_units(key_channels);
   tiles.value_units = plain_units(value_channels);
-  tiles.rows = kPlainRows * (turns ? turned_steps(most_units) : plain_steps(most_units));
+  tiles.rows = kPlainRows * (pre_rope ? rotated_steps(most_units) : plain_steps(most_units));
   tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
   tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
   return tiles;

@@ -83,7 +83,7 @@ struct HeadTiles {
 /// @brief Times 16 rows in a plain tile whose keys or values fill so many units.
 __host__ __device__ constexpr int plain_steps(int units) { return units <= 2 ? 4 : units <= 4 ? 2 : 1; }
 /// @brief The same where keys are stored before their rotary embedding: what is done once a tile weighs more.
-__host__ __device__ constexpr int turned_steps(int units) { return units <= 8 ? 4 : 2; }
+__host__ __device__ constexpr int rotated_steps(int units) { return units <= 8 ? 4 : 2; }
 
 /// @brief Bytes of a unit of codes of so many bits.
 __host__ __device__ constexpr int code_unit_bytes(int bits) { return kCodeRows * kCodeUnit / 8 * bits; }
@@ -163,10 +163,10 @@ __host__ __device__ constexpr int splits_of(std::int64_t rows) {
   return static_cast<int>(wanted < kMaxSplits ? wanted : kMaxSplits);
 }
 /// @brief Splits of a list of full rows, whose keys are turned when they are read, or not. Short lists of those that are not are divided more finely, since one block after the other waits for a tile.
-__host__ __device__ constexpr int full_splits_of(std::int64_t rows, bool turns) {
+__host__ __device__ constexpr int full_splits_of(std::int64_t rows, bool pre_rope) {
   constexpr std::int64_t size = 256, most = 8;
   const std::int64_t fine = (rows + size - 1) / size < most ? (rows + size - 1) / size : most;
-  return turns || splits_of(rows) > fine ? splits_of(rows) : static_cast<int>(fine);
+  return pre_rope || splits_of(rows) > fine ? splits_of(rows) : static_cast<int>(fine);
 }
 /// @brief Splits of a segment of `rows` rows of a list of `total`: as large as those of the list.
 __host__ __device__ constexpr int segment_splits(std::int64_t rows, std::int64_t total) {

@@ -51,15 +51,15 @@ struct MemberRules {
   }
   template <RowChoice choice>
   static constexpr int asking = (0 + ... + (choice_of<Members>() == choice ? 1 : 0));
-  static_assert(asking<RowChoice::errors> <= 1 && asking<RowChoice::scores> <= 1 && asking<RowChoice::masses> <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by the same thing");
+  static_assert(asking<RowChoice::errors> <= 1 && asking<RowChoice::scores> <= 1 && asking<RowChoice::accumulated_scores> <= 1, "lowrankkv: on the Cuda backend one member of a token policy may choose rows by the same thing");
   static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
   static constexpr bool compresses = fate == RowFate::compressed;
-  static constexpr bool keeps_masses = asking<RowChoice::masses> > 0;
+  static constexpr bool accumulates_scores = asking<RowChoice::accumulated_scores> > 0;
   /// Nothing is to be chosen where all rows have one fate anyway.
   static constexpr bool by_errors = asking<RowChoice::errors> > 0 && compresses, by_scores = asking<RowChoice::scores> > 0 && fate != RowFate::dropped;
-  static constexpr bool chooses = by_errors || by_scores || keeps_masses;
-  static constexpr bool weighs_both = keeps_masses && by_errors;  ///< masses choose among the rows of both lists, and how many of each a head has, values say
-  static constexpr bool drops = fate == RowFate::dropped || by_scores || keeps_masses;
+  static constexpr bool chooses = by_errors || by_scores || accumulates_scores;
+  static constexpr bool scores_both = accumulates_scores && by_errors;  ///< masses choose among the rows of both lists, and how many of each a head has, values say
+  static constexpr bool drops = fate == RowFate::dropped || by_scores || accumulates_scores;
 };
 
 /// @brief What the Cuda backend asks a token policy.
@@ -109,8 +109,8 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   const std::int64_t pinned = pinned_rows(policy, first_position, count), rest = count - pinned;
   const std::int64_t kept = Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count)) : Rules::fate == RowFate::dropped ? 0 : rest;
   const std::int64_t exempt = Rules::by_errors ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count)) : Rules::compresses ? 0 : kept;  // of those, full ones
-  if (Rules::keeps_masses) {  // a share of all that have left the tail, the dropped ones included, never shrinks
-    const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left), limit = (std::min)(left, ever_pinned + chosen_of(RowChoice::masses, 0, left));
+  if (Rules::accumulates_scores) {  // a share of all that have left the tail, the dropped ones included, never shrinks
+    const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left), limit = (std::min)(left, ever_pinned + chosen_of(RowChoice::accumulated_scores, 0, left));
     return {pinned, pinned + exempt, kept - exempt, Rules::compresses ? limit - ever_pinned : limit};
   }
   return {pinned, pinned + exempt, kept - exempt};

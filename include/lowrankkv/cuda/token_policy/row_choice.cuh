@@ -10,7 +10,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief By what a member of a token policy chooses rows on the device.
-enum class RowChoice : std::uint8_t { none, errors, scores, masses };
+enum class RowChoice : std::uint8_t { none, errors, scores, accumulated_scores };
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/adapt.cuh  Leaving rows move bases: which rows are observed, when an epoch is published, under which segment rows go on.
+/// @file cuda/update/adapt.cuh  FlushBatch rows move bases: which rows are observed, when an epoch is published, under which segment rows go on.
 ///
 /// All of it follows from counts and is decided on the host; scores, moments, bases and maps are made by kernels in the order of the stream.
 #pragma once
@@ -48,11 +48,11 @@ void with_score_units(int units, Function&& function) {
 /// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the others are dropped. Returns the order of the ones that stay.
 /// @param with_pinned  pinned rows stand in that order too: all go to one list
 template <class = void>
-RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
+RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
   Candidates candidates{scores, scratch.rows, with_pinned, {}, {}, {}};
-  candidates.first[0] = leaving.pinned[0];
-  candidates.end[0] = leaving.rows[0];
-  candidates.wanted[0] = leaving.candidates(0);
+  candidates.first[0] = flushed.pinned[0];
+  candidates.end[0] = flushed.rows[0];
+  candidates.wanted[0] = flushed.candidates(0);
   top_rows_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kSelectThreads, 0, stream>>>(candidates, scratch.kept, nullptr);
   check(cudaGetLastError(), "top_rows_kernel");
   return {scratch.kept, scratch.rows};
@@ -60,10 +60,10 @@ RowOrder choose_kept(const LayerState& layer, const Leaving& leaving, const Comp
 
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave, summed over heads whose values are joint: [heads, rows].
 template <class = void>
-const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const Leaving& leaving, cudaStream_t stream) {
+const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const FlushBatch& flushed, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
-  if (tables.rotary.turns()) source = enqueue_turned(tables, source, leaving.slots[0], leaving.position[0], scratch.turned, stream);
+  if (tables.rotary.pre_rope()) source = enqueue_rotation(tables, source, flushed.slots[0], flushed.position[0], scratch.rotated, stream);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
@@ -79,15 +79,15 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
       detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
     });
   });
-  const unsigned pieces = static_cast<unsigned>((leaving.rows[0] + 255) / 256);
+  const unsigned pieces = static_cast<unsigned>((flushed.rows[0] + 255) / 256);
   float* scores = scratch.scores;
   if (wanted.kernel > 1) {
     scores = scratch.second_scores(tables.num_heads);
-    pool_scores_kernel<><<<dim3(pieces, heads), 256, 0, stream>>>(scratch.scores, scratch.rows, leaving.rows[0], wanted.kernel, wanted.pooling == Pooling::maximum, scores);
+    pool_scores_kernel<><<<dim3(pieces, heads), 256, 0, stream>>>(scratch.scores, scratch.rows, flushed.rows[0], wanted.kernel, wanted.pooling == Pooling::maximum, scores);
     check(cudaGetLastError(), "pool_scores_kernel");
   }
   if (tables.joint_heads > 1) {
-    group_scores_kernel<><<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(scores, scratch.rows, leaving.rows[0], tables.joint_heads);
+    group_scores_kernel<><<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(scores, scratch.rows, flushed.rows[0], tables.joint_heads);
     check(cudaGetLastError(), "group_scores_kernel");
   }
   return scores;
@@ -95,10 +95,10 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
 
 /// @brief The scores, or masses, of the rows of an order of a prompt, those of the others lower than any, in the half of the scores that `scores` are not in.
 template <class = void>
-const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t leaving, cudaStream_t stream) {
+const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t flushed, cudaStream_t stream) {
   const int heads = layer.tables().num_heads;
   float* target = scores == scratch.scores ? scratch.second_scores(heads) : scratch.scores;
-  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(leaving), kept, num_kept, target);
+  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(flushed), kept, num_kept, target);
   check(cudaGetLastError(), "mask_scores_kernel");
   return target;
 }
@@ -198,34 +198,34 @@ inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) 
 /// @param scores  of a packed prompt; null: all rows are observed
 /// @param share   of the prompt's rows, those with the highest scores are observed
 template <class Updater>
-void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const float* scores, float share,
+void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const float* scores, float share,
            CacheStatistics& statistics, cudaStream_t stream) {
   using Rule = Impl<Updater, Cuda>;
   const LayerEdit& tables = layer.tables();
   const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
   ObservedRows observed{};
-  const bool rolls = layer.rolls().rolls();
+  const bool device_epochs = layer.device_epochs().used();
   OjaSteps steps{};
   steps.form = Rule::form(updater);
   steps.of_steps = Rule::rate(updater, phase);
-  if (rolls && phase == Phase::decode) steps.states = layer.rolls().sketches().states;
+  if (device_epochs && phase == Phase::decode) steps.states = layer.device_epochs().sketches().states;
   observed.order = kept;
   for (int i = 0; i < count; ++i) {
-    const int from = first_sequence + i, slot = leaving.slots[from];
+    const int from = first_sequence + i, slot = flushed.slots[from];
     HostEpochs& own = layer.sequence(slot).epochs;
-    const std::int64_t rows = leaving.candidates(from);
+    const std::int64_t rows = flushed.candidates(from);
     observed.slots[i] = steps.slots[i] = slot;
-    observed.first[i] = kept.rows != nullptr ? 0 : leaving.pinned[from];
-    observed.count[i] = leaving.candidates(from);
-    steps.moved[i] = rolls || own.moved;  // in place, then
+    observed.first[i] = kept.rows != nullptr ? 0 : flushed.pinned[from];
+    observed.count[i] = flushed.candidates(from);
+    steps.moved[i] = device_epochs || own.moved;  // in place, then
     steps.epoch[i] = -1;
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
     if (scores != nullptr) {  // a prompt is alone
       const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
       Candidates candidates{scores, scratch.rows, false, {}, {}, {}, kept.ends == nullptr ? RowOrder{} : kept, false, kept.ends == nullptr ? nullptr : scratch.observed};
-      candidates.first[0] = leaving.pinned[from];
-      candidates.end[0] = leaving.rows[from];
+      candidates.first[0] = flushed.pinned[from];
+      candidates.end[0] = flushed.rows[from];
       candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
       std::int32_t* chosen = kept.rows == scratch.chosen ? scratch.kept : scratch.chosen;
       top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, chosen, nullptr);
@@ -235,7 +235,7 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
       observed.count[i] = candidates.wanted[0];
     }
     if (observed.count[i] > 0) steps.rate[i] = steps.of_steps.after(own.decode_steps);
-    if (rolls) continue;
+    if (device_epochs) continue;
     if (observed.count[i] > 0) {
       if (phase == Phase::decode) ++own.decode_steps;
       own.moved = own.unpublished = true;
@@ -272,26 +272,26 @@ void adapt(LayerState& layer, const Updater& updater, const Leaving& leaving, in
       if (scores == nullptr) continue;  // all of them were observed
       const int from = first_sequence + i;
       observed.order = kept;
-      observed.first[i] = kept.rows != nullptr ? 0 : leaving.pinned[from];
-      observed.count[i] = rows.count[i] = leaving.candidates(from);
+      observed.first[i] = kept.rows != nullptr ? 0 : flushed.pinned[from];
+      observed.count[i] = rows.count[i] = flushed.candidates(from);
     }
     if (scores != nullptr) moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
-    turn_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
+    align_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
   }
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
 }
 
 /// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
-void enqueue_errors(const LayerState& layer, const Leaving& leaving, const ErrorRows& wanted, bool relative, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
+void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted, bool relative, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const int most_rows = static_cast<int>(*std::max_element(wanted.count, wanted.count + leaving.count));
+  const int most_rows = static_cast<int>(*std::max_element(wanted.count, wanted.count + flushed.count));
   constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
   constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
   const bool metric = tables.metrics != nullptr;
   const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
   const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
-  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(leaving.count));  // rows begin and end inside sixteens
+  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(flushed.count));  // rows begin and end inside sixteens
   detail::with_type(tables.full_type, [&](auto type) {
     const auto start = [&](auto* kernel) {
       detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
@@ -300,37 +300,37 @@ void enqueue_errors(const LayerState& layer, const Leaving& leaving, const Error
     if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
     else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
   });
-  if constexpr (joint) add_latent_errors<coded_groups>(layer, leaving, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
+  if constexpr (joint) add_latent_errors<coded_groups>(layer, flushed, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
 }
 
 /// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
 /// sequence's count of full rows is reached, or fewer, if no more errors exceed `least`, or a head keeps no more: how many there are stands in scratch.exempt then. Returns the orders of the two lists, full and compressed.
 /// @param kept  the rows that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
-std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Leaving& leaving, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
+std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const FlushBatch& flushed, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
                                                      cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(leaving.count);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(flushed.count);
   ErrorRows wanted{};
   Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};
-  for (int i = 0; i < leaving.count; ++i) {
-    wanted.slots[i] = leaving.slots[i];
-    wanted.first[i] = candidates.first[i] = leaving.pinned[i];
-    wanted.count[i] = kept.rows != nullptr ? leaving.rows[i] - leaving.pinned[i] : leaving.candidates(i);
-    candidates.end[i] = leaving.pinned[i] + wanted.count[i];
-    candidates.wanted[i] = leaving.full[i] - leaving.pinned[i];
+  for (int i = 0; i < flushed.count; ++i) {
+    wanted.slots[i] = flushed.slots[i];
+    wanted.first[i] = candidates.first[i] = flushed.pinned[i];
+    wanted.count[i] = kept.rows != nullptr ? flushed.rows[i] - flushed.pinned[i] : flushed.candidates(i);
+    candidates.end[i] = flushed.pinned[i] + wanted.count[i];
+    candidates.wanted[i] = flushed.full[i] - flushed.pinned[i];
   }
-  enqueue_errors<coded_groups, joint>(layer, leaving, wanted, relative, source, scratch, stream);
+  enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative, source, scratch, stream);
   const bool counted = least > 0.0F || kept.ends != nullptr;  // values say how many rows the lists get
   if (kept.rows != nullptr) {  // these rows are numbered anew, chosen among, and named again
     float* own_errors = scratch.second_scores(static_cast<int>(heads * sequences));
-    gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, leaving, own_errors);
+    gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, flushed, own_errors);
     check(cudaGetLastError(), "gather_scores_kernel");
     candidates.scores = own_errors;
     candidates.keeps_earlier = false;
-    for (int i = 0; i < leaving.count; ++i) {
+    for (int i = 0; i < flushed.count; ++i) {
       candidates.first[i] = 0;
-      candidates.end[i] = leaving.candidates(i);
+      candidates.end[i] = flushed.candidates(i);
     }
     candidates.numbers = kept.ends != nullptr;
     if (candidates.numbers) candidates.among = kept;
@@ -340,7 +340,7 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Lea
   top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(kept, leaving, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
+    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(kept, flushed, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
     check(cudaGetLastError(), "name_rows_kernel");
   }
   if (!counted) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};

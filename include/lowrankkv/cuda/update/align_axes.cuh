@@ -93,10 +93,10 @@ __device__ inline bool factorise(float* matrix, int rank, int stride, float* col
 
 }  // namespace detail
 
-/// @brief Turns the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one whose rows are not finite. Grid: 2 x heads x sequences.
+/// @brief Rotations the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one whose rows are not finite. Grid: 2 x heads x sequences.
 /// @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
+__global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ float lengths[kMaxHeadDim], column[kMaxHeadDim];
   __shared__ std::int32_t places[kMaxHeadDim];
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tab
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), which = AxisScales::which(part, head), dim = tables.head_dim, stride = detail::sketch_stride(dim), most = bases.most;
   if (epochs.of(sequence) < 0) return;
-  const int2 meant = rows.order.meant(sequence, tables.num_heads, head, rows.count[sequence]);
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = meant.y - meant.x;
+  const int2 active = rows.order.active(sequence, tables.num_heads, head, rows.count[sequence]);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = active.y - active.x;
   const std::size_t list = static_cast<std::size_t>(sequence * tables.num_heads * 2 + which);
   float* matrix = scratch.products + list * static_cast<std::size_t>(most * dim);
   float* axes = scratch.buffers == nullptr ? reinterpret_cast<float*>(shared_memory) : scratch.buffers + list * static_cast<std::size_t>(buffer_rows * stride);
@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tab
   }
   __syncthreads();
   if (thread < rank) matrix[thread * most + thread] += added;
-  bool turns = count > 0 || rms != nullptr;
-  turns = turns && detail::factorise(matrix, rank, most, column);
-  if (turns) {
+  bool pre_rope = count > 0 || rms != nullptr;
+  pre_rope = pre_rope && detail::factorise(matrix, rank, most, column);
+  if (pre_rope) {
     for (int row = warp; row < rank; row += kSketchThreads / 32) {  // of R U'
       float sums[channels / 32] = {};
       for (int k = row; k < rank; ++k) {
@@ -143,18 +143,18 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tab
     detail::make_orthogonal<channels>(axes, rank, dim, stride, lengths, products);
     detail::measure_rows(axes, rank, dim, stride, lengths);
     __syncthreads();
-    turns = __syncthreads_and(thread >= rank || (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
+    pre_rope = __syncthreads_and(thread >= rank || (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
   }
   if (thread < rank) {
     int place = 0;
-    for (int other = 0; turns && other < rank; ++other) place += lengths[other] > lengths[thread] || (lengths[other] == lengths[thread] && other < thread) ? 1 : 0;
-    place = turns ? place : thread;
+    for (int other = 0; pre_rope && other < rank; ++other) place += lengths[other] > lengths[thread] || (lengths[other] == lengths[thread] && other < thread) ? 1 : 0;
+    place = pre_rope ? place : thread;
     places[thread] = place;
-    const float size = !turns ? (rms == nullptr ? 1.0F : rms[thread]) : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) / static_cast<float>(count + rank)));
+    const float size = !pre_rope ? (rms == nullptr ? 1.0F : rms[thread]) : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) / static_cast<float>(count + rank)));
     const float unit = scales.units == nullptr ? 0.0F : scales.units[which * most + place];
     steps[place] = unit == 0.0F ? 1.0F : unit * size;
   }
-  if (!turns) return;
+  if (!pre_rope) return;
   __syncthreads();
   // In their order and as long as 1, then, where codes want it, rotated: `matrix` has room for them.
   const float* rotation = scales.rotations == nullptr ? nullptr : scales.rotations + static_cast<std::size_t>(which) * static_cast<std::size_t>(most * most);
@@ -185,15 +185,15 @@ __global__ void __launch_bounds__(kSketchThreads) turn_axes_kernel(LayerView tab
   }
 }
 
-/// @brief Shared memory of turn_axes_kernel besides its buffer, at most.
+/// @brief Shared memory of align_axes_kernel besides its buffer, at most.
 inline constexpr std::size_t kAxisShared = 22528;
-/// @brief Bytes of a buffer of turn_axes_kernel.
+/// @brief Bytes of a buffer of align_axes_kernel.
 inline std::size_t axis_buffer_bytes(int most, int head_dim) { return sizeof(float) * static_cast<std::size_t>(detail::buffered_rows(most) * detail::sketch_stride(head_dim)); }
 
-/// @brief Turns the bases that `count` sequences publish, and writes them as the maps of their epochs. Three launches.
+/// @brief Rotations the bases that `count` sequences publish, and writes them as the maps of their epochs. Three launches.
 /// @param moments  in the metric, summed in the first of `splits`, of the rows that are written under them first
 template <class = void>
-void turn_axes(const LayerState& layer, const PublishedEpochs& published, int count, const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch, cudaStream_t stream) {
+void align_axes(const LayerState& layer, const PublishedEpochs& published, int count, const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const EpochStore& store = layer.epochs();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
@@ -201,11 +201,11 @@ void turn_axes(const LayerState& layer, const PublishedEpochs& published, int co
   detail::launch_kernel(axis_products_kernel<>, columns, kStoreThreads, 0, "axis_products_kernel", stream, tables, published, store.bases(), moments, splits, scratch);
   const std::size_t bytes = axis_buffer_bytes(store.most(), tables.head_dim);
   const auto turn = [&](auto* kernel) {
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, scratch.buffers == nullptr ? bytes : 0, "turn_axes_kernel", stream, tables, published, store.bases(), store.axes(), rows, scratch,
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, scratch.buffers == nullptr ? bytes : 0, "align_axes_kernel", stream, tables, published, store.bases(), store.axes(), rows, scratch,
                           detail::buffered_rows(store.most()));
   };
-  if (tables.head_dim <= 128) turn(turn_axes_kernel<128>);
-  else turn(turn_axes_kernel<kMaxHeadDim>);
+  if (tables.head_dim <= 128) turn(align_axes_kernel<128>);
+  else turn(align_axes_kernel<kMaxHeadDim>);
   publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, store.bases(), published);
   check(cudaGetLastError(), "publish_kernel");
 }

@@ -123,7 +123,7 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 /// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
 /// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small; else null  @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* rolled) {
+__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* begun) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ detail::RowProducts products;
   __shared__ float lengths[kMaxSketchBuffer];
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
   const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = steps.slots[sequence], dim = tables.head_dim, stride = detail::sketch_stride(dim), thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32, lane = thread % 32, warps = kSketchThreads / 32;
-  const int2 meant = steps.order.meant(sequence, tables.num_heads, head, steps.count[sequence]);
-  const int count = meant.y - meant.x, first_row = steps.first[sequence] + meant.x;
+  const int2 active = steps.order.active(sequence, tables.num_heads, head, steps.count[sequence]);
+  const int count = active.y - active.x, first_row = steps.first[sequence] + active.x;
   if (count == 0) return;
   const std::size_t which = static_cast<std::size_t>(head * 2 + static_cast<int>(part)), own = static_cast<std::size_t>(slot * tables.num_heads * 2) + which;
   const PartMaps& maps = tables.maps[head].of(part);
@@ -255,15 +255,15 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
     }
     __syncthreads();
   }
-  if (thread == 0) rolled[sequence] = 1;  // whoever says so says the same
+  if (thread == 0) begun[sequence] = 1;  // whoever says so says the same
 }
 
-/// @brief Leaving rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. A launch, and those of roll_epochs().
+/// @brief FlushBatch rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. A launch, and those of begin_epochs().
 /// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param exempt  so many of every head's will stay full after all  @param before  rows of it that were stored and that the host does not count yet
 template <int coded_groups>
-void roll_over(LayerState& layer, const FrequentDirections& policy, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
+void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const RollStore& rolls = layer.rolls();
+  const DeviceEpochStore& device_epochs = layer.device_epochs();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
   SketchSteps steps{};
   steps.chunk_length = policy.chunk_length;
@@ -272,19 +272,19 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const Leavin
   steps.order = order;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i;
-    steps.slots[i] = leaving.slots[from];
-    steps.first[i] = order.rows == nullptr ? leaving.pinned[from] : 0;
-    steps.count[i] = leaving.candidates(from);  // errors choose under the new basis
+    steps.slots[i] = flushed.slots[from];
+    steps.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
+    steps.count[i] = flushed.candidates(from);  // errors choose under the new basis
   }
-  check(cudaMemsetAsync(scratch.rollover.rolled, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
+  check(cudaMemsetAsync(scratch.rollover.begun, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
   const auto sketch = [&](auto* kernel) {
     float* buffers = layer.sketches_apart() ? scratch.sketch_buffers : nullptr;
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? rolls.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, rolls.sketches(), layer.epochs().bases(), layer.epochs().metrics(), buffers,
-                         rolls.buffer_rows(), scratch.rollover.rolled);
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? device_epochs.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, device_epochs.sketches(), layer.epochs().bases(), layer.epochs().metrics(), buffers,
+                         device_epochs.buffer_rows(), scratch.rollover.begun);
   };
   if (tables.head_dim <= 128) sketch(sketch_kernel<128>);
   else sketch(sketch_kernel<kMaxHeadDim>);
-  roll_epochs<coded_groups>(layer, leaving, first_sequence, count, source, order, exempt, before, 1, scratch, stream);
+  begin_epochs<coded_groups>(layer, flushed, first_sequence, count, source, order, exempt, before, 1, scratch, stream);
 }
 
 }  // namespace cuda

@@ -11,12 +11,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Writes the lifting maps of epochs whose decoders, and steps, were written before. Grid: kStoreThreads operands x heads x sequences.
-/// @param axes  of codes of principal axes, whose scale, and means, are an epoch's own: no sum over a row's channels, gain left out, is beyond 16 (lift_codes()); else without numbers
+/// @param axes  of codes of principal axes, whose scale, and means, are an epoch's own: no sum over a row's channels, gain left out, is beyond 16 (up_project_codes()); else without numbers
 /// Cost: the decoder once, head_dim x rank numbers of 16 bits.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales axes) {
+__global__ void __launch_bounds__(kStoreThreads) key_up_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales axes) {
   __shared__ float scale;
-  const int head = static_cast<int>(blockIdx.y), epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, blocks = dim / (2 * kTurnPairs), thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.y), epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim, blocks = dim / (2 * kRopePairs), thread = static_cast<int>(threadIdx.x);
   if (epoch < 0) return;
   const HeadMaps& maps = tables.maps[epoch * tables.num_heads + head];
   const PartMaps& keys = maps.key;
@@ -33,30 +33,30 @@ __global__ void __launch_bounds__(kStoreThreads) lift_epochs_kernel(LayerView ta
       squares += __shfl_xor_sync(~0U, squares, distance);
       mean = fmaxf(mean, __shfl_xor_sync(~0U, mean, distance));
     }
-    if (thread == 0) scale = !orders ? maps.lift.scales->x : exp2f(4.0F - ceilf(log2f(fmaxf(fmaxf(1e-30F, sqrtf(squares) * axes.longest[AxisScales::which(Part::key, head)]), mean / 1024.0F))));
+    if (thread == 0) scale = !orders ? maps.key_up.scales->x : exp2f(4.0F - ceilf(log2f(fmaxf(fmaxf(1e-30F, sqrtf(squares) * axes.longest[AxisScales::which(Part::key, head)]), mean / 1024.0F))));
   }
   __syncthreads();
   const int item = static_cast<int>(blockIdx.x * blockDim.x) + thread, lane = item % 32, block = item / 32 % blocks, unit = item / 32 / blocks;
   if (orders && blockIdx.x == 0) {
-    if (thread == 0) const_cast<float2*>(maps.lift.scales)[0] = {scale, 1.0F / scale};
+    if (thread == 0) const_cast<float2*>(maps.key_up.scales)[0] = {scale, 1.0F / scale};
     const auto mean_word = [&](int place) {
       return keys.mean == nullptr ? 0U : half_word(scale * keys.mean[tables.rotary.channel(place, dim)], scale * keys.mean[tables.rotary.channel(place + 1, dim)]);
     };
-    for (int i = thread; i < dim / 4; i += kStoreThreads) const_cast<uint2*>(maps.lift.means)[i] = {mean_word(2 * i), mean_word(2 * i + dim / 2)};
+    for (int i = thread; i < dim / 4; i += kStoreThreads) const_cast<uint2*>(maps.key_up.means)[i] = {mean_word(2 * i), mean_word(2 * i + dim / 2)};
   }
-  if (unit >= maps.lift.units) return;
+  if (unit >= maps.key_up.units) return;
   const auto word = [&](int i, int place) {
     const int channel = tables.rotary.channel(place, dim);
     const auto element = [&](int which) {
-      const int own = lift_place(codes, unit, lane % 4, which);
+      const int own = key_up_place(codes, unit, lane % 4, which);
       if (!orders) return own < keys.rank ? scale * keys.decoder.element(own, channel, dim) : 0.0F;
       const TileChannel code = own < keys.width ? keys.channels[own] : TileChannel{};
       return code.source < 0 ? 0.0F : scale * keys.decoder.element(code.source, channel, dim) * step(code.source) * static_cast<float>(1U << code.shift) * (code.width == 8 ? 1.0F : 0.5F);
     };
     return half_word(element(i), element(i + 1));
   };
-  const int first = kTurnPairs * block + lane / 4, second = first + dim / 2;
-  const_cast<uint4*>(maps.lift.operands)[item] = {word(0, first), word(2, first), word(0, second), word(2, second)};
+  const int first = kRopePairs * block + lane / 4, second = first + dim / 2;
+  const_cast<uint4*>(maps.key_up.operands)[item] = {word(0, first), word(2, first), word(0, second), word(2, second)};
 }
 
 /// @brief Writes what codes of principal axes want of epochs whose encoders and decoders were written before: steps, offsets in them, the maps that read channels. Grid: pieces of kStoreThreads
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kStoreThreads) code_epochs_kernel(LayerView ta
   const_cast<float*>(maps.reader_scale)[0] = exp2f(8.0F - ceilf(log2f(most * scales.longest[which])));
 }
 
-/// @brief Enqueues what is made of the bases that `count` sequences have published besides themselves: maps in their metric, maps that lift keys which are stored unrotated. @param steps  of turn_axes(), where codes want principal axes; else null
+/// @brief Enqueues what is made of the bases that `count` sequences have published besides themselves: maps in their metric, maps that lift keys which are stored unrotated. @param steps  of align_axes(), where codes want principal axes; else null
 template <class = void>
 void finish_epochs(const LayerView& tables, const EpochStore& store, const PublishedEpochs& epochs, int count, const float* steps, cudaStream_t stream) {
   if (store.metrics().any()) {
@@ -106,10 +106,10 @@ void finish_epochs(const LayerView& tables, const EpochStore& store, const Publi
     code_epochs_kernel<><<<dim3(pieces, 2 * static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs, store.axes(), steps);
     check(cudaGetLastError(), "code_epochs_kernel");
   }
-  if (!tables.rotary.turns()) return;
-  const int operands = store.most_lift_units() * (tables.head_dim / (2 * kTurnPairs)) * 32;
-  lift_epochs_kernel<><<<dim3(static_cast<unsigned>((operands + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs, store.axes());
-  check(cudaGetLastError(), "lift_epochs_kernel");
+  if (!tables.rotary.pre_rope()) return;
+  const int operands = store.most_key_up_units() * (tables.head_dim / (2 * kRopePairs)) * 32;
+  key_up_epochs_kernel<><<<dim3(static_cast<unsigned>((operands + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(count)), kStoreThreads, 0, stream>>>(tables, epochs, store.axes());
+  check(cudaGetLastError(), "key_up_epochs_kernel");
 }
 
 }  // namespace cuda

@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kStoreThreads) moment_kernel(LayerView tables,
   const Part part = blockIdx.y % 2 == 0 ? Part::key : Part::value;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, slot = observed.slots[sequence];
   const int m0 = quadrant / sides * kMomentSide + 16 * warp, n0 = quadrant % sides * kMomentSide;
-  const int2 meant = observed.order.meant(sequence, tables.num_heads, head, observed.count[sequence]);
-  const int count = meant.y - meant.x, first_row = observed.first[sequence] + meant.x, pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
+  const int2 active = observed.order.active(sequence, tables.num_heads, head, observed.count[sequence]);
+  const int count = active.y - active.x, first_row = observed.first[sequence] + active.x, pieces = (count + kStoreRows - 1) / kStoreRows, per_split = (pieces + splits - 1) / splits;
   const float* mean = tables.maps[head].of(part).mean;
   const SourceRows from(tables, source, slot, head);
   const std::int32_t* order = observed.order.of(sequence, tables.num_heads, head);

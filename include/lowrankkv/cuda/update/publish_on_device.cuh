@@ -23,15 +23,15 @@ struct PublicationRule {
 
 /// @brief Notes that the rows of an order have moved bases, and says whether they are published. Grid: sequences.
 template <class = void>
-__global__ void publication_kernel(LayerView tables, Leaving leaving, RowOrder order, int first_sequence, PublicationRule rule, RollState* states, SketchState* updates, std::int32_t* rolled) {
+__global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrder order, int first_sequence, PublicationRule rule, DeviceEpochState* states, SketchState* updates, std::int32_t* begun) {
   __shared__ int most;
-  const int index = static_cast<int>(blockIdx.x), slot = leaving.slots[first_sequence + index];
+  const int index = static_cast<int>(blockIdx.x), slot = flushed.slots[first_sequence + index];
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
-    const int2 meant = order.meant(index, tables.num_heads, head, 0);
-    atomicMax(&most, meant.y - meant.x);
-    if (!rule.decode || meant.x == meant.y) continue;
+    const int2 active = order.active(index, tables.num_heads, head, 0);
+    atomicMax(&most, active.y - active.x);
+    if (!rule.decode || active.x == active.y) continue;
     for (int part = 0; part < 2; ++part) ++updates[tables.index(slot, head) * 2 + part].chunk_rows;
   }
   __syncthreads();
@@ -41,7 +41,7 @@ __global__ void publication_kernel(LayerView tables, Leaving leaving, RowOrder o
   const bool due = most > 0 && moved && (since >= rule.interval || most >= rule.rows[index]);
   states[slot].rows_since_publication = due ? 0 : since;
   states[slot].unpublished = moved && !due ? 1 : 0;
-  rolled[index] = due ? 1 : 0;
+  begun[index] = due ? 1 : 0;
 }
 
 /// @brief The fewest rows of a head whose compressed form outweighs an epoch's, of at most so many; beyond them: none do.
@@ -56,21 +56,21 @@ inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::in
 
 /// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their rows, the first's first  @param observes  the updater saw some of them, if there are any
 template <class = void>
-void decide_publications(const LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowOrder& order, Phase phase, bool observes, const CompressScratch& scratch, cudaStream_t stream) {
+void decide_publications(const LayerState& layer, const FlushBatch& flushed, int first_sequence, int count, const RowOrder& order, Phase phase, bool observes, const CompressScratch& scratch, cudaStream_t stream) {
   PublicationRule rule{layer.publish_interval(), {}, phase == Phase::decode, observes};
-  for (int i = 0; i < count; ++i) rule.rows[i] = phase == Phase::prefill ? rows_that_outweigh_an_epoch(layer, leaving.candidates(first_sequence + i)) : std::numeric_limits<std::int32_t>::max();
-  publication_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(layer.tables(), leaving, order, first_sequence, rule, layer.rolls().states(), layer.rolls().sketches().states, scratch.rollover.rolled);
+  for (int i = 0; i < count; ++i) rule.rows[i] = phase == Phase::prefill ? rows_that_outweigh_an_epoch(layer, flushed.candidates(first_sequence + i)) : std::numeric_limits<std::int32_t>::max();
+  publication_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(layer.tables(), flushed, order, first_sequence, rule, layer.device_epochs().states(), layer.device_epochs().sketches().states, scratch.rollover.begun);
   check(cudaGetLastError(), "publication_kernel");
 }
 
-/// @brief Leaving rows of at most kAdaptBatch sequences go on under new epochs where scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal axes; where residuals are kept, and there are
+/// @brief FlushBatch rows of at most kAdaptBatch sequences go on under new epochs where scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal axes; where residuals are kept, and there are
 /// epochs enough that some could merge, six for every 2048 stored rows of a sequence, which end at once unless some do.
 /// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if values chose them: of these sequences, the first's first  @param exempt  so many of every head's are not, which errors
 /// choose under the new epoch  @param before  rows of it that were stored and that the host does not count yet  @param splits  in which the moments of a sequence's rows are summed
 template <int coded_groups>
-void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
+void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const RollStore& rolls = layer.rolls();
+  const DeviceEpochStore& device_epochs = layer.device_epochs();
   const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
   ObservedRows observed{};
   observed.order = order;
@@ -78,18 +78,18 @@ void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, 
   bool may_merge = false;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i;
-    HostSequence& now = layer.sequence(leaving.slots[from]);
-    observed.slots[i] = leaving.slots[from];
-    observed.first[i] = order.rows == nullptr ? leaving.pinned[from] : 0;
-    observed.count[i] = leaving.candidates(from);
+    HostSequence& now = layer.sequence(flushed.slots[from]);
+    observed.slots[i] = flushed.slots[from];
+    observed.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
+    observed.count[i] = flushed.candidates(from);
     if (observed.count[i] == 0) continue;
-    if (++now.epochs.decode_steps >= rolls.limits().own && leaving.compressed[from] > 0) {  // before, there are too few epochs to merge any
+    if (++now.epochs.decode_steps >= device_epochs.limits().own && flushed.compressed[from] > 0) {  // before, there are too few epochs to merge any
       may_merge = true;
       most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
-      layer.own_pages(leaving.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
+      layer.own_pages(flushed.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
     }
   }
-  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, leaving, order, exempt, first_sequence, rolls.limits(), rolls.states(), scratch.rollover, rolls.counts(), rolls.reprojected());
+  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, flushed, order, exempt, first_sequence, device_epochs.limits(), device_epochs.states(), scratch.rollover, device_epochs.counts(), device_epochs.reprojected());
   check(cudaGetLastError(), "roll_over_kernel");
   PublishedEpochs published{};
   std::copy_n(observed.slots, count, published.slots);
@@ -99,7 +99,7 @@ void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, 
     rows.order = order;
     std::copy_n(observed.count, count, rows.count);
     const Moments moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
-    turn_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
+    align_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
   } else {
     publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, layer.epochs().bases(), published);
     check(cudaGetLastError(), "publish_kernel");
@@ -118,7 +118,7 @@ void roll_epochs(LayerState& layer, const Leaving& leaving, int first_sequence, 
   } else {
     merge(plans, count, most_rows);
   }
-  end_merges_kernel<><<<sequences, 128, 0, stream>>>(tables, rolls.limits(), rolls.states(), scratch.rollover.plans);
+  end_merges_kernel<><<<sequences, 128, 0, stream>>>(tables, device_epochs.limits(), device_epochs.states(), scratch.rollover.plans);
   check(cudaGetLastError(), "end_merges_kernel");
 }
 

@@ -10,7 +10,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<FrequentDirections, Cuda> {
   static constexpr bool adapts = true;
-  static constexpr bool rolls = true;
+  static constexpr bool device_epochs = true;
   static void validate(const FrequentDirections& policy) { check_frequent_directions(policy); }
 };
 

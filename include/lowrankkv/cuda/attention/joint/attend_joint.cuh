@@ -59,7 +59,7 @@ __device__ __forceinline__ float raise_reference(float& reference, float (&weigh
 /// @brief Partial states of joint values. Grid: (splits x chunks of columns x parts of the channels) x groups of heads x sequences.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
 /// @tparam turned  logits are there
-template <int scale_groups, DType type, int mine, int steps, bool turned>
+template <int scale_groups, DType type, int mine, int steps, bool rotated>
 __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   constexpr int tile_rows = codes ? kCodeRows : kPlainRows;
   constexpr int list_steps = rows_at_once / tile_rows;  // of an iteration
   const int end = min((first_iteration + count) * list_steps, (rows + tile_rows - 1) / tile_rows);
-  detail::JointRing ring(tables, slot, leader + first_head, turned ? 0 : heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
+  detail::JointRing ring(tables, slot, leader + first_head, rotated ? 0 : heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
                          memory.stage_bytes, barriers, copies);
-  if (!turned && thread < heads) {
+  if (!rotated && thread < heads) {
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
     key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of transposed weights are of, if there are such.
   int heads_of[most_pairs], columns_of[most_pairs], word_columns[most_pairs];
   // Logits that are there, of the chunk's columns; of those of a pair, lane t has one.
-  [[maybe_unused]] const float* const chunk_logits = !turned ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), chunk * kJointColumns) + first_iteration * rows_at_once;
+  [[maybe_unused]] const float* const chunk_logits = !rotated ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), chunk * kJointColumns) + first_iteration * rows_at_once;
   const auto logits_of = [&](int column, int i) { return chunk_logits + static_cast<std::size_t>(column) * static_cast<std::size_t>(step.logit_rows) + i * rows_at_once; };
   const auto prefetch_logits = [&](int column, int i) {
     if (column >= 0 && i < count && 32 * g < rows_at_once) prefetch_line(logits_of(column, i) + 32 * g);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     columns_of[k] = column_of(t);
     word_columns[k] = column_of(g / 2);  // transposed: lane (2 c + low, t) has column c
     if (pair >= pairs) continue;
-    if constexpr (turned) {
+    if constexpr (rotated) {
       prefetch_logits(columns_of[k], 0);
       prefetch_logits(columns_of[k], 1);
       if (codes && g == 0) shared_pairs[pair * kBlockColumns + t] = JointPair{};
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       for (int j = 0; j < 2 * steps; ++j) given[j] = 8 * j + g >= valid ? -INFINITY : column >= 0 ? own_logits[8 * j] : 0.0F;
       prefetch_logits(column, i + 2);
     };
-    if constexpr (turned) load_logits(0);
+    if constexpr (rotated) load_logits(0);
     const std::uint8_t* stage = ring.wait();
     std::uint32_t* const weights = reinterpret_cast<std::uint32_t*>(shared_memory + memory.weights + buffer * memory.weight_bytes);
     float* const factors = reinterpret_cast<float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       float products[most_pairs][steps][4] = {};
       #pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
-        if (turned || warp + warps * k >= pairs) continue;
+        if (rotated || warp + warps * k >= pairs) continue;
         const int units = key_info[heads_of[k]].x;
         const uint4* words = reinterpret_cast<const uint4*>(stage + heads_of[k] * call.key_bytes) + lane;
         const uint2* query = queries + (warp + warps * k) * step.coded_units * 32 + lane;
@@ -192,10 +192,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         #pragma unroll
         for (int j = 0; j < 2 * steps; ++j) {
           const float (&product)[4] = products[k][j / 2];
-          if constexpr (turned) logits[j] = given[j] - base;
+          if constexpr (rotated) logits[j] = given[j] - base;
           else logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? fmaf(product[2 * (j % 2)] + product[2 * (j % 2) + 1], state.unit, -base) : -INFINITY;
         }
-        if constexpr (turned) load_logits(k + 1);
+        if constexpr (rotated) load_logits(k + 1);
         const float correction = detail::raise_maximum(state.top, logits, raised);
         sums[k] *= correction;
         if (g == 0 && columns_of[k] >= 0) factors[columns_of[k]] = correction;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         JointPair state = shared_pairs[pair * kBlockColumns + t];
         const float base = state.top > -INFINITY ? state.top : 0.0F;
         float logits[8];
-        if constexpr (turned) {
+        if constexpr (rotated) {
           #pragma unroll
           for (int j = 0; j < 8; ++j) logits[j] = given[j] - base;
           load_logits(k + 1);

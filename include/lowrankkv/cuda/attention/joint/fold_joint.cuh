@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * kFoldWarps) fold_joint_kernel(LayerView t
   float* target = step.joint_state(static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head), block) + t;
   if (blockIdx.x == 0 && warp == 0) {
     // The means of keys shift every logit of a column alike; those of keys that are turned when they are read are in the logits.
-    const float shift = tables.rotary.turns() ? 0.0F : step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift;
+    const float shift = tables.rotary.pre_rope() ? 0.0F : step.coded_scales[(step.query_row(sequence, heads, head, 0) + static_cast<std::size_t>(block)) * kBlockColumns + static_cast<std::size_t>(t)].shift;
     const int sum_line[1] = {1};
     float sum[1];
     fold_lines(factors, sum_line, sum);
@@ -104,14 +104,14 @@ namespace detail {
 /// Attention over joint values: two launches for every step.joint_chunks x kJointColumns columns of a group.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam turned  logits are there, keys are not read  @param before  (call): enqueues what a launch needs
 /// @throws CapacityError where shared memory does not hold a stage
-template <int scale_groups, bool turned, class Before>
+template <int scale_groups, bool rotated, class Before>
 void attend_joint(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream, Before&& before) {
   const LayerTiles& tiles = layer.tiles();
   const int heads = layer.tables().num_heads, members = tiles.joint_heads, columns = step.columns(), chunks = joint_chunks(step, members);
   constexpr bool codes = scale_groups > 0;
   JointCall call;
   for (const HeadTiles& layout : tiles.compressed) {
-    if (layout.keys) call.key_bytes = turned ? 0 : (std::max)(call.key_bytes, codes ? layout.bytes : layout.key_units * kPlainUnitBytes);
+    if (layout.keys) call.key_bytes = rotated ? 0 : (std::max)(call.key_bytes, codes ? layout.bytes : layout.key_units * kPlainUnitBytes);
     else call.value_bytes = (std::max)(call.value_bytes, layout.bytes);
   }
   call.heads = (std::min)(members, kJointColumns % columns == 0 ? kJointColumns / columns : (kJointColumns - 2) / columns + 2);
@@ -145,8 +145,8 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
   const bool small = step.joint_width <= (codes ? 3 : 2) * 16 * joint_warps(scale_groups);
   if constexpr (codes) {
     call.steps = kCodeRows / kPlainRows;
-    if (small) launch(attend_joint_kernel<scale_groups, DType::f16, 3, 4, turned>, fold_joint_kernel<scale_groups>, 3);
-    else launch(attend_joint_kernel<scale_groups, DType::f16, 6, 4, turned>, fold_joint_kernel<scale_groups>, 6);
+    if (small) launch(attend_joint_kernel<scale_groups, DType::f16, 3, 4, rotated>, fold_joint_kernel<scale_groups>, 3);
+    else launch(attend_joint_kernel<scale_groups, DType::f16, 6, 4, rotated>, fold_joint_kernel<scale_groups>, 6);
   } else {
     // Sixteen rows are little where heads are few: four times as many, if there is room for three stages of them.
     const int key_bytes = call.key_bytes, value_bytes = call.value_bytes;
@@ -155,9 +155,9 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
     call.key_bytes *= call.steps;
     call.value_bytes *= call.steps;
     with_type(tiles.coded_type, [&](auto type) {
-      if (more && small) launch(attend_joint_kernel<0, type(), 2, 4, turned>, fold_joint_kernel<0>, 2);
-      else if (more) launch(attend_joint_kernel<0, type(), 4, 4, turned>, fold_joint_kernel<0>, 4);
-      else launch(attend_joint_kernel<0, type(), 4, 1, turned>, fold_joint_kernel<0>, 4);
+      if (more && small) launch(attend_joint_kernel<0, type(), 2, 4, rotated>, fold_joint_kernel<0>, 2);
+      else if (more) launch(attend_joint_kernel<0, type(), 4, 4, rotated>, fold_joint_kernel<0>, 4);
+      else launch(attend_joint_kernel<0, type(), 4, 1, rotated>, fold_joint_kernel<0>, 4);
     });
   }
 }

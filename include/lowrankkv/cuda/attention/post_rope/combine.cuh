@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1) combine_ke
   SegmentRows range;
   int coded = 0;
   for (int i = 0; i < segments; ++i) coded += joint ? 1 : tables.segment(slot, head, coded_rows, i, coded).splits;
-  const int full = full_splits_of(tables.num_rows(RowList::full, slot, head), tables.rotary.turns()), entries = coded + full + (step.prompt == nullptr ? 1 : 2);
+  const int full = full_splits_of(tables.num_rows(RowList::full, slot, head), tables.rotary.pre_rope()), entries = coded + full + (step.prompt == nullptr ? 1 : 2);
   // Entries in the order compressed, full, tail, prompt; between two of a list there are the other blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
   const float* coded_states = joint ? step.joint_state(row, block) : step.state(row, step.first_entry(Source::compressed), block);

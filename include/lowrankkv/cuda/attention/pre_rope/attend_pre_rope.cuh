@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/pre_rope/attend_pre_rope.cuh  Decode attention over plain tiles whose keys are stored before their rotary embedding: rows at full rank, the tail, coefficients in f16 or bf16.
 ///
-/// As attend_plain.cuh, but that logits come from keys that are lifted and turned (cuda/attention/pre_rope/rope_on_read.cuh), and that keys and values of a tile are fetched in turn:
+/// As attend_plain.cuh, but that logits come from keys that are lifted and turned (cuda/attention/pre_rope/rope_on_read.cuh), and that keys and values of a tile are fetched in rope:
 /// there is more arithmetic to hide the memory behind, and less room.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace cuda {
 namespace detail {
 
 /// The rows of one list that a warp of a turning kernel attends to, and their positions.
-struct TurnedRows {
+struct PreRopeRows {
   int rows = 0;            ///< of the list; of a tail, places of its ring; of a prompt, up to the last that a query of the block sees
   int first_position = 0;  ///< of row 0, if they follow each other
   const std::int32_t* listed = nullptr;  ///< else
@@ -54,13 +54,13 @@ struct TurnedRows {
   /// Where rows [first, first + 16 steps) stand. Tiles come in ascending order. All lanes of a warp call it.
   template <int steps>
   __device__ __forceinline__ void find(int first, TilePlaces<steps>& tile) {
-    tile.follow = !tail && listed == nullptr && num_shifts == 0;
+    tile.contiguous = !tail && listed == nullptr && num_shifts == 0;
     if (others != nullptr) {  // none of them may stand in between
       meet_others(first);
-      tile.follow = tile.follow && compressed_before(before) >= first + 16 * steps;
+      tile.contiguous = tile.contiguous && compressed_before(before) >= first + 16 * steps;
     }
     tile.base = first_position + first + (others != nullptr ? before - num_others : 0);
-    if (!tile.follow) find_places<steps>(first, tile.places);
+    if (!tile.contiguous) find_places<steps>(first, tile.places);
   }
   /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, kNoPlace where there is none.
   template <int steps>
@@ -118,27 +118,27 @@ struct TurnedRows {
   }
 };
 
-/// Logits of a plain tile of coefficients, as turned_logits() gives them. @param operands  of the lifting map
+/// Logits of a plain tile of coefficients, as pre_rope_logits() gives them. @param operands  of the lifting map
 template <DType type, int max_units, bool scattered>
-__device__ __forceinline__ void plain_logits(const Rotary& rotary, const TurnShared& turn, const std::uint8_t* tile, int key_units, const uint4* operands, int head_dim, std::uint32_t* turned,
-                                             const TilePlaces<turned_steps(max_units)>& places, float (&s)[turned_steps(max_units)][4]) {
-  constexpr int steps = turned_steps(max_units), at_once = max_units <= 2 ? steps / 2 : steps;
+__device__ __forceinline__ void plain_logits(const Rotary& rotary, const RopeShared& rope, const std::uint8_t* tile, int key_units, const uint4* operands, int head_dim, std::uint32_t* rotated,
+                                             const TilePlaces<rotated_steps(max_units)>& places, float (&s)[rotated_steps(max_units)][4]) {
+  constexpr int steps = rotated_steps(max_units), at_once = max_units <= 2 ? steps / 2 : steps;
   const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint4* words = reinterpret_cast<const uint4*>(tile) + lane;
-  turned_logits<steps, at_once, scattered>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+  pre_rope_logits<steps, at_once, scattered>(rotary, rope, head_dim, rotated, places, [&](int first_step, auto&& use) {
     const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
-    const auto lift_block = [&](auto all, auto&& keys) {
+    const auto key_up_block = [&](auto all, auto&& keys) {
       use([&](int at, std::uint32_t (&x)[at_once][2], std::uint32_t (&y)[at_once][2]) {
-        lift_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, turn.means[4 * at + t], x, y);
+        up_project_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, rope.means[4 * at + t], x, y);
       });
     };
     if constexpr (max_units <= 2) {  // they fit registers
       uint4 keys[at_once][max_units];
       #pragma unroll
       for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
-      lift_block(Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
+      key_up_block(Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
     } else {
-      lift_block(Constant<0>{}, read);
+      key_up_block(Constant<0>{}, read);
     }
   }, s);
 }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void plain_logits(const Rotary& rotary, const TurnSha
 /// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param weight  sums of weights with the gains of each scale group
 /// @param channel  (unit, i) -> of the i-th of a lane's values of a unit
 template <int scale_groups, int max_units, class Channel>
-__device__ inline void finish_turned(std::uint8_t* memory, float top, float sum, const float (&weight)[scale_groups], const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
+__device__ inline void finish_rotation(std::uint8_t* memory, float top, float sum, const float (&weight)[scale_groups], const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   __syncthreads();  // nobody needs the queries
   float* const states = reinterpret_cast<float*>(memory);
@@ -177,14 +177,14 @@ __device__ inline void finish_turned(std::uint8_t* memory, float top, float sum,
 /// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have  @tparam scaled  full rows in pages are in 8 bits
 /// @tparam segmented  compressed rows may be of several epochs: a split is of one  @tparam scattered  rows of lists may stand in any order
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
-/// @param  lift_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
+/// @param  key_up_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
 template <DType type, PlainRows which, int max_units, bool scaled, bool segmented, bool scattered>
-__global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
+__global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rope_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int key_up_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ __align__(8) std::uint64_t barriers[turned_warps(max_units)][kTurnedStages];
-  __shared__ __align__(16) float factors[turned_warps(max_units) * kBlockColumns];
+  __shared__ __align__(8) std::uint64_t barriers[pre_rope_warps(max_units)][kPreRopeStages];
+  __shared__ __align__(16) float factors[pre_rope_warps(max_units) * kBlockColumns];
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt, recent = which == PlainRows::recent;
-  constexpr int steps = turned_steps(max_units), tile_rows = steps * kPlainRows;
+  constexpr int steps = rotated_steps(max_units), tile_rows = steps * kPlainRows;
   constexpr bool ahead = !coded || max_units > 2;  // the next split's tiles are fetched while states are merged; where sixteen warps share registers, that costs more than it gains
   const int first_entry = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
@@ -202,13 +202,13 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units;
   int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
-  TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp], stage_bytes);
   PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);  // a prompt's tiles are in no pages
   bool tail = false;
   SegmentRows rows_of{0, 0, list_rows, 0, list_splits};  // of the entry
   int first = 0, last = 0;  // its tiles
   const std::uint8_t* next = nullptr;
-  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in turn
+  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in rope
     if (tile >= last) return nullptr;
     const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes);
     return prompt ? rows_of_prompt + place : tail ? tables.tail(slot, head) + place : walk.next(warps);
@@ -232,16 +232,16 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
   };
   if (ahead) begin(first_entry);
   release_next_kernel();
-  const LiftMap lift = coded ? tables.maps[head].lift : LiftMap{};
-  const uint4* map = lift.operands;  // in global memory
+  const KeyUpMap key_up = coded ? tables.maps[head].key_up : KeyUpMap{};
+  const uint4* map = key_up.operands;  // in global memory
   [[maybe_unused]] int epoch = -1;   // whose it is, where there are several
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &lift : nullptr);
-  const int copied = coded && lift_units > 0 ? cuda::lift_units(false, key_units) : 0;
-  if constexpr (!segmented) turn.copy_map(map, head_dim, copied);
-  std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every entry; turned queries before
-  std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
-  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit_of_logits = turn.largest[t] * (coded ? __ldg(lift.scales).y : type == DType::f16 ? 1.0F : 1.0F / kTurnedBFloat);
+  RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &key_up : nullptr);
+  const int copied = coded && key_up_units > 0 ? cuda::key_up_units(false, key_units) : 0;
+  if constexpr (!segmented) rope.copy_map(map, head_dim, copied);
+  std::uint8_t* const states = shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units);  // after every entry; turned queries before
+  std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
+  rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
+  const float unit_of_logits = rope.largest[t] * (coded ? __ldg(key_up.scales).y : type == DType::f16 ? 1.0F : 1.0F / kRotatedBFloat);
   // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail.
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
   const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
@@ -251,12 +251,12 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     if constexpr (segmented) {
       if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
         epoch = rows_of.epoch;
-        map = tables.maps[epoch * tables.num_heads + head].lift.operands;
-        turn.copy_map(map, head_dim, copied);
+        map = tables.maps[epoch * tables.num_heads + head].key_up.operands;
+        rope.copy_map(map, head_dim, copied);
         __syncthreads();
       }
     }
-    detail::TurnedRows range;
+    detail::PreRopeRows range;
     range.read_shifts(tables.rotary, slot);
     range.lengths = lengths;
     range.tail = tail;
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     float out[max_units][4] = {}, top = -INFINITY, sum = 0.0F;
     const auto attend_tiles = [&](auto bytes) {
       constexpr bool in_bytes = decltype(bytes)::value;
-      const float unit = in_bytes ? turn.largest[t] : unit_of_logits;
+      const float unit = in_bytes ? rope.largest[t] : unit_of_logits;
       for (int tile = first + warp; tile < last; tile += warps) {
         next = tile_at(tile + warps);
         const std::uint8_t* here = ring.wait();
@@ -278,11 +278,11 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
         range.find(tile * tile_rows, places);
         float s[steps][4];
         if constexpr (coded) {
-          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units, scattered>(tables.rotary, turn, here, key_units, operands, head_dim, turned, places, s); };
-          if (lift_units > 0) with_map(turn.operands);
+          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units, scattered>(tables.rotary, rope, here, key_units, operands, head_dim, rotated, places, s); };
+          if (key_up_units > 0) with_map(rope.operands);
           else with_map(map);
         } else {
-          turned_logits<steps, steps, scattered>(tables.rotary, turn, head_dim, turned, places, [&](int, auto&& use) {
+          pre_rope_logits<steps, steps, scattered>(tables.rotary, rope, head_dim, rotated, places, [&](int, auto&& use) {
             use([&](int at, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); });
           }, s);
         }
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(32 * turned_warps(max_units)) attend_turned_ke
     const float total = column_sum(sum);
     if (ahead && entry + blocks < entries) begin(entry + blocks);
     const float weights[1] = {total};
-    detail::finish_turned(states, top, total, weights, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
+    detail::finish_rotation(states, top, total, weights, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
                           step.state(row, target, block));
     __syncthreads();  // the states were merged; queries may take their place
   }

@@ -71,17 +71,17 @@ __device__ __forceinline__ float row_gain(const HeadTiles& layout, const std::ui
   return layout.gains == ScaleKind::norm_log8 ? gain_of_byte(*at, 0x7650) : __half2float(*reinterpret_cast<const __half*>(at));
 }
 
-/// Logits of a tile of codes, as turned_logits() gives them. A part of a key is of one scale group, whose units the map's follow without a gap: it is multiplied by as many as it has; where there is one group, by
+/// Logits of a tile of codes, as pre_rope_logits() gives them. A part of a key is of one scale group, whose units the map's follow without a gap: it is multiplied by as many as it has; where there is one group, by
 /// kLevelUnits, without branches. @param operands  of the lifting map
 template <int scale_groups, bool scattered>
-__device__ __forceinline__ void code_logits(const Rotary& rotary, const TurnShared& turn, const HeadTiles& layout, const std::uint8_t* tile, const uint4* operands, int head_dim, std::uint32_t* turned, const TilePlaces<4>& places,
+__device__ __forceinline__ void code_logits(const Rotary& rotary, const RopeShared& rope, const HeadTiles& layout, const std::uint8_t* tile, const uint4* operands, int head_dim, std::uint32_t* rotated, const TilePlaces<4>& places,
                                             float (&s)[4][4]) {
-  turned_logits<4, kLevelSteps, scattered>(rotary, turn, head_dim, turned, places, [&](int first_step, auto&& use) {
+  pre_rope_logits<4, kLevelSteps, scattered>(rotary, rope, head_dim, rotated, places, [&](int first_step, auto&& use) {
     __half2 gains[2 * kLevelSteps];
     const std::uint8_t* at = tile + layout.key_offset;
     const uint4* map = operands;
     // Once at least: codes may have no bits, and keys are their mean then.
-    for (int unit = 0, count = kLevelUnits; unit == 0 || unit < layout.key_units; unit += count, map += 2 * count * (head_dim / (2 * kTurnPairs)) * 32) {
+    for (int unit = 0, count = kLevelUnits; unit == 0 || unit < layout.key_units; unit += count, map += 2 * count * (head_dim / (2 * kRopePairs)) * 32) {
       const int group = scale_groups == 2 && unit >= layout.first_key_units ? 1 : 0, end = scale_groups == 2 && group == 0 ? layout.first_key_units : layout.key_units;
       if constexpr (scale_groups == 2) count = min(kLevelUnits, end - unit);
       if (scale_groups == 2 || unit == 0) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ void code_logits(const Rotary& rotary, const TurnShar
       uint4 keys[kLevelSteps][2 * kLevelUnits];
       unpack_keys(layout, unit, end, at, first_step, keys);
       use([&](int own, std::uint32_t (&x)[kLevelSteps][2], std::uint32_t (&y)[kLevelSteps][2]) {
-        lift_pairs<kLevelSteps, 2 * kLevelUnits, scale_groups == 1>(map, head_dim, [&](int i, int k) { return keys[i][k]; }, 2 * count, own, uint2{}, x, y);
-        const uint2 mean = unit == 0 ? turn.means[4 * own + static_cast<int>(threadIdx.x) % 4] : uint2{};
+        up_project_pairs<kLevelSteps, 2 * kLevelUnits, scale_groups == 1>(map, head_dim, [&](int i, int k) { return keys[i][k]; }, 2 * count, own, uint2{}, x, y);
+        const uint2 mean = unit == 0 ? rope.means[4 * own + static_cast<int>(threadIdx.x) % 4] : uint2{};
         #pragma unroll
         for (int i = 0; i < 2 * kLevelSteps; ++i) {
           const __half2 gain_of_row = gains[i];
@@ -108,19 +108,19 @@ __device__ __forceinline__ void code_logits(const Rotary& rotary, const TurnShar
 }  // namespace detail
 
 /// @brief Warps of a block, at most.
-inline constexpr int kTurnedCodeWarps = 8;
+inline constexpr int kPreRopeCodeWarps = 8;
 
 /// @brief Partial states of the compressed lists. Grid: (blocks x blocks of columns) x heads x sequences; a block has every blocks-th split.
 /// @tparam max_units   units of values that a head may have
 /// @tparam copied      lifting maps are copied to shared memory
 /// @tparam segmented   rows may be of several epochs: a split is of one  @tparam scattered  they may stand in any order
 /// @tparam scale_groups  of the channels: gains of a row and part
-/// @param  stage_bytes, lift_units  as of attend_turned_kernel
+/// @param  stage_bytes, key_up_units  as of attend_pre_rope_kernel
 template <int max_units, bool copied, bool segmented, bool scattered, int scale_groups>
-__global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int lift_units) {
+__global__ void __launch_bounds__(32 * kPreRopeCodeWarps) attend_pre_rope_codes_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int key_up_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  __shared__ __align__(8) std::uint64_t barriers[kTurnedCodeWarps][kTurnedStages];
-  __shared__ __align__(16) float factors[kTurnedCodeWarps * kBlockColumns];
+  __shared__ __align__(8) std::uint64_t barriers[kPreRopeCodeWarps][kPreRopeStages];
+  __shared__ __align__(16) float factors[kPreRopeCodeWarps * kBlockColumns];
   __shared__ HeadTiles layout;
   const int first_split = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, g = static_cast<int>(threadIdx.x) % 32 / 4;
   const int head_dim = tables.head_dim, key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;  // gains go with keys
-  TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp], stage_bytes);
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
   SegmentRows rows_of{0, 0, rows, 0, splits};  // of the split
   int first = 0, last = 0;  // its tiles
@@ -151,17 +151,17 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
   };
   begin(first_split);
   release_next_kernel();
-  const LiftMap lift = tables.maps[head].lift;
-  const uint4* operands = lift.operands;  // in global memory
+  const KeyUpMap key_up = tables.maps[head].key_up;
+  const uint4* operands = key_up.operands;  // in global memory
   [[maybe_unused]] int epoch = -1;        // whose they are, where there are several
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift);
-  const int copied_units = copied ? cuda::lift_units(true, layout.key_units) : 0;
-  if constexpr (!segmented) turn.copy_map(operands, head_dim, copied_units);
-  std::uint8_t* const states = shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units);  // after every split; turned queries before
-  std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(states + warp * turn_warp_bytes(head_dim));
-  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  float unit_of_logits = turn.largest[threadIdx.x % 4] * __ldg(lift.scales).y;
-  detail::TurnedRows range;
+  RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, &key_up);
+  const int copied_units = copied ? cuda::key_up_units(true, layout.key_units) : 0;
+  if constexpr (!segmented) rope.copy_map(operands, head_dim, copied_units);
+  std::uint8_t* const states = shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units);  // after every split; turned queries before
+  std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
+  rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
+  float unit_of_logits = rope.largest[threadIdx.x % 4] * __ldg(key_up.scales).y;
+  detail::PreRopeRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
   range.read_compressed(tables, slot, head);
@@ -173,11 +173,11 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       range.rows = end;
       if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
         epoch = rows_of.epoch;
-        const LiftMap& own = tables.maps[epoch * tables.num_heads + head].lift;
+        const KeyUpMap& own = tables.maps[epoch * tables.num_heads + head].key_up;
         operands = own.operands;
-        turn.copy_map(operands, head_dim, copied_units);
-        turn.copy_means(own.means, head_dim);
-        unit_of_logits = turn.largest[threadIdx.x % 4] * __ldg(own.scales).y;
+        rope.copy_map(operands, head_dim, copied_units);
+        rope.copy_means(own.means, head_dim);
+        unit_of_logits = rope.largest[threadIdx.x % 4] * __ldg(own.scales).y;
         __syncthreads();
       }
     }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
       float value_gains[scale_groups][4][2], s[4][4];
       TilePlaces<4> places;
       range.find(tile * kCodeRows, places);
-      detail::code_logits<scale_groups, scattered>(tables.rotary, turn, layout, here, copied ? turn.operands : operands, head_dim, turned, places, s);
+      detail::code_logits<scale_groups, scattered>(tables.rotary, rope, layout, here, copied ? rope.operands : operands, head_dim, rotated, places, s);
       #pragma unroll
       for (int i = 0; i < 8 * scale_groups; ++i) value_gains[i / 8][i % 8 / 2][i % 2] = detail::row_gain(layout, here, Part::value, i % 8 / 2, i % 2, i / 8);
       __syncwarp();
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(32 * kTurnedCodeWarps) attend_turned_codes_ker
     }
     const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
     if (split + blocks < splits) begin(split + blocks);
-    detail::finish_turned(states, top, column_sum(sum), weight, out, layout.value_units, layout.channels(Part::value), [&](int unit, int i) { return unit * kCodeUnit + 8 * i + g; }, factors,
+    detail::finish_rotation(states, top, column_sum(sum), weight, out, layout.value_units, layout.channels(Part::value), [&](int unit, int i) { return unit * kCodeUnit + 8 * i + g; }, factors,
                           step.state(row, step.first_entry(Source::compressed) + split, block));
     __syncthreads();  // the states were merged; queries may take their place
   }

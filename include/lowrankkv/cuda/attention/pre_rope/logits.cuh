@@ -14,21 +14,21 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Warps of a block of turned_logits_kernel, at most.
-__host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) { return scale_groups > 0 ? kTurnedCodeWarps : turned_warps(max_units); }
+/// @brief Warps of a block of pre_rope_logits_kernel, at most.
+__host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) { return scale_groups > 0 ? kPreRopeCodeWarps : pre_rope_warps(max_units); }
 
 /// @brief Logits of the columns of a launch, of all rows of the compressed lists, in units of log2: AttentionStep::logits(). Rows behind the last of a list get some, up to a tile's end. Grid: (pairs of a head and a block of
-/// its columns x blocks) x groups of heads x sequences; warps of the `blocks` blocks of a pair take its tiles in turn, and nothing depends on how many there are. Needs nothing of the kernels before it but what they all read.
+/// its columns x blocks) x groups of heads x sequences; warps of the `blocks` blocks of a pair take its tiles in rope, and nothing depends on how many there are. Needs nothing of the kernels before it but what they all read.
 /// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam max_units  units of plain keys that a head may have  @tparam copied  lifting maps are copied to shared memory
 /// @tparam scattered  rows may stand in any order
-/// @param  stage_bytes   of a ring's stage: the keys of a tile  @param lift_units  as of attend_turned_kernel
+/// @param  stage_bytes   of a ring's stage: the keys of a tile  @param key_up_units  as of attend_pre_rope_kernel
 template <int scale_groups, DType type, int max_units, bool copied, bool scattered>
-__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) turned_logits_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, JointCall call, int first_sequence, int blocks, int stage_bytes,
-                                                                                                    int ring_bytes, int lift_units) {
+__global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) pre_rope_logits_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, JointCall call, int first_sequence, int blocks, int stage_bytes,
+                                                                                                    int ring_bytes, int key_up_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
-  constexpr int steps = codes ? kCodeRows / kPlainRows : turned_steps(max_units), tile_rows = steps * kPlainRows;
-  __shared__ __align__(8) std::uint64_t barriers[logit_warps(scale_groups, max_units)][kTurnedStages];
+  constexpr int steps = codes ? kCodeRows / kPlainRows : rotated_steps(max_units), tile_rows = steps * kPlainRows;
+  __shared__ __align__(8) std::uint64_t barriers[logit_warps(scale_groups, max_units)][kPreRopeStages];
   __shared__ HeadTiles layout;
   const int pair = static_cast<int>(blockIdx.x) / blocks, group = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
   const int first_column = call.first_chunk * kJointColumns, last_column = min((call.first_chunk + call.chunks) * kJointColumns, tables.joint_heads * step.columns()) - 1;
@@ -43,26 +43,26 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
   }
   copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
-  TileRing<kTurnedStages> ring(shared_memory + warp * kTurnedStages * stage_bytes, barriers[warp], stage_bytes);
+  TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp], stage_bytes);
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, first + warp);
   int coming = first + warp;
   const auto fetch = [&] {
     ring.fetch(coming < tiles ? walk.next(apart) : nullptr, layout.bytes);  // keys are all that a head has
     coming += apart;
   };
-  for (int stage = 0; stage < kTurnedStages; ++stage) fetch();
+  for (int stage = 0; stage < kPreRopeStages; ++stage) fetch();
   release_next_kernel();
-  const LiftMap lift = tables.maps[head].lift;
-  TurnShared turn(shared_memory + ring_bytes, tables.rotary, head_dim, &lift);
-  if constexpr (copied) turn.copy_map(lift.operands, head_dim, cuda::lift_units(codes, layout.key_units));
-  std::uint32_t* const turned = reinterpret_cast<std::uint32_t*>(shared_memory + ring_bytes + turn_block_bytes(head_dim, lift_units) + warp * turn_warp_bytes(head_dim));
-  turn.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit = turn.largest[t] * __ldg(lift.scales).y;
-  detail::TurnedRows range;
+  const KeyUpMap key_up = tables.maps[head].key_up;
+  RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, &key_up);
+  if constexpr (copied) rope.copy_map(key_up.operands, head_dim, cuda::key_up_units(codes, layout.key_units));
+  std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units) + warp * rope_warp_bytes(head_dim));
+  rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
+  const float unit = rope.largest[t] * __ldg(key_up.scales).y;
+  detail::PreRopeRows range;
   range.read_shifts(tables.rotary, slot);
   range.rows = rows;
   range.read_compressed(tables, slot, head);
-  const uint4* const map = copied ? turn.operands : lift.operands;
+  const uint4* const map = copied ? rope.operands : key_up.operands;
   // Lane t's column of the launch: of a pair that two launches share, some are in the other.
   const int in_head = block * kBlockColumns + t, column = index / step.blocks * step.columns() + in_head;
   const bool writes = in_head < step.columns() && column >= first_column && column <= last_column;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units)) tur
     TilePlaces<steps> places;
     range.find(tile * tile_rows, places);
     float s[steps][4];
-    if constexpr (codes) detail::code_logits<scale_groups, scattered>(tables.rotary, turn, layout, here, map, head_dim, turned, places, s);
-    else detail::plain_logits<type, max_units, scattered>(tables.rotary, turn, here, layout.key_units, map, head_dim, turned, places, s);
+    if constexpr (codes) detail::code_logits<scale_groups, scattered>(tables.rotary, rope, layout, here, map, head_dim, rotated, places, s);
+    else detail::plain_logits<type, max_units, scattered>(tables.rotary, rope, here, layout.key_units, map, head_dim, rotated, places, s);
     __syncwarp();
     fetch();
     #pragma unroll

@@ -21,46 +21,46 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Pairs of a block: what one product of 16 channels takes.
-inline constexpr int kTurnPairs = 8;
+inline constexpr int kRopePairs = 8;
 /// @brief Words of a warp's turned queries for two blocks of pairs: 16 more than there are, so that neighbours stand in other banks.
-inline constexpr int kTurnedBlocks = 32 * 4 + 16;
+inline constexpr int kPreRopeBlocks = 32 * 4 + 16;
 inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
 /// @brief Where rows stand in any order, a tile whose rows are this far apart has its offsets made row by row: by a count of instructions as dear as five passes, not timed apart.
-inline constexpr int kScatteredRows = 6 * kTurnRows;
+inline constexpr int kScatteredRows = 6 * kRopeRows;
 
-/// @brief Bytes that a block of threads needs to turn keys: offsets, queries, means, a lifting map of so many units. A multiple of 16.
-__host__ __device__ constexpr int turn_block_bytes(int head_dim, int units) {
-  return 4 * turn_words(head_dim) + 4 * kBlockColumns * (head_dim + 4) + 2 * head_dim + units * (head_dim / (2 * kTurnPairs)) * 512;
+/// @brief Bytes that a block of threads needs to rope keys: offsets, queries, means, a lifting map of so many units. A multiple of 16.
+__host__ __device__ constexpr int rope_block_bytes(int head_dim, int units) {
+  return 4 * rope_words(head_dim) + 4 * kBlockColumns * (head_dim + 4) + 2 * head_dim + units * (head_dim / (2 * kRopePairs)) * 512;
 }
 /// @brief The same of a warp: its turned queries.
-__host__ __device__ constexpr int turn_warp_bytes(int head_dim) { return 4 * turn_couples(head_dim) * kTurnedBlocks; }
+__host__ __device__ constexpr int rope_warp_bytes(int head_dim) { return 4 * rope_couples(head_dim) * kPreRopeBlocks; }
 /// @brief Stages of a warp's ring: the keys of a tile, its values.
-inline constexpr int kTurnedStages = 2;
+inline constexpr int kPreRopeStages = 2;
 /// @brief Warps of a block of a turning kernel, at most: splits are multiples of 16 tiles; where a tile has more than two units, shared memory has room for fewer, and they get more registers.
-__host__ __device__ constexpr int turned_warps(int max_units) { return max_units <= 2 ? 16 : 8; }
+__host__ __device__ constexpr int pre_rope_warps(int max_units) { return max_units <= 2 ? 16 : 8; }
 
 /// @brief Where the rows of a tile stand, as a lane sees its own: rows 16 i + 8 r + lane / 4.
 template <int steps>
 struct TilePlaces {
-  bool follow = false;   ///< row i stands at position base + i, or is no row and its logit is not looked at; the same for all lanes
+  bool contiguous = false;   ///< row i stands at position base + i, or is no row and its logit is not looked at; the same for all lanes
   int base = 0;
   int places[steps][2];  ///< otherwise: positions, or kNoPlace where nobody sees a row
 };
 
 /// @brief What the warps of a block share: offsets, queries, the lifting map. In shared memory.
-struct TurnShared {
+struct RopeShared {
   const std::uint32_t* offsets = nullptr;  ///< as Rotary::offsets
   float* raw = nullptr;              ///< [head_dim, kBlockColumns]: queries relative to the largest of their column, channels in turning order
   float* largest = nullptr;          ///< [kBlockColumns]
-  const uint2* means = nullptr;      ///< as LiftMap::means
+  const uint2* means = nullptr;      ///< as KeyUpMap::means
   uint4* operands = nullptr;         ///< a copy of those of the lifting map
 
-  TurnShared() = default;
+  RopeShared() = default;
   /// @brief Lays it out; all threads copy what depends on neither queries nor epochs. The caller synchronises.
   /// @param lift  null: rows at full rank
-  __device__ TurnShared(std::uint8_t* memory, const Rotary& rotary, int head_dim, const LiftMap* lift) {
+  __device__ RopeShared(std::uint8_t* memory, const Rotary& rotary, int head_dim, const KeyUpMap* key_up) {
     uint4* table = reinterpret_cast<uint4*>(memory);
-    const int size = turn_words(head_dim) / 4, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int size = rope_words(head_dim) / 4, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     #pragma unroll 8
     for (int i = thread; i < size; i += threads) table[i] = __ldg(reinterpret_cast<const uint4*>(rotary.offsets) + i);
     offsets = reinterpret_cast<const std::uint32_t*>(memory);
@@ -69,8 +69,8 @@ struct TurnShared {
     uint4* own_means = reinterpret_cast<uint4*>(largest + 4 * kBlockColumns);
     means = reinterpret_cast<const uint2*>(own_means);
     operands = own_means + head_dim / 8;
-    if (lift == nullptr) return;
-    copy_means(lift->means, head_dim);
+    if (key_up == nullptr) return;
+    copy_means(key_up->means, head_dim);
   }
   /// @brief Copies means; the caller synchronises.
   __device__ void copy_means(const uint2* from, int head_dim) {
@@ -80,7 +80,7 @@ struct TurnShared {
   /// @brief Copies the first `units` units of a lifting map. All threads call it; the caller synchronises, before if the last one is still read, and after.
   __device__ void copy_map(const uint4* map, int head_dim, int units) const {
     #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < units * (head_dim / (2 * kTurnPairs)) * 32; i += static_cast<int>(blockDim.x)) operands[i] = __ldg(map + i);
+    for (int i = static_cast<int>(threadIdx.x); i < units * (head_dim / (2 * kRopePairs)) * 32; i += static_cast<int>(blockDim.x)) operands[i] = __ldg(map + i);
   }
 
   /// @brief Copies a block of columns of the queries. All threads call it; they are synchronised at the end.
@@ -100,26 +100,26 @@ struct TurnShared {
     __syncthreads();
   }
 
-  /// @brief The queries turned back by `base` positions as operands, [turn_couples, kTurnedBlocks]: a lane's two words of either block. All lanes call it; they are synchronised at the end.
-  __device__ void turn_back(const Rotary& rotary, int head_dim, int base, std::uint32_t* turned) const {
+  /// @brief The queries turned back by `base` positions as operands, [rope_couples, kPreRopeBlocks]: a lane's two words of either block. All lanes call it; they are synchronised at the end.
+  __device__ void rotate_back(const Rotary& rotary, int head_dim, int base, std::uint32_t* rotated) const {
     __syncwarp();
     for (int two = static_cast<int>(threadIdx.x) % 32; two < head_dim / 4; two += 32) {  // pairs 2 two and 2 two + 1
       const float4 phase = rotary.phases(base, two, head_dim);
       const float4* x = reinterpret_cast<const float4*>(raw) + 2 * two;
       const float4* y = x + head_dim / 2;
       const float4 x0 = x[0], x1 = x[1], y0 = y[0], y1 = y[1];
-      std::uint32_t* const own = turned + two / kTurnPairs * kTurnedBlocks + two % 4 * 4 + two / 4 % 2 * 2;
-      const auto turn = [&](int column, float p0, float p1, float q0, float q1) {
+      std::uint32_t* const own = rotated + two / kRopePairs * kPreRopeBlocks + two % 4 * 4 + two / 4 % 2 * 2;
+      const auto rope = [&](int column, float p0, float p1, float q0, float q1) {
         const float first0 = p0 * phase.x + q0 * phase.y, first1 = p1 * phase.z + q1 * phase.w, second0 = q0 * phase.x - p0 * phase.y, second1 = q1 * phase.z - p1 * phase.w;
         #pragma unroll
         for (int low = 0; low < 2; ++low) {
           *reinterpret_cast<uint2*>(own + (2 * column + low) * 16) = {detail::pair_of<DType::f16>(first0, first1, low == 1), detail::pair_of<DType::f16>(second0, second1, low == 1)};
         }
       };
-      turn(0, x0.x, x1.x, y0.x, y1.x);
-      turn(1, x0.y, x1.y, y0.y, y1.y);
-      turn(2, x0.z, x1.z, y0.z, y1.z);
-      turn(3, x0.w, x1.w, y0.w, y1.w);
+      rope(0, x0.x, x1.x, y0.x, y1.x);
+      rope(1, x0.y, x1.y, y0.y, y1.y);
+      rope(2, x0.z, x1.z, y0.z, y1.z);
+      rope(3, x0.w, x1.w, y0.w, y1.w);
     }
     __syncwarp();
   }
@@ -127,8 +127,8 @@ struct TurnShared {
 
 namespace detail {
 
-/// Turns two neighbouring pairs of channels: their first channels in x, the second in y. @param cosines, sines  of the two
-__device__ __forceinline__ void turn_pairs(std::uint32_t cosines, std::uint32_t sines, std::uint32_t& x, std::uint32_t& y) {
+/// Rotations two neighbouring pairs of channels: their first channels in x, the second in y. @param cosines, sines  of the two
+__device__ __forceinline__ void rotate_pairs(std::uint32_t cosines, std::uint32_t sines, std::uint32_t& x, std::uint32_t& y) {
   const auto half = [](std::uint32_t& word) -> __half2& { return *reinterpret_cast<__half2*>(&word); };
   const __half2 c = half(cosines), s = half(sines), first = half(x), second = half(y);
   half(x) = __hfma2(first, c, __hneg2(__hmul2(second, s)));
@@ -136,28 +136,28 @@ __device__ __forceinline__ void turn_pairs(std::uint32_t cosines, std::uint32_t 
 }
 
 /// One pass over a tile's pairs of channels: s += products of turned rows with turned queries.
-/// @param row_turns  (couple, step, half) -> the row's cosines and sines of a lane's pairs, as Rotary::offsets has them
-template <int steps, int at_once, class Prepare, class Turns>
-__device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* turned, Prepare&& prepare, Turns&& row_turns, float (&s)[steps][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, blocks = head_dim / (2 * kTurnPairs);
+/// @param row_rotations  (couple, step, half) -> the row's cosines and sines of a lane's pairs, as Rotary::offsets has them
+template <int steps, int at_once, class Prepare, class Rotations>
+__device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* rotated, Prepare&& prepare, Rotations&& row_rotations, float (&s)[steps][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, blocks = head_dim / (2 * kRopePairs);
   #pragma unroll
   for (int group = 0; group < steps / at_once; ++group) {
-    prepare(group * at_once, [&](auto&& lift) {
+    prepare(group * at_once, [&](auto&& key_up) {
       #pragma unroll 1
       for (int couple = 0; 2 * couple < blocks; ++couple) {
-        const uint4 b = *reinterpret_cast<const uint4*>(turned + couple * kTurnedBlocks + 4 * lane);
-        uint4 turns[at_once][2];
+        const uint4 b = *reinterpret_cast<const uint4*>(rotated + couple * kPreRopeBlocks + 4 * lane);
+        uint4 pre_rope[at_once][2];
         #pragma unroll
-        for (int i = 0; i < 2 * at_once; ++i) turns[i / 2][i % 2] = row_turns(couple, group * at_once + i / 2, i % 2);
+        for (int i = 0; i < 2 * at_once; ++i) pre_rope[i / 2][i % 2] = row_rotations(couple, group * at_once + i / 2, i % 2);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (half == 1 && 2 * couple + 1 == blocks) break;
           std::uint32_t x[at_once][2], y[at_once][2];
-          lift(2 * couple + half, x, y);
+          key_up(2 * couple + half, x, y);
           #pragma unroll
           for (int i = 0; i < at_once; ++i) {
             #pragma unroll
-            for (int r = 0; r < 2; ++r) turn_pairs(half == 0 ? turns[i][r].x : turns[i][r].z, half == 0 ? turns[i][r].y : turns[i][r].w, x[i][r], y[i][r]);
+            for (int r = 0; r < 2; ++r) rotate_pairs(half == 0 ? pre_rope[i][r].x : pre_rope[i][r].z, half == 0 ? pre_rope[i][r].y : pre_rope[i][r].w, x[i][r], y[i][r]);
             mma_plain<DType::f16>(s[group * at_once + i], {x[i][0], x[i][1], y[i][0], y[i][1]}, half == 0 ? b.x : b.z, half == 0 ? b.y : b.w);
           }
         }
@@ -179,14 +179,14 @@ __device__ __forceinline__ std::uint32_t half_word(float low, float high) {
 ///                 g + 8)] with the first and the second channels of pairs 8 block + 2t and 2t + 1, in turning order; keys are the sums over the calls
 /// @tparam at_once  times 16 rows that are prepared together  @tparam scattered  rows may stand in any order
 template <int steps, int at_once, bool scattered, class Prepare>
-__device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnShared& shared, int head_dim, std::uint32_t* turned, const TilePlaces<steps>& tile, Prepare&& prepare, float (&s)[steps][4]) {
+__device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const RopeShared& shared, int head_dim, std::uint32_t* rotated, const TilePlaces<steps>& tile, Prepare&& prepare, float (&s)[steps][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
-  const auto table = [&](int couple, int offset) { return *reinterpret_cast<const uint4*>(shared.offsets + (couple * kTurnRows + offset) * 16 + lane % 4 * 4); };
+  const auto table = [&](int couple, int offset) { return *reinterpret_cast<const uint4*>(shared.offsets + (couple * kRopeRows + offset) * 16 + lane % 4 * 4); };
   #pragma unroll
   for (int i = 0; i < 4 * steps; ++i) s[i / 4][i % 4] = 0.0F;
-  if (tile.follow) {
-    shared.turn_back(rotary, head_dim, tile.base, turned);
-    detail::add_logits<steps, at_once>(head_dim, turned, prepare, [&](int couple, int i, int r) { return table(couple, 16 * i + 8 * r + g); }, s);
+  if (tile.contiguous) {
+    shared.rotate_back(rotary, head_dim, tile.base, rotated);
+    detail::add_logits<steps, at_once>(head_dim, rotated, prepare, [&](int couple, int i, int r) { return table(couple, 16 * i + 8 * r + g); }, s);
     return;
   }
   std::uint32_t pending = 0;  // rows that have no logit yet
@@ -202,14 +202,14 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
     }
     const int base = __reduce_min_sync(~0U, first), end = __reduce_max_sync(~0U, last);
     if (base <= end && end - base >= kScatteredRows) {
-      shared.turn_back(rotary, head_dim, base, turned);
-      const auto turns_of = [&](int couple, int i, int r) {
+      shared.rotate_back(rotary, head_dim, base, rotated);
+      const auto rotations_of = [&](int couple, int i, int r) {
         const int place = tile.places[i][r], offset = place == kNoPlace ? 0 : place - base;
-        const auto turns = [&](int half) { return 16 * (2 * couple + half) < head_dim ? rotary.phases(offset, 4 * (2 * couple + half) + lane % 4, head_dim) : float4{}; };
-        const float4 low = turns(0), high = turns(1);
+        const auto pre_rope = [&](int half) { return 16 * (2 * couple + half) < head_dim ? rotary.phases(offset, 4 * (2 * couple + half) + lane % 4, head_dim) : float4{}; };
+        const float4 low = pre_rope(0), high = pre_rope(1);
         return uint4{half_word(low.x, low.z), half_word(low.y, low.w), half_word(high.x, high.z), half_word(high.y, high.w)};
       };
-      detail::add_logits<steps, at_once>(head_dim, turned, prepare, turns_of, s);
+      detail::add_logits<steps, at_once>(head_dim, rotated, prepare, rotations_of, s);
       return;
     }
   }
@@ -218,12 +218,12 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) first = min(first, pending >> i & 1U ? tile.places[i / 2][i % 2] : INT32_MAX);
     const int base = __reduce_min_sync(~0U, first);
-    shared.turn_back(rotary, head_dim, base, turned);
+    shared.rotate_back(rotary, head_dim, base, rotated);
     std::uint32_t near = 0;
     #pragma unroll
-    for (int i = 0; i < 2 * steps; ++i) near |= (pending >> i & 1U) != 0 && tile.places[i / 2][i % 2] - base < kTurnRows ? 1U << i : 0U;
+    for (int i = 0; i < 2 * steps; ++i) near |= (pending >> i & 1U) != 0 && tile.places[i / 2][i % 2] - base < kRopeRows ? 1U << i : 0U;
     float part[steps][4] = {};
-    detail::add_logits<steps, at_once>(head_dim, turned, prepare, [&](int couple, int i, int r) { return table(couple, (near >> (2 * i + r) & 1U) != 0 ? tile.places[i][r] - base : 0); }, part);
+    detail::add_logits<steps, at_once>(head_dim, rotated, prepare, [&](int couple, int i, int r) { return table(couple, (near >> (2 * i + r) & 1U) != 0 ? tile.places[i][r] - base : 0); }, part);
     #pragma unroll
     for (int i = 0; i < 2 * steps; ++i) {
       if ((near >> i & 1U) == 0) continue;
@@ -234,11 +234,11 @@ __device__ __forceinline__ void turned_logits(const Rotary& rotary, const TurnSh
   }
 }
 
-/// @brief Two numbers of a tile's word as f16; those of bf16 times kTurnedBFloat.
+/// @brief Two numbers of a tile's word as f16; those of bf16 times kRotatedBFloat.
 template <DType type>
 __device__ __forceinline__ std::uint32_t half_word(std::uint32_t word) {
   if constexpr (type == DType::f16) return word;
-  return half_word(kTurnedBFloat * __uint_as_float(word << 16), kTurnedBFloat * __uint_as_float(word & 0xffff0000U));
+  return half_word(kRotatedBFloat * __uint_as_float(word << 16), kRotatedBFloat * __uint_as_float(word & 0xffff0000U));
 }
 /// @brief A unit of 16 rows and channels of plain keys as an operand of f16.
 template <DType type>
@@ -247,8 +247,8 @@ __device__ __forceinline__ uint4 half_words(const uint4& words) { return {half_w
 /// @brief Eight pairs of channels, in turning order, of rows at full rank, from a plain tile's keys; in steps where they are bytes.
 template <DType type, int steps, bool in_bytes>
 __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys, int key_units, int block, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
-  const bool turn = kTurnPairs * block < rotary.pairs, split = turn && !rotary.interleaved;
-  const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / kTurnPairs : 2 * block + 1;  // blocks of eight channels
+  const bool rope = kRopePairs * block < rotary.pairs, split = rope && !rotary.interleaved;
+  const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / kRopePairs : 2 * block + 1;  // blocks of eight channels
   const auto read = [&](int i, int from) {
     const int place = 4 * ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) + from % 2 * 2;  // in words of 16-bit numbers
     if constexpr (in_bytes) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint
     x[i][1] = first.y;
     y[i][0] = second.x;
     y[i][1] = second.y;
-    if (!turn || !rotary.interleaved) continue;
+    if (!rope || !rotary.interleaved) continue;
     #pragma unroll
     for (int r = 0; r < 2; ++r) {  // lanes have the pair t of the first block and that of the second
       const std::uint32_t both = x[i][r];
@@ -281,9 +281,9 @@ __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint
 /// @param units  of the map, at least one  @param words  (step, unit) -> the keys as operands, zeros where there is no unit  @param onto  words of x, and of y, to begin with
 /// @tparam all   the map has max_units units, zeros behind the last: no branches
 template <int steps, int max_units, bool all, class Words>
-__device__ __forceinline__ void lift_pairs(const uint4* operands, int head_dim, Words&& words, int units, int block, const uint2& onto, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
+__device__ __forceinline__ void up_project_pairs(const uint4* operands, int head_dim, Words&& words, int units, int block, const uint2& onto, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) {
   const uint4* own = operands + block * 32 + static_cast<int>(threadIdx.x) % 32;
-  const int stride = head_dim / (2 * kTurnPairs) * 32;
+  const int stride = head_dim / (2 * kRopePairs) * 32;
   if constexpr (max_units <= 2) {
     #pragma unroll
     for (int unit = 0; unit < max_units; ++unit) {

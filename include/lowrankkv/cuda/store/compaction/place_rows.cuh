@@ -81,24 +81,24 @@ __device__ inline void move_row(const HeadTiles& layout, const std::uint8_t* sou
 /// @brief Moves rows to the places that others freed. Grid: pieces of as many rows as a block has warps x compressed lists x sequences.
 /// @param freed  [sequence of the batch, head, stride]: places
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) place_rows_kernel(LayerEdit tables, Leaving leaving, LooseTiles loose, const std::int32_t* freed, std::int32_t stride) {
+__global__ void __launch_bounds__(kStoreThreads) place_rows_kernel(LayerEdit tables, FlushBatch flushed, StagingTiles staging, const std::int32_t* freed, std::int32_t stride) {
   const int list = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), head = list < tables.num_heads ? list : (list - tables.num_heads) * tables.joint_heads;
   const int row = static_cast<int>(blockIdx.x * kStoreThreads + threadIdx.x) / 32;
-  if (row >= loose.counts[sequence * tables.num_heads + head]) return;
+  if (row >= staging.counts[sequence * tables.num_heads + head]) return;
   const HeadTiles& layout = tables.compressed[list];
   const int place = freed[static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)];
-  const std::uint8_t* source = loose.of(tables, sequence, list) + static_cast<std::size_t>(row / layout.rows) * static_cast<std::size_t>(layout.bytes);
-  std::uint8_t* target = tables.tile(tables.page_table(RowList::compressed, leaving.slots[sequence], list), layout, place / layout.rows);
+  const std::uint8_t* source = staging.of(tables, sequence, list) + static_cast<std::size_t>(row / layout.rows) * static_cast<std::size_t>(layout.bytes);
+  std::uint8_t* target = tables.tile(tables.page_table(RowList::compressed, flushed.slots[sequence], list), layout, place / layout.rows);
   const int from = row % layout.rows, to = place % layout.rows;
   detail::move_row(layout, source, from, target, to);
 }
 
 /// @brief Enqueues place_rows_kernel. @param most  rows of a sequence that are moved
 template <class = void>
-void place_rows(const LayerState& layer, const Leaving& leaving, const LooseTiles& loose, const RowOrder& freed, std::int64_t most, cudaStream_t stream) {
+void place_rows(const LayerState& layer, const FlushBatch& flushed, const StagingTiles& staging, const RowOrder& freed, std::int64_t most, cudaStream_t stream) {
   constexpr std::int64_t warps = kStoreThreads / 32;
-  const dim3 grid(static_cast<unsigned>((most + warps - 1) / warps), static_cast<unsigned>(layer.tiles().compressed.size()), static_cast<unsigned>(leaving.count));
-  place_rows_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), leaving, loose, freed.rows, freed.stride);
+  const dim3 grid(static_cast<unsigned>((most + warps - 1) / warps), static_cast<unsigned>(layer.tiles().compressed.size()), static_cast<unsigned>(flushed.count));
+  place_rows_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), flushed, staging, freed.rows, freed.stride);
   check(cudaGetLastError(), "place_rows_kernel");
 }
 

@@ -27,26 +27,26 @@ struct GoingRows {
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
   __shared__ typename detail::PlaceScan::TempStorage storage;
-  __shared__ MassSelection selection;
+  __shared__ ScoreSelection selection;
   const int heads = tables.num_heads / static_cast<int>(gridDim.x), leader = static_cast<int>(blockIdx.x) * heads, thread = static_cast<int>(threadIdx.x);
-  const WeighedRows stored(tables, slot, leader);
+  const ScoredRows stored(tables, slot, leader);
   const auto key = [&](int row) {
-    float mass = 0.0F;
-    for (int head = leader; head < leader + heads; ++head) mass += WeighedRows(tables, slot, head).mass(row);
-    return mass_key(mass, stored.position(row), going.pinned);
+    float accumulated = 0.0F;
+    for (int head = leader; head < leader + heads; ++head) accumulated += ScoredRows(tables, slot, head).accumulated(row);
+    return score_key(accumulated, stored.position(row), going.pinned);
   };
-  const int limit = going.limit + (tables.weighs_both() && going.limit >= 0 ? stored.pinned_among(going.pinned) : 0);
+  const int limit = going.limit + (tables.scores_both() && going.limit >= 0 ? stored.pinned_among(going.pinned) : 0);
   const std::uint64_t smallest = limit < 0 || limit >= stored.count() ? 0 : smallest_kept(key, stored.count(), limit, selection);
   const auto stays = [&](int row) { return (stored.position(row) < going.first || stored.position(row) >= going.end) && (smallest == 0 || key(row) >= smallest); };
   int kept[2] = {};
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (!tables.weighs(list)) continue;
+    if (!tables.has_scores(list)) continue;
     const int before = list == RowList::full ? 0 : stored.full(), rows = list == RowList::full ? stored.full() : stored.count() - stored.full();
     kept[static_cast<int>(list)] = detail::plan_moves(tables, list, slot, leader, rows, [&](int row) { return stays(before + row); }, moves.lists[static_cast<int>(list)].of(leader), storage);
   }
   for (int head = leader; head < leader + heads; ++head) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (!tables.weighs(list)) continue;
+      if (!tables.has_scores(list)) continue;
       const RowMoves &all = moves.lists[static_cast<int>(list)], planned = all.of(leader);
       if (head != leader) detail::copy_moves(planned, all.of(head));
       detail::move_numbers(tables, list, slot, head, planned);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tab
         if (own_positions[row] >= going.end) own_positions[row] -= going.removed;
       }
     }
-    if (tables.weighs_both() && thread == 0) tables.rows[tables.index(slot, head)] = {kept[0], kept[1]};
+    if (tables.scores_both() && thread == 0) tables.rows[tables.index(slot, head)] = {kept[0], kept[1]};
   }
 }
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tab
 inline ListMoves row_moves(LayerState& layer) {
   const LayerEdit& tables = layer.tables();
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
-  const auto rows_of = [&](RowList list) { return layer.is_weighed(list) ? static_cast<std::size_t>(layer.max_rows(list)) : 0; };
+  const auto rows_of = [&](RowList list) { return layer.is_scored(list) ? static_cast<std::size_t>(layer.max_rows(list)) : 0; };
   const auto segments_of = [&](RowList list) { return static_cast<std::size_t>(list == RowList::full ? 1 : tables.max_segments); };
   const auto numbers = [&](RowList list) { return heads * (2 * rows_of(list) + segments_of(list)); };
   DeviceArray<std::int32_t>& memory = layer.moves();
@@ -79,23 +79,23 @@ inline ListMoves row_moves(LayerState& layer) {
 
 /// @brief Enqueues what makes rows of the weighed lists go; the host's counts are those before, and so are the device's, unless both lists are weighed. Pages are the sequence's own.
 template <class = void>
-void keep_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
+void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
-  if (tables.weighed_rows(now.rows) == 0) return;
+  if (tables.scored_rows(now.rows) == 0) return;
   const ListMoves moves = row_moves(layer);
-  const bool joint = tables.weighed == RowList::compressed && tables.joint_heads > 0;
+  const bool joint = tables.scored == RowList::compressed && tables.joint_heads > 0;
   plan_moves_kernel<><<<static_cast<unsigned>(joint ? tables.num_heads / tables.joint_heads : tables.num_heads), kEvictThreads, 0, stream>>>(tables, slot, going, moves);
   check(cudaGetLastError(), "plan_moves_kernel");
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_weighed(list)) move_rows(tables, list, {1, {slot}}, moves.lists[static_cast<int>(list)], layer.num_lists(list), now.num_rows(list), stream);
+    if (layer.is_scored(list)) move_rows(tables, list, {1, {slot}}, moves.lists[static_cast<int>(list)], layer.num_lists(list), now.num_rows(list), stream);
   }
 }
 
 /// @brief Gives a sequence copies of all pages whose rows masses choose. Pages were checked.
-inline void own_weighed_pages(LayerState& layer, int slot, cudaStream_t stream) {
+inline void own_scored_pages(LayerState& layer, int slot, cudaStream_t stream) {
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_weighed(list)) layer.own_pages(slot, list, 0, layer.sequence(slot).num_rows(list), stream);
+    if (layer.is_scored(list)) layer.own_pages(slot, list, 0, layer.sequence(slot).num_rows(list), stream);
   }
 }
 
@@ -105,15 +105,15 @@ template <class = void>
 void limit_rows(LayerState& layer, int slot, std::int64_t limit, std::int64_t pinned, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   const LayerEdit& tables = layer.tables();
-  if (limit < 0 || tables.weighed_rows(now.rows) <= limit + (tables.weighs_both() ? pinned : 0)) return;
-  keep_rows(layer, slot, {0, 0, 0, static_cast<std::int32_t>(limit), static_cast<std::int32_t>(pinned)}, stream);
-  if (tables.weighs_both()) {
+  if (limit < 0 || tables.scored_rows(now.rows) <= limit + (tables.scores_both() ? pinned : 0)) return;
+  retain_rows(layer, slot, {0, 0, 0, static_cast<std::int32_t>(limit), static_cast<std::int32_t>(pinned)}, stream);
+  if (tables.scores_both()) {
     const std::int32_t one[] = {slot};
     read_rows(layer, one, stream);
   } else {
-    now.limit_rows(limit, tables.weighed);
+    now.limit_rows(limit, tables.scored);
   }
-  layer.settle(slot, stream);
+  layer.release_and_upload(slot, stream);
 }
 
 }  // namespace cuda

@@ -16,7 +16,7 @@ namespace cuda {
 class RowCuts {
  public:
   /// @param chosen  values decided which rows are stored how: positions are read, if any from `first` on has left the tail, and the stream is waited for; the device, if that is null
-  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), weighed_(layer.tables().tail_masses != nullptr) {
+  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), scored_(layer.tables().tail_scores != nullptr) {
     if (!chosen || first >= now_.first_tail()) return;
     if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const LayerEdit& tables = layer.tables();
@@ -44,7 +44,7 @@ class RowCuts {
     const HeadRows own = now_.rows_of(head);
     const auto listed = [&](RowList list) {  // positions ascend, unless rows took the places of others
       const std::vector<std::int32_t>& all = positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
-      if (weighed_) return static_cast<std::int32_t>(std::count_if(all.begin(), all.end(), [&](std::int32_t own_position) { return own_position < position; }));
+      if (scored_) return static_cast<std::int32_t>(std::count_if(all.begin(), all.end(), [&](std::int32_t own_position) { return own_position < position; }));
       return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) - all.begin());
     };
     // Where counts say it full rows are the first tokens; compressed ones stand where no full one does, unless others were dropped.
@@ -54,7 +54,7 @@ class RowCuts {
 
   const HostSequence& now_;
   int heads_;
-  bool chosen_, weighed_;
+  bool chosen_, scored_;
   bool listed_[2] = {false, false};
   std::vector<std::vector<std::int32_t>> positions_[2];  ///< by RowList, of heads
 };

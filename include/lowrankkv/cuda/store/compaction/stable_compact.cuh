@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kStoreThreads) copy_out_kernel(LayerView table
 
 /// @brief Puts the rows of those tiles where they go. Grid: tiles of a list x lists.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) close_up_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
+__global__ void __launch_bounds__(kStoreThreads) stable_compact_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
   const detail::ListShift own(tables, slot, list, cuts, static_cast<int>(blockIdx.y), shift);
   const int tile_rows = own.layout.rows, begin = own.from - own.gap, end = own.until - own.gap, tile = begin / tile_rows + static_cast<int>(blockIdx.x);
   const int first = max(begin, tile * tile_rows), last = min(end, (tile + 1) * tile_rows);
@@ -106,14 +106,14 @@ inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& 
   return shift;
 }
 
-/// @brief Makes sure of the scratch memory that close_up() takes. Allocates it, and waits then, if there was less.
-inline void reserve_close_up(const LayerState& layer, RowList list, const ListCuts& cuts) {
+/// @brief Makes sure of the scratch memory that stable_compact() takes. Allocates it, and waits then, if there was less.
+inline void reserve_stable_compact(const LayerState& layer, RowList list, const ListCuts& cuts) {
   if (cuts.most_behind() > 0) layer.pool().scratch(static_cast<std::size_t>(cuts.count) * shift_of(layer, list, cuts).stride);
 }
 
-/// @brief Enqueues what makes rows [end, rows) of lists rows [begin, ...). Scratch memory was made sure of (reserve_close_up). Pages are the sequence's own.
+/// @brief Enqueues what makes rows [end, rows) of lists rows [begin, ...). Scratch memory was made sure of (reserve_stable_compact). Pages are the sequence's own.
 template <class = void>
-void close_up(const LayerState& layer, int slot, RowList list, const ListCuts& cuts, cudaStream_t stream) {
+void stable_compact(const LayerState& layer, int slot, RowList list, const ListCuts& cuts, cudaStream_t stream) {
   const int most = cuts.most_behind();
   if (most == 0) return;
   RowShift shift = shift_of(layer, list, cuts);
@@ -124,8 +124,8 @@ void close_up(const LayerState& layer, int slot, RowList list, const ListCuts& c
   for (; shift.first < most; shift.first += shift.count) {
     copy_out_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
     check(cudaGetLastError(), "copy_out_kernel");
-    close_up_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
-    check(cudaGetLastError(), "close_up_kernel");
+    stable_compact_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
+    check(cudaGetLastError(), "stable_compact_kernel");
   }
 }
 

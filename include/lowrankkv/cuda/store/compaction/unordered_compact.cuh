@@ -82,13 +82,13 @@ __device__ inline void copy_moves(const RowMoves& planned, const RowMoves& own) 
 /// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call it, and are synchronised at the end.
 __device__ inline void move_numbers(const LayerEdit& tables, RowList list, int slot, int head, const RowMoves& moves) {
   std::int32_t* positions = tables.row_positions(list, slot, head);
-  float* masses = tables.row_masses(list, slot, head);
+  float* accumulated_scores = tables.row_scores(list, slot, head);
   std::uint32_t* residuals = tables.residuals[static_cast<int>(list)] == nullptr ? nullptr : tables.row_residuals(list, slot, head);
   for (int segment = 0, begin = 0; segment < list_segments(tables, list, slot); ++segment) {
     for (int i = begin + static_cast<int>(threadIdx.x); i < moves.ends[segment]; i += static_cast<int>(blockDim.x)) {
       const int from = moves.from[i], to = moves.to[i];
       positions[to] = positions[from];
-      masses[to] = masses[from];
+      accumulated_scores[to] = accumulated_scores[from];
       if (residuals != nullptr) residuals[to] = residuals[from];
     }
     begin = moves.ends[segment];

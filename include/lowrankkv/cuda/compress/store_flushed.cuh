@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/store_leaving.cuh  The launches that store leaving rows, full or compressed.
+/// @file cuda/compress/store_flushed.cuh  The launches that store leaving rows, full or compressed.
 #pragma once
 
 #include <cstddef>
@@ -27,14 +27,14 @@ struct CompressCall {
 
   bool of_tails() const { return source.packed == nullptr; }
   /// Masses of the rows of a prompt; null: those of the tails.
-  const float* masses() const { return of_tails() ? nullptr : scratch.masses; }
+  const float* accumulated_scores() const { return of_tails() ? nullptr : scratch.accumulated_scores; }
 };
 
 /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that
 /// wait in loose tiles.
 template <StoreForm form, RowPath path, class Layer>
-void launch_store(const Layer& layer, const CompressCall& call, const Leaving& leaving,
-                  const RowOrder& order, const LooseTiles& loose, std::int64_t most, DType type) {
+void launch_store(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
+                  const RowOrder& order, const StagingTiles& staging, std::int64_t most, DType type) {
   constexpr int groups = form == StoreForm::codes ? Layer::scale_groups : 1;
   const int tile_bytes = form == StoreForm::codes ? layer.state.tiles().max_head_tile_bytes() : 0;
   const int dim = layer.config.shape.head_dim;
@@ -43,26 +43,26 @@ void launch_store(const Layer& layer, const CompressCall& call, const Leaving& l
   // A piece more, since lists go on inside a tile.
   const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1),
                   static_cast<unsigned>(layer.config.shape.num_kv_heads),
-                  static_cast<unsigned>(leaving.count));
+                  static_cast<unsigned>(flushed.count));
   launch_kernel(store_rows_kernel<form, path, groups>, grid, kStoreThreads, bytes,
-                "store_rows_kernel", call.stream, layer.state.tables(), call.source, leaving, order,
-                loose, type);
+                "store_rows_kernel", call.stream, layer.state.tables(), call.source, flushed, order,
+                staging, type);
 }
 
 /// The same of full rows at their lists' ends.
 template <class Layer>
-void store_full(const Layer& layer, const CompressCall& call, const Leaving& leaving,
+void store_full(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                 const RowOrder& order, std::int64_t most) {
-  launch_store<StoreForm::full, RowPath::words>(layer, call, leaving, order, {}, most,
+  launch_store<StoreForm::full, RowPath::words>(layer, call, flushed, order, {}, most,
                                                 layer.config.full_type);
 }
 
 /// The same of compressed rows.
 template <class Layer>
-void store_compressed(const Layer& layer, const CompressCall& call, const Leaving& leaving,
-                      const RowOrder& order, const LooseTiles& loose, std::int64_t most) {
+void store_compressed(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
+                      const RowOrder& order, const StagingTiles& staging, std::int64_t most) {
   if constexpr (Layer::joins) {
-    store_latents<Layer::coded_groups>(layer.state, leaving, call.source, most, order, loose,
+    store_latents<Layer::coded_groups>(layer.state, flushed, call.source, most, order, staging,
                                        call.scratch.latents, call.stream);
   }
   const bool wide = layer.config.epoch_type != layer.config.full_type;
@@ -70,7 +70,7 @@ void store_compressed(const Layer& layer, const CompressCall& call, const Leavin
   with_path(wide ? RowPath::wide : narrow, [&](auto path) {
     constexpr bool codes = Layer::Codec::form == CodedForm::codes;
     constexpr StoreForm form = codes ? StoreForm::codes : StoreForm::coefficients;
-    launch_store<form, path()>(layer, call, leaving, order, loose, most,
+    launch_store<form, path()>(layer, call, flushed, order, staging, most,
                                layer.state.tiles().coded_type);
   });
 }

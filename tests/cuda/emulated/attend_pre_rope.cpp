@@ -42,18 +42,18 @@ struct Problem {
     out.assign(queries.size(), std::vector<double>(values.front().size(), 0.0));
     Matrix logits(queries.size(), std::vector<double>(keys.size(), -std::numeric_limits<double>::infinity()));
     for (std::size_t row = 0; row < keys.size(); ++row) {
-      std::vector<double> turned = keys[row];
+      std::vector<double> rotated = keys[row];
       for (int pair = 0; pair < pairs; ++pair) {
         const bool split = rope.pairing == RopePairing::half_split;
         const std::size_t a = at(split ? pair : 2 * pair), b = at(split ? pair + pairs : 2 * pair + 1);
         const double angle = frequencies[at(pair)] * positions[row];
-        turned[a] = keys[row][a] * std::cos(angle) - keys[row][b] * std::sin(angle);
-        turned[b] = keys[row][b] * std::cos(angle) + keys[row][a] * std::sin(angle);
+        rotated[a] = keys[row][a] * std::cos(angle) - keys[row][b] * std::sin(angle);
+        rotated[b] = keys[row][b] * std::cos(angle) + keys[row][a] * std::sin(angle);
       }
       for (std::size_t column = 0; column < queries.size(); ++column) {
         if (!sees(static_cast<int>(column), static_cast<int>(row))) continue;
         double dot = 0.0;
-        for (std::size_t i = 0; i < turned.size(); ++i) dot += turned[i] * queries[column][i];
+        for (std::size_t i = 0; i < rotated.size(); ++i) dot += rotated[i] * queries[column][i];
         logits[column][row] = dot / std::sqrt(head_dim) * 1.4426950408889634;
         top[column] = std::max(top[column], logits[column][row]);
       }
@@ -78,8 +78,8 @@ struct Layer {
   std::vector<std::uint8_t> pool, tails;
   gpu::HeadTiles compressed;
   gpu::HeadMaps maps;
-  gpu::HostLift lift;
-  float2 lift_scales;
+  gpu::HostKeyUp key_up;
+  float2 key_up_scales;
   gpu::LayerEdit tables;
 
   Layer(const Problem& problem, const gpu::HeadTiles& full) : rotary(problem.rope, problem.head_dim, 2) {
@@ -114,8 +114,8 @@ struct Layer {
     tables.pool = pool.data();
     tables.tails = tails.data();
     tables.compressed = &compressed;
-    lift_scales = {lift.scale, lift.factor};
-    maps.lift = {lift.operands.data(), lift.means.data(), &lift_scales};
+    key_up_scales = {key_up.scale, key_up.factor};
+    maps.key_up = {key_up.operands.data(), key_up.means.data(), &key_up_scales};
     tables.maps = &maps;
     for (int list = 0; list < 2; ++list) {
       tables.pages[list] = pages[list].data();
@@ -126,7 +126,7 @@ struct Layer {
 
 gpu::HeadTiles plain_tiles(int key_units, int value_units) {
   gpu::HeadTiles tiles;
-  tiles.rows = 16 * gpu::turned_steps(std::max(key_units, value_units));
+  tiles.rows = 16 * gpu::rotated_steps(std::max(key_units, value_units));
   tiles.key_units = key_units;
   tiles.value_units = value_units;
   tiles.value_offset = tiles.rows / 16 * key_units * gpu::kPlainUnitBytes;
@@ -141,7 +141,7 @@ void put_plain(const gpu::HeadTiles& tiles, std::uint8_t* tile, DType type, Part
 
 /// Runs a kernel and merges the states of its entries; compares them with what is expected.
 template <class Kernel, class Sees>
-void compare(Problem& problem, Layer& layer, const gpu::HeadTiles& tiles, gpu::AttentionStep step, int entries, int lift_units, Kernel kernel, Sees&& sees, double limit) {
+void compare(Problem& problem, Layer& layer, const gpu::HeadTiles& tiles, gpu::AttentionStep step, int entries, int key_up_units, Kernel kernel, Sees&& sees, double limit) {
   layer.finish();
   std::vector<float> q(problem.queries.size() * at(problem.head_dim));
   // [token, group, channel]: a column is a query head of a token.
@@ -159,10 +159,10 @@ void compare(Problem& problem, Layer& layer, const gpu::HeadTiles& tiles, gpu::A
   gpu::Batch batch;
   batch.count = 1;
   batch.slots[0] = 1;
-  const int stage = std::max(tiles.value_offset, tiles.bytes - tiles.value_offset), ring = problem.warps * gpu::kTurnedStages * stage;
+  const int stage = std::max(tiles.value_offset, tiles.bytes - tiles.value_offset), ring = problem.warps * gpu::kPreRopeStages * stage;
   const int state = (3 + tiles.channels(Part::value)) * gpu::kBlockColumns * 4;
-  const int bytes = ring + gpu::turn_block_bytes(problem.head_dim, lift_units) + problem.warps * std::max(gpu::turn_warp_bytes(problem.head_dim), state);
-  emulated::run(static_cast<unsigned>(problem.blocks * step.blocks), static_cast<unsigned>(problem.warps * 32), static_cast<std::size_t>(bytes), kernel, layer.tables, step, batch, queries, 0, problem.blocks, stage, ring, lift_units);
+  const int bytes = ring + gpu::rope_block_bytes(problem.head_dim, key_up_units) + problem.warps * std::max(gpu::rope_warp_bytes(problem.head_dim), state);
+  emulated::run(static_cast<unsigned>(problem.blocks * step.blocks), static_cast<unsigned>(problem.warps * 32), static_cast<std::size_t>(bytes), kernel, layer.tables, step, batch, queries, 0, problem.blocks, stage, ring, key_up_units);
   std::vector<double> top, sum;
   Matrix out;
   problem.expect(sees, top, sum, out);
@@ -190,11 +190,11 @@ void compare(Problem& problem, Layer& layer, const gpu::HeadTiles& tiles, gpu::A
   CHECK(error < limit);
 }
 
-RopeConfig rope_of(int head_dim, bool interleaved, int turning = 0) {
+RopeConfig rope_of(int head_dim, bool interleaved, int rotary_dim = 0) {
   RopeConfig rope;
   rope.keys = Rope::pre;
   rope.pairing = interleaved ? RopePairing::interleaved : RopePairing::half_split;
-  rope.rotary_dim = turning > 0 ? turning : head_dim;
+  rope.rotary_dim = rotary_dim > 0 ? rotary_dim : head_dim;
   return rope;
 }
 void draw_queries(Problem& problem) {
@@ -275,12 +275,12 @@ void compressed_rows(std::uint64_t seed, int head_dim, int rank, int value_rank,
     problem.keys.push_back(key);
     problem.values.push_back(value);
   }
-  std::vector<float> turning;
-  for (int place = 0; place < head_dim && !mean.empty(); ++place) turning.push_back(mean[at(channel_of(layer, place, head_dim))]);
-  layer.lift = gpu::lift_plain(type, units, head_dim, turning, 0.0F, [&](int i, int place) { return i < rank ? static_cast<float>(map[at(i)][at(channel_of(layer, place, head_dim))]) : 0.0F; });
+  std::vector<float> rotary_dim;
+  for (int place = 0; place < head_dim && !mean.empty(); ++place) rotary_dim.push_back(mean[at(channel_of(layer, place, head_dim))]);
+  layer.key_up = gpu::up_project_plain(type, units, head_dim, rotary_dim, 0.0F, [&](int i, int place) { return i < rank ? static_cast<float>(map[at(i)][at(channel_of(layer, place, head_dim))]) : 0.0F; });
   gpu::AttentionStep step;
   step.compressed_splits = gpu::splits_of(count);
-  compare(problem, layer, tiles, step, step.compressed_splits, copied ? gpu::lift_units(false, units) : 0, kind == 2 ? gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false, true> : gpu::attend_turned_kernel<type, gpu::PlainRows::compressed, max_units, false, false, false>, [](int, int) { return true; }, 2e-3);
+  compare(problem, layer, tiles, step, step.compressed_splits, copied ? gpu::key_up_units(false, units) : 0, kind == 2 ? gpu::attend_pre_rope_kernel<type, gpu::PlainRows::compressed, max_units, false, false, true> : gpu::attend_pre_rope_kernel<type, gpu::PlainRows::compressed, max_units, false, false, false>, [](int, int) { return true; }, 2e-3);
 }
 
 /// @param first_units  of the keys' units, those of the first scale group; less than all: there are two, and values have a unit of each
@@ -363,23 +363,23 @@ void coded_rows(std::uint64_t seed, int head_dim, const std::vector<int>& widths
     problem.keys.push_back(key);
     problem.values.push_back(value);
   }
-  std::vector<float> turning;
-  for (int place = 0; place < head_dim && !mean.empty(); ++place) turning.push_back(mean[at(channel_of(layer, place, head_dim))]);
+  std::vector<float> rotary_dim;
+  for (int place = 0; place < head_dim && !mean.empty(); ++place) rotary_dim.push_back(mean[at(channel_of(layer, place, head_dim))]);
   std::vector<std::uint8_t> bits(widths.begin(), widths.end());
-  layer.lift = gpu::lift_codes(bits, head_dim, turning, 0.0F, [&](int code, int place) { return static_cast<float>(map[at(code)][at(channel_of(layer, place, head_dim))]); });
+  layer.key_up = gpu::up_project_codes(bits, head_dim, rotary_dim, 0.0F, [&](int code, int place) { return static_cast<float>(map[at(code)][at(channel_of(layer, place, head_dim))]); });
   gpu::AttentionStep step;
   step.compressed_splits = gpu::splits_of(count);
-  compare(problem, layer, tiles, step, step.compressed_splits, gpu::lift_units(true, tiles.key_units), kind == 2 ? gpu::attend_turned_codes_kernel<scale_groups, true, false, true, scale_groups> : gpu::attend_turned_codes_kernel<scale_groups, true, false, false, scale_groups>, [](int, int) { return true; }, 3e-3);
+  compare(problem, layer, tiles, step, step.compressed_splits, gpu::key_up_units(true, tiles.key_units), kind == 2 ? gpu::attend_pre_rope_codes_kernel<scale_groups, true, false, true, scale_groups> : gpu::attend_pre_rope_codes_kernel<scale_groups, true, false, false, scale_groups>, [](int, int) { return true; }, 3e-3);
 }
 
 /// Rows at full rank: a full list and a tail whose ring has begun anew; m query tokens see up to their own.
 template <DType type>
-void recent_rows(std::uint64_t seed, int head_dim, int full, int tail, int m, bool interleaved, int turning) {
+void recent_rows(std::uint64_t seed, int head_dim, int full, int tail, int m, bool interleaved, int rotary_dim) {
   Problem problem(seed);
   problem.head_dim = head_dim;
   problem.type = type;
   problem.m = m;
-  problem.rope = rope_of(head_dim, interleaved, turning);
+  problem.rope = rope_of(head_dim, interleaved, rotary_dim);
   const gpu::HeadTiles tiles = plain_tiles(head_dim / 16, head_dim / 16);
   Layer layer(problem, tiles);
   draw_queries(problem);
@@ -404,7 +404,7 @@ void recent_rows(std::uint64_t seed, int head_dim, int full, int tail, int m, bo
   gpu::AttentionStep step;
   step.full_splits = gpu::splits_of(full);
   // Entries: those of the full list, then the tail's.
-  compare(problem, layer, tiles, step, step.full_splits + 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::recent, 8, false, false, false>,
+  compare(problem, layer, tiles, step, step.full_splits + 1, 0, gpu::attend_pre_rope_kernel<type, gpu::PlainRows::recent, 8, false, false, false>,
           [&](int column, int row) { return row < full || row - full <= tail - m + column / problem.group; }, 1e-3);
 }
 
@@ -442,12 +442,12 @@ void prompt_rows(std::uint64_t seed, int head_dim, int count, int first, int m, 
   step.prompt_first = first;
   // Of the entries, the prompt's is the last: the tail's, which no kernel writes here, is left out.
   step.full_splits = -1;
-  compare(problem, layer, tiles, step, 1, 0, gpu::attend_turned_kernel<type, gpu::PlainRows::prompt, 8, false, false, false>, [&](int column, int row) { return row <= first + column / group; }, 1e-3);
+  compare(problem, layer, tiles, step, 1, 0, gpu::attend_pre_rope_kernel<type, gpu::PlainRows::prompt, 8, false, false, false>, [&](int column, int row) { return row <= first + column / group; }, 1e-3);
 }
 
 }  // namespace
 
-TEST_CASE("compressed rows in f16 and bf16: the map in shared memory or not, positions that follow, with others between, listed, moved and divided") {
+TEST_CASE("compressed rows in f16 and bf16: the map in shared memory or not, positions that contiguous, with others between, listed, moved and divided") {
   compressed_rows<DType::f16, 2>(1, 128, 32, 32, 2500, 0, false, true);
   compressed_rows<DType::f16, 2>(2, 64, 20, 32, 300, 0, true, true);
   compressed_rows<DType::f16, 2>(3, 128, 32, 16, 700, 1, false, true);
@@ -458,7 +458,7 @@ TEST_CASE("compressed rows in f16 and bf16: the map in shared memory or not, pos
   compressed_rows<DType::bf16, 8>(8, 128, 72, 80, 200, 1, true, false);
 }
 
-TEST_CASE("codes of every width, more of them than are lifted at once") {
+TEST_CASE("codes of every width, more of them than are up_projected at once") {
   coded_rows(11, 128, {4, 2, 2, 2}, 400, 0, ScaleKind::norm_log8);
   coded_rows(12, 128, {2, 2, 2}, 300, 1, ScaleKind::norm_log8);
   coded_rows(13, 64, {8, 1}, 200, 2, ScaleKind::norm_log8);
