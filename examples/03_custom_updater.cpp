@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An updater of your own in a page: an exponentially forgetting PCA that recomputes the basis from its moment.
+// An updater of your own in a page: a forgetting PCA that recomputes the basis from its moment.
 #include <lowrankkv/lowrankkv.hpp>
 
 #include <Eigen/Eigenvalues>
@@ -20,18 +20,24 @@ struct lowrankkv::Impl<ForgettingPca, lowrankkv::Cpu> {
   struct State {
     Eigen::MatrixXf moment;  // one per (sequence, KV head, key or value)
   };
-  static PromptSelection prompt_selection(const ForgettingPca&) { return {}; }  // see every prompt row
-  static void observe(const ForgettingPca& policy, State& state, MatrixView rows, MatrixView, Phase) {
+  // It sees every row of a prompt.
+  static PromptSelection prompt_selection(const ForgettingPca&) { return {}; }
+  static void observe(const ForgettingPca& policy, State& state, MatrixView rows, MatrixView,
+                      Phase) {
     const Eigen::Map<const RowMajor> batch(rows.data, rows.rows, rows.cols);
     if (state.moment.size() == 0) state.moment = Eigen::MatrixXf::Zero(rows.cols, rows.cols);
     state.moment = policy.memory * state.moment + batch.transpose() * batch;
   }
-  static bool maybe_update(const ForgettingPca&, State& state, MatrixView, MutableMatrixView updated, Phase) {
+  static bool maybe_update(const ForgettingPca&, State& state, MatrixView,
+                           MutableMatrixView updated, Phase) {
     const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXf> solver(state.moment);
-    Eigen::Map<RowMajor>(updated.data, updated.rows, updated.cols) = solver.eigenvectors().rightCols(updated.cols);
+    Eigen::Map<RowMajor>(updated.data, updated.rows, updated.cols) =
+        solver.eigenvectors().rightCols(updated.cols);
     return true;
   }
-  static std::size_t state_bytes(const State& state) { return sizeof(float) * static_cast<std::size_t>(state.moment.size()); }
+  static std::size_t state_bytes(const State& state) {
+    return sizeof(float) * static_cast<std::size_t>(state.moment.size());
+  }
 };
 //! [updater]
 
@@ -44,13 +50,13 @@ int main() {
   std::normal_distribution<float> normal;
   const int n = 600;
   std::vector<float> k(n * 32), v(n * 32), k_hat(k.size()), v_hat(v.size());
-  for (int token = 0; token < n; ++token) {  // rows that live in 8 of 32 directions, not those of the calibration
-    for (int i = 0; i < 32; ++i) k[static_cast<std::size_t>(token * 32 + i)] = v[static_cast<std::size_t>(token * 32 + i)] = i >= 24 ? normal(random) : 0.0F;
-  }
+  // Rows that live in 8 of 32 directions, not those of the calibration.
+  for (std::size_t i = 0; i < k.size(); ++i) k[i] = v[i] = i % 32 >= 24 ? normal(random) : 0.0F;
   lowrankkv::HeadBasis head;
   head.key_rank = head.value_rank = 8;
   head.key_down.resize(32 * 8);
-  for (int i = 0; i < 8; ++i) head.key_down[static_cast<std::size_t>(i * 8 + i)] = 1.0F;  // the first 8 channels: useless here
+  // The first 8 channels: useless here.
+  for (std::size_t i = 0; i < 8; ++i) head.key_down[i * 8 + i] = 1.0F;
   head.value_down = head.key_down;
   Cache cache({.shape = shape}, {{head}});
   cache.create(0);
@@ -61,5 +67,6 @@ int main() {
     error += (k[i] - k_hat[i]) * (k[i] - k_hat[i]);
     energy += k[i] * k[i];
   }
-  std::printf("the updater's own basis loses %.2g of the keys' energy at a quarter of the rank\n", error / energy);
+  std::printf("the updater's own basis loses %.2g of the keys' energy at a quarter of the rank\n",
+              error / energy);
 }

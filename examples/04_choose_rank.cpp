@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choosing ranks: collect moments, look at the spectrum, ask for the rank that keeps a share of the energy.
+// Choosing ranks: moments, their spectrum, and the rank that keeps a share of its energy.
 #include <lowrankkv/lowrankkv.hpp>
 
 #include <cmath>
@@ -12,8 +12,11 @@ int main() {
   std::normal_distribution<float> normal;
   const int n = 2000;
   std::vector<float> q(n * 4 * 64), k(n * 2 * 64), v(n * 2 * 64);
-  for (auto* rows : {&q, &k, &v}) {  // channels whose energy decays, as keys have it in their principal axes
-    for (std::size_t i = 0; i < rows->size(); ++i) (*rows)[i] = normal(random) * std::exp(-0.06F * static_cast<float>(i % 64));
+  // Channels whose energy decays, as that of keys does in their principal axes.
+  for (auto* rows : {&q, &k, &v}) {
+    for (std::size_t i = 0; i < rows->size(); ++i) {
+      (*rows)[i] = normal(random) * std::exp(-0.06F * static_cast<float>(i % 64));
+    }
   }
   lowrankkv::calibrate::LayerMoments moments(shape);
   moments.add({q.data(), n, 4, 64}, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
@@ -23,10 +26,12 @@ int main() {
   for (const double energy : {0.8, 0.9, 0.95, 0.99, 0.999}) {
     int ranks[2];
     for (int head = 0; head < 2; ++head) {
-      const auto spectrum = moments.key_spectrum(head, {.key_source = lowrankkv::calibrate::KeySource::queries_and_keys});
+      const auto spectrum = moments.key_spectrum(
+          head, {.key_source = lowrankkv::calibrate::KeySource::queries_and_keys});
       ranks[head] = lowrankkv::calibrate::rank_by_energy(spectrum.values, energy);
     }
-    std::printf("%8.3f %12d %12d %12d\n", energy, ranks[0], ranks[1], lowrankkv::calibrate::max_over_heads(ranks));
+    std::printf("%8.3f %12d %12d %12d\n", energy, ranks[0], ranks[1],
+                lowrankkv::calibrate::max_over_heads(ranks));
   }
   //! [ranks]
 }

@@ -37,7 +37,7 @@ struct BudgetOptions {
   std::size_t page_bytes = 4096;    ///< of the pool: small enough that the last ones waste little, large enough for wide rows
 
   /// @brief Channels and widths as the Cuda backend's kernels want them: 32 channels share 2, 4 or 8 bits, and are one plane of codes. Codes of 3 and 6 bits are two planes there: at the same bytes
-  /// they would leave a fifth less error (as much as 5 % more bytes do), and attention would take a fifth more time (docs/performance.md).
+  /// they would leave a fifth less error (as much as 5 % more bytes do), and attention would take a fifth more time (docs/log/2026-11-25-gpu-decode-step.md).
   BudgetOptions& for_cuda() {
     widths = {2, 4, 8};
     channels_together = 32;

@@ -6,7 +6,7 @@
 /// lost of what a rotation changes, not of the rows: D = (Q - 1)' X is added to X.
 ///
 /// Cost of n rows of d numbers: seven to ten sweeps of n / 8 - 1 rounds. Floor of a round: eight rotations, each of which waits for the last one (170 cycles of latencies: three exchanges between lanes, two roots), and three
-/// passes of the rows through shared memory (12 n d / 128 cycles); docs/performance.md says what it takes.
+/// passes of the rows through shared memory (12 n d / 128 cycles); docs/log/2026-11-24-gpu-sketches.md says what it takes.
 #pragma once
 
 #include <cstdint>
