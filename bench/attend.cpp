@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One decode step of one layer (32 query heads, 8 KV heads, head_dim 128): FullKV beside StaticPCAHybrid at rank 32 and 77, beside
-// transform codes at 2.5 bits, and beside keys stored before their rotary embedding: lifted (groups of 4), folded (8 query heads).
+// One decode step of one layer (32 query heads, 8 KV heads, head_dim 128): FullKV beside
+// StaticPCAHybrid at rank 32 and 77, beside transform codes at 2.5 bits, and beside keys stored
+// before their rotary embedding: lifted (groups of 4), folded (8 query heads).
 //
-// Floor of a step: stored bytes read once at the machine's streaming rate (measured here: BM_stream), or 2 products per
-// stored coefficient and query head at its f32 FMA rate, whichever is longer. Counters: bytes/s read, to compare
-// with that of BM_stream, and the measured size against f16.
+// Floor of a step: stored bytes read once at the machine's streaming rate (measured here:
+// BM_stream), or 2 products per stored coefficient and query head at its f32 FMA rate, whichever is
+// longer. Counters: bytes/s read, to compare with that of BM_stream, and the measured size against
+// f16.
 #include <benchmark/benchmark.h>
 
 #include <Eigen/Dense>
@@ -36,45 +38,54 @@ LayerBasis basis(int rank) {
     head.key_rank = head.value_rank = rank;
     const auto values = rows(std::int64_t{128} * rank, static_cast<std::uint64_t>(h));
     const Eigen::MatrixXf random = Eigen::Map<const Eigen::MatrixXf>(values.data(), 128, rank);
-    const Eigen::MatrixXf q = Eigen::HouseholderQR<Eigen::MatrixXf>(random).householderQ() * Eigen::MatrixXf::Identity(128, rank);
+    const Eigen::MatrixXf q = Eigen::HouseholderQR<Eigen::MatrixXf>(random).householderQ() *
+                              Eigen::MatrixXf::Identity(128, rank);
     head.key_down.resize(static_cast<std::size_t>(128 * rank));
-    Eigen::Map<Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(head.key_down.data(), 128, rank) = q;
+    Eigen::Map<Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>(
+        head.key_down.data(), 128, rank) = q;
     head.value_down = head.key_down;
     layer.heads.push_back(head);
   }
   return layer;
 }
 
-
 void BM_stream(benchmark::State& state) {
   const std::vector<float> values = rows(std::int64_t{1} << 26, 1);
   for (auto _ : state) {
     float sum = 0.0F;
-    const Eigen::Map<const Eigen::ArrayXf> all(values.data(), static_cast<Eigen::Index>(values.size()));
+    const Eigen::Map<const Eigen::ArrayXf> all(values.data(),
+                                               static_cast<Eigen::Index>(values.size()));
     benchmark::DoNotOptimize(sum += all.sum());
   }
   const double bytes = 4.0 * static_cast<double>(values.size());
-  state.counters["bytes/s"] = benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["bytes/s"] =
+      benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
 }
 BENCHMARK(BM_stream)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 template <class Cache>
-void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::post, int query_heads = 32) {
+void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::post,
+            int query_heads = 32) {
   const std::int64_t n = state.range(0);
-  CacheConfig config{.shape = {query_heads, 8, 128}, .max_tokens = n + 1, .num_threads = static_cast<int>(state.range(1))};
+  CacheConfig config{.shape = {query_heads, 8, 128},
+                     .max_tokens = n + 1,
+                     .num_threads = static_cast<int>(state.range(1))};
   config.rope.keys = form;
   Cache cache(config, maps);
   cache.create(0);
   const auto k = rows(1024 * 8 * 128, 2);
-  for (std::int64_t done = 0; done < n; done += 1024) cache.ingest(0, {k.data(), 1024, 8, 128}, {k.data(), 1024, 8, 128}, {}, Prompt::complete);
+  for (std::int64_t done = 0; done < n; done += 1024)
+    cache.ingest(0, {k.data(), 1024, 8, 128}, {k.data(), 1024, 8, 128}, {}, Prompt::complete);
   cache.append(0, {k.data(), 1, 8, 128}, {k.data(), 1, 8, 128});
   const auto q = rows(query_heads * 128, 3);
   std::vector<float> out(q.size());
-  for (auto _ : state) cache.attend(0, {q.data(), 1, query_heads, 128}, {out.data(), 1, query_heads, 128});
+  for (auto _ : state)
+    cache.attend(0, {q.data(), 1, query_heads, 128}, {out.data(), 1, query_heads, 128});
   const MemoryUsage usage = cache.memory(0);
   const double bytes = static_cast<double>(usage.total());
   state.counters["x_f16"] = bytes / (static_cast<double>(n) * 8 * 128 * 4);
-  state.counters["bytes/s"] = benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["bytes/s"] =
+      benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
 }
 void BM_full(benchmark::State& state) { attend<FullKV<>>(state, {}); }
 void BM_rank_32(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32)); }
@@ -94,14 +105,33 @@ LayerBasis coded_basis() {
 using Coded = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>;
 void BM_codes(benchmark::State& state) { attend<Coded>(state, coded_basis()); }
 void BM_codes_unrotated(benchmark::State& state) { attend<Coded>(state, coded_basis(), Rope::pre); }
-void BM_rank_32_unrotated(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32), Rope::pre); }
-void BM_rank_32_one_head_groups(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32), Rope::post, 8); }
-void BM_rank_32_one_head_groups_unrotated(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32), Rope::pre, 8); }
-#define LOWRANKKV_SHAPES ->ArgNames({"n", "threads"})->Args({4096, 1})->Args({16384, 1})->Args({32768, 1})->Args({32768, 2})->Unit(benchmark::kMillisecond)->UseRealTime()->MinTime(1.0)
+void BM_rank_32_unrotated(benchmark::State& state) {
+  attend<StaticPCAHybrid<>>(state, basis(32), Rope::pre);
+}
+void BM_rank_32_one_head_groups(benchmark::State& state) {
+  attend<StaticPCAHybrid<>>(state, basis(32), Rope::post, 8);
+}
+void BM_rank_32_one_head_groups_unrotated(benchmark::State& state) {
+  attend<StaticPCAHybrid<>>(state, basis(32), Rope::pre, 8);
+}
+#define LOWRANKKV_SHAPES              \
+  ->ArgNames({"n", "threads"})        \
+      ->Args({4096, 1})               \
+      ->Args({16384, 1})              \
+      ->Args({32768, 1})              \
+      ->Args({32768, 2})              \
+      ->Unit(benchmark::kMillisecond) \
+      ->UseRealTime()                 \
+      ->MinTime(1.0)
 BENCHMARK(BM_full) LOWRANKKV_SHAPES;
 BENCHMARK(BM_rank_32) LOWRANKKV_SHAPES;
 BENCHMARK(BM_rank_77) LOWRANKKV_SHAPES;
-#define LOWRANKKV_SHAPE ->ArgNames({"n", "threads"})->Args({16384, 1})->Unit(benchmark::kMillisecond)->UseRealTime()->MinTime(1.0)
+#define LOWRANKKV_SHAPE               \
+  ->ArgNames({"n", "threads"})        \
+      ->Args({16384, 1})              \
+      ->Unit(benchmark::kMillisecond) \
+      ->UseRealTime()                 \
+      ->MinTime(1.0)
 BENCHMARK(BM_codes) LOWRANKKV_SHAPE;
 BENCHMARK(BM_codes_unrotated) LOWRANKKV_SHAPE;
 BENCHMARK(BM_rank_32_unrotated) LOWRANKKV_SHAPE;

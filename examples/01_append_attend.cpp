@@ -30,5 +30,5 @@ int main() {
   cache.attend(0, {q.data(), 1, 8, 64}, {out.data(), 1, 8, 64});  // attention over all of it
   std::printf("%.2f bytes a token instead of 512\n",
               static_cast<double>(cache.memory(0).total()) / (n + 1));
-//! [program]
+  //! [program]
 }

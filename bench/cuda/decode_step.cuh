@@ -29,7 +29,9 @@ struct StepTimes {
 
 /// Every sequence has a prompt of shape.tokens random rows; one query token each.
 template <class Cache>
-StepTimes time_step(const Shape& shape, const lowrankkv::LayerBasis& maps, const typename Cache::PolicySet& policies, lowrankkv::Rope keys = lowrankkv::Rope::post, int full_row_bits = 0) {
+StepTimes time_step(const Shape& shape, const lowrankkv::LayerBasis& maps,
+                    const typename Cache::PolicySet& policies,
+                    lowrankkv::Rope keys = lowrankkv::Rope::post, int full_row_bits = 0) {
   namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
   lowrankkv::CacheConfig config;
   config.shape = {shape.query_heads, shape.kv_heads, kDim};
@@ -39,10 +41,15 @@ StepTimes time_step(const Shape& shape, const lowrankkv::LayerBasis& maps, const
   config.rope.keys = keys;
   config.full_row_bits = full_row_bits;
   Cache cache(config, maps, policies);
-  const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})), row = static_cast<std::size_t>(shape.kv_heads * kDim);
+  const std::size_t piece = static_cast<std::size_t>((std::min)(shape.tokens, std::int64_t{32768})),
+                    row = static_cast<std::size_t>(shape.kv_heads * kDim);
   const gpu::DeviceArray<__half> device(random_halves(piece * row));
-  const lowrankkv::KeyView key(device.data(), lowrankkv::DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
-  const lowrankkv::ValueView value(device.data(), lowrankkv::DType::f16, static_cast<std::int64_t>(piece), shape.kv_heads, kDim, shape.kv_heads * kDim, kDim);
+  const lowrankkv::KeyView key(device.data(), lowrankkv::DType::f16,
+                               static_cast<std::int64_t>(piece), shape.kv_heads, kDim,
+                               shape.kv_heads * kDim, kDim);
+  const lowrankkv::ValueView value(device.data(), lowrankkv::DType::f16,
+                                   static_cast<std::int64_t>(piece), shape.kv_heads, kDim,
+                                   shape.kv_heads * kDim, kDim);
   cudaStream_t stream;
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   gpu::check(cudaDeviceSynchronize(), "inputs");
@@ -53,18 +60,26 @@ StepTimes time_step(const Shape& shape, const lowrankkv::LayerBasis& maps, const
   }
   const auto nothing = [] {};
   StepTimes step;
-  step.prompt = static_cast<double>(milliseconds(stream, 1, nothing, [&] {
-    for (const lowrankkv::SequenceId seq : seqs) {
-      for (std::int64_t done = 0; done < shape.tokens; done += static_cast<std::int64_t>(piece)) cache.ingest(seq, key, value, stream);
-    }
-  })) / shape.batch;
+  step.prompt =
+      static_cast<double>(milliseconds(stream, 1, nothing,
+                                       [&] {
+                                         for (const lowrankkv::SequenceId seq : seqs) {
+                                           for (std::int64_t done = 0; done < shape.tokens;
+                                                done += static_cast<std::int64_t>(piece))
+                                             cache.ingest(seq, key, value, stream);
+                                         }
+                                       })) /
+      shape.batch;
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<std::size_t>(shape.batch * shape.query_heads * kDim));
   for (float& x : q) x = 0.3F * normal(random);
   const gpu::DeviceArray<float> query(q);
   gpu::DeviceArray<float> out(q.size());
-  const auto call = [&] { cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim}, {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream); };
+  const auto call = [&] {
+    cache.attend(seqs, {query.data(), shape.batch, shape.query_heads, kDim},
+                 {out.data(), shape.batch, shape.query_heads, kDim}, {}, stream);
+  };
   call();
   gpu::check(cudaStreamSynchronize(stream), "attend");
   step.called = static_cast<double>(milliseconds(stream, 51, nothing, call));
@@ -74,7 +89,8 @@ StepTimes time_step(const Shape& shape, const lowrankkv::LayerBasis& maps, const
   call();
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   gpu::check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-  step.replayed = static_cast<double>(milliseconds(stream, 51, nothing, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); }));
+  step.replayed = static_cast<double>(milliseconds(
+      stream, 51, nothing, [&] { gpu::check(cudaGraphLaunch(replay, stream), "graph"); }));
   const lowrankkv::MemoryUsage usage = cache.memory();
   step.slack = static_cast<double>(usage.slack_bytes);
   step.bytes = static_cast<double>(usage.total()) - step.slack;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks of the Cuda backend share: medians of event times, bases that cost what calibrated ones do, random rows.
+// What the benchmarks of the Cuda backend share: medians of event times, bases that cost what
+// calibrated ones do, random rows.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +19,21 @@ inline constexpr int kDim = 128;  ///< head_dim of Llama-3.1-8B
 inline double peak_rate() {
   int device = 0, kilohertz = 0, bits = 0;
   lowrankkv::cuda::check(cudaGetDevice(&device), "cudaGetDevice");
-  lowrankkv::cuda::check(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device), "cudaDevAttrMemoryClockRate");
-  lowrankkv::cuda::check(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device), "cudaDevAttrGlobalMemoryBusWidth");
+  lowrankkv::cuda::check(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device),
+                         "cudaDevAttrMemoryClockRate");
+  lowrankkv::cuda::check(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device),
+                         "cudaDevAttrGlobalMemoryBusWidth");
   return 2.0 * 1e3 * kilohertz * bits / 8.0;
 }
-/// What reading reaches of it: 4.6 of an H200's 4.92 TB/s, in its best attention kernel; 3.13 of an H100's 3.35.
+/// What reading reaches of it: 4.6 of an H200's 4.92 TB/s, in its best attention kernel; 3.13 of an
+/// H100's 3.35.
 inline double read_rate() { return 0.935 * peak_rate(); }
 /// What copying reaches: 4.2 TB/s on an H200.
 inline double copy_rate() { return 0.855 * peak_rate(); }
 
 /// The median of so many rounds of a call on a stream; `before` is not timed.
-inline float milliseconds(cudaStream_t stream, int rounds, const std::function<void()>& before, const std::function<void()>& call) {
+inline float milliseconds(cudaStream_t stream, int rounds, const std::function<void()>& before,
+                          const std::function<void()>& call) {
   using lowrankkv::cuda::check;
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin), "event");
@@ -50,8 +55,11 @@ inline float milliseconds(cudaStream_t stream, int rounds, const std::function<v
   return times[times.size() / 2];
 }
 
-/// Coordinates themselves are the basis: numbers do not change how long a kernel takes. Bits of every channel, for codes.
-inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank, const std::vector<std::uint8_t>& key_bits = {}, const std::vector<std::uint8_t>& value_bits = {}) {
+/// Coordinates themselves are the basis: numbers do not change how long a kernel takes. Bits of
+/// every channel, for codes.
+inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank,
+                                   const std::vector<std::uint8_t>& key_bits = {},
+                                   const std::vector<std::uint8_t>& value_bits = {}) {
   const auto coordinates = [](int rank) {
     std::vector<float> map(static_cast<std::size_t>(kDim * rank));
     for (int i = 0; i < rank; ++i) map[static_cast<std::size_t>(i * rank + i)] = 1.0F;
@@ -71,17 +79,23 @@ inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank, cons
   return result;
 }
 
-/// The same with values joint: value_rank of the coordinates of all heads' values, as many of each. @param bits  of equal shares of the latent's channels, of keys the middle one; or empty
-inline lowrankkv::LayerBasis joint_basis(int heads, int key_rank, int value_rank, const std::vector<std::uint8_t>& bits = {}) {
+/// The same with values joint: value_rank of the coordinates of all heads' values, as many of each.
+/// @param bits  of equal shares of the latent's channels, of keys the middle one; or empty
+inline lowrankkv::LayerBasis joint_basis(int heads, int key_rank, int value_rank,
+                                         const std::vector<std::uint8_t>& bits = {}) {
   lowrankkv::LayerBasis result = basis(heads, key_rank, 1);
   for (int head = 0; head < heads; ++head) {
     lowrankkv::HeadBasis& maps = result.heads[static_cast<std::size_t>(head)];
     maps.value_rank = value_rank;
     maps.value_down.assign(static_cast<std::size_t>(kDim * value_rank), 0.0F);
     maps.value_rms.assign(static_cast<std::size_t>(value_rank), 1.0F);
-    for (int c = 0; c < value_rank && !bits.empty(); ++c) maps.value_bits.push_back(bits[static_cast<std::size_t>(c) * bits.size() / static_cast<std::size_t>(value_rank)]);
-    if (!bits.empty()) maps.key_bits.assign(static_cast<std::size_t>(key_rank), bits[bits.size() / 2]);
-    for (int c = head; c < value_rank; c += heads) maps.value_down[static_cast<std::size_t>(c / heads * value_rank + c)] = 1.0F;
+    for (int c = 0; c < value_rank && !bits.empty(); ++c)
+      maps.value_bits.push_back(
+          bits[static_cast<std::size_t>(c) * bits.size() / static_cast<std::size_t>(value_rank)]);
+    if (!bits.empty())
+      maps.key_bits.assign(static_cast<std::size_t>(key_rank), bits[bits.size() / 2]);
+    for (int c = head; c < value_rank; c += heads)
+      maps.value_down[static_cast<std::size_t>(c / heads * value_rank + c)] = 1.0F;
   }
   return result;
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a byte budget buys: bits of every layer's heads, 32 channels a digit, keys/values, as calibrate::budgeted() gives them for the GPU.
-// One line a ratio: the ratio, what is lost (the squared error of a layer's output that is expected of a token, relative to its residual stream's square, summed over layers, relative to the first line's), then the layers.
-// Arguments: a bundle of calibrate, query heads, KV heads, head_dim, layers, then ratios.
+// What a byte budget buys: bits of every layer's heads, 32 channels a digit, keys/values, as
+// calibrate::budgeted() gives them for the GPU. One line a ratio: the ratio, what is lost (the
+// squared error of a layer's output that is expected of a token, relative to its residual stream's
+// square, summed over layers, relative to the first line's), then the layers. Arguments: a bundle
+// of calibrate, query heads, KV heads, head_dim, layers, then ratios.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -15,25 +17,30 @@ using namespace lowrankkv;
 namespace {
 
 /// What quantising the channels of a part costs the output.
-double loss(const calibrate::Moments& rows, const Eigen::MatrixXd& metric, double scale, double floor, const std::vector<std::uint8_t>& bits) {
+double loss(const calibrate::Moments& rows, const Eigen::MatrixXd& metric, double scale,
+            double floor, const std::vector<std::uint8_t>& bits) {
   const auto part = calibrate::detail::coded_part(rows, metric, scale, floor);
   double sum = 0.0;
   for (Eigen::Index channel = 0; channel < part.spectrum.values.size(); ++channel) {
-    const int width = channel < static_cast<Eigen::Index>(bits.size()) ? bits[static_cast<std::size_t>(channel)] : 0;
+    const int width = channel < static_cast<Eigen::Index>(bits.size())
+                          ? bits[static_cast<std::size_t>(channel)]
+                          : 0;
     sum += part.unit * part.spectrum.values[channel] * calibrate::gaussian_distortion(width);
   }
   return sum;
 }
 
 void print(const std::vector<std::uint8_t>& bits) {
-  for (std::size_t channel = 0; channel < bits.size(); channel += 32) std::printf("%d", bits[channel]);
+  for (std::size_t channel = 0; channel < bits.size(); channel += 32)
+    std::printf("%d", bits[channel]);
 }
 
 }  // namespace
 
 int main(int count, char** arguments) try {
   if (count < 7) {
-    std::fprintf(stderr, "usage: %s bundle query_heads kv_heads head_dim layers ratio...\n", arguments[0]);
+    std::fprintf(stderr, "usage: %s bundle query_heads kv_heads head_dim layers ratio...\n",
+                 arguments[0]);
     return 2;
   }
   const CacheShape shape{std::atoi(arguments[2]), std::atoi(arguments[3]), std::atoi(arguments[4])};
@@ -50,8 +57,10 @@ int main(int count, char** arguments) try {
       const auto& coding = layers[layer].coding();
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const HeadBasis& basis = model.bases[layer].heads[static_cast<std::size_t>(head)];
-        lost += loss(coding.head(head).key, coding.head(head).key_metric, coding.error_scale(), options.metric_floor, basis.key_bits) +
-                loss(coding.head(head).value, coding.head(head).value_metric, coding.error_scale(), options.metric_floor, basis.value_bits);
+        lost += loss(coding.head(head).key, coding.head(head).key_metric, coding.error_scale(),
+                     options.metric_floor, basis.key_bits) +
+                loss(coding.head(head).value, coding.head(head).value_metric, coding.error_scale(),
+                     options.metric_floor, basis.value_bits);
       }
     }
     first = first == 0.0 ? lost : first;

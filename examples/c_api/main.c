@@ -1,15 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A decode loop in C over lowrankkv_c.h, checked against attention written plainly: what an engine in C would call, and what it is told when it errs.
+ * A decode loop in C over lowrankkv_c.h, checked against attention written plainly: what an engine
+ * in C would call, and what it is told when it errs.
  *
  *     05_c_api                             full rank
- *     05_c_api OjaKV 0.6 bases.safetensors  a method, its ratio, a bundle of the nano model's shape (quickstart writes one) */
+ *     05_c_api OjaKV 0.6 bases.safetensors  a method, its ratio, a bundle of the nano model's shape
+ * (quickstart writes one) */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "lowrankkv_c.h"
 
-enum { LAYERS = 4, QO_HEADS = 4, KV_HEADS = 2, DIM = 64, PROMPT = 200, STEPS = 100, MOST = PROMPT + STEPS };
+enum {
+  LAYERS = 4,
+  QO_HEADS = 4,
+  KV_HEADS = 2,
+  DIM = 64,
+  PROMPT = 200,
+  STEPS = 100,
+  MOST = PROMPT + STEPS
+};
 
 static void must(lowrankkv_status status, const char* call) {
   if (status == LOWRANKKV_OK) return;
@@ -24,7 +34,8 @@ static float next_number(void) {
   return (float)(state >> 8) / 8388608.0f - 1.0f;
 }
 
-static float keys[LAYERS][MOST][KV_HEADS][DIM], values[LAYERS][MOST][KV_HEADS][DIM], queries[MOST][QO_HEADS][DIM];
+static float keys[LAYERS][MOST][KV_HEADS][DIM], values[LAYERS][MOST][KV_HEADS][DIM],
+    queries[MOST][QO_HEADS][DIM];
 
 /* How far an output is from softmax(q k / sqrt(DIM)) v over `tokens` tokens of a layer. */
 static double distance(int layer, int tokens, float (*query)[DIM], float (*out)[DIM]) {
@@ -34,7 +45,8 @@ static double distance(int layer, int tokens, float (*query)[DIM], float (*out)[
     double sum = 0.0, total[DIM] = {0.0};
     for (int token = 0; token < tokens; ++token) {
       double logit = 0.0;
-      for (int i = 0; i < DIM; ++i) logit += (double)query[head][i] * (double)keys[layer][token][kv][i];
+      for (int i = 0; i < DIM; ++i)
+        logit += (double)query[head][i] * (double)keys[layer][token][kv][i];
       const double weight = exp(logit / sqrt((double)DIM));
       sum += weight;
       for (int i = 0; i < DIM; ++i) total[i] += weight * (double)values[layer][token][kv][i];
@@ -45,7 +57,8 @@ static double distance(int layer, int tokens, float (*query)[DIM], float (*out)[
 }
 
 int main(int argc, char** argv) {
-  lowrankkv_config config = {sizeof config, LAYERS, QO_HEADS, KV_HEADS, DIM, 2, MOST, 2, "FullKV", 1.0, NULL, LOWRANKKV_ROTATED, 0.0};
+  lowrankkv_config config = {sizeof config, LAYERS, QO_HEADS, KV_HEADS,          DIM, 2, MOST, 2,
+                             "FullKV",      1.0,    NULL,     LOWRANKKV_ROTATED, 0.0};
   if (argc == 4) {
     config.method = argv[1];
     config.ratio = atof(argv[2]);
@@ -54,23 +67,30 @@ int main(int argc, char** argv) {
   lowrankkv_cache* cache = NULL;
   must(lowrankkv_open(&config, &cache), "open");
   for (int layer = 0; layer < LAYERS; ++layer) {
-    for (float* x = &keys[layer][0][0][0]; x < &keys[layer][0][0][0] + MOST * KV_HEADS * DIM; ++x) *x = next_number();
-    for (float* x = &values[layer][0][0][0]; x < &values[layer][0][0][0] + MOST * KV_HEADS * DIM; ++x) *x = next_number();
+    for (float* x = &keys[layer][0][0][0]; x < &keys[layer][0][0][0] + MOST * KV_HEADS * DIM; ++x)
+      *x = next_number();
+    for (float* x = &values[layer][0][0][0]; x < &values[layer][0][0][0] + MOST * KV_HEADS * DIM;
+         ++x)
+      *x = next_number();
   }
-  for (float* x = &queries[0][0][0]; x < &queries[0][0][0] + MOST * QO_HEADS * DIM; ++x) *x = next_number();
+  for (float* x = &queries[0][0][0]; x < &queries[0][0][0] + MOST * QO_HEADS * DIM; ++x)
+    *x = next_number();
 
   const int64_t seq = 7;
   must(lowrankkv_create(cache, seq), "create");
   const lowrankkv_rows prompt_queries = {queries, LOWRANKKV_F32, PROMPT, 0, 0, 0};
   for (int layer = 0; layer < LAYERS; ++layer) {
-    const lowrankkv_rows k = {keys[layer], LOWRANKKV_F32, PROMPT, 0, 0, 0}, v = {values[layer], LOWRANKKV_F32, PROMPT, 0, 0, 0};
+    const lowrankkv_rows k = {keys[layer], LOWRANKKV_F32, PROMPT, 0, 0, 0},
+                         v = {values[layer], LOWRANKKV_F32, PROMPT, 0, 0, 0};
     must(lowrankkv_ingest(cache, layer, seq, &k, &v, &prompt_queries), "ingest");
   }
   double worst = 0.0;
   for (int token = PROMPT; token < MOST; ++token) {
     for (int layer = 0; layer < LAYERS; ++layer) {
       float out[QO_HEADS][DIM];
-      const lowrankkv_rows k = {keys[layer][token], LOWRANKKV_F32, 1, 0, 0, 0}, v = {values[layer][token], LOWRANKKV_F32, 1, 0, 0, 0}, q = {queries[token], LOWRANKKV_F32, 1, 0, 0, 0};
+      const lowrankkv_rows k = {keys[layer][token], LOWRANKKV_F32, 1, 0, 0, 0},
+                           v = {values[layer][token], LOWRANKKV_F32, 1, 0, 0, 0},
+                           q = {queries[token], LOWRANKKV_F32, 1, 0, 0, 0};
       must(lowrankkv_append(cache, layer, &seq, 1, &k, &v), "append");
       must(lowrankkv_attend(cache, layer, &seq, 1, &q, &out[0][0], NULL), "attend");
       worst = fmax(worst, distance(layer, token + 1, queries[token], out));
@@ -97,10 +117,13 @@ int main(int argc, char** argv) {
   const lowrankkv_status refused = lowrankkv_create(cache, 9);
   lowrankkv_memory memory = {.size = sizeof memory};
   must(lowrankkv_memory_of(cache, &seq, &memory), "memory");
-  printf("%s: %lld tokens in %zu bytes, %.3f of f16; the largest error of an output %.1e\n", config.method, (long long)tokens, memory.total,
+  printf("%s: %lld tokens in %zu bytes, %.3f of f16; the largest error of an output %.1e\n",
+         config.method, (long long)tokens, memory.total,
          (double)memory.total / (4.0 * LAYERS * KV_HEADS * DIM * (double)tokens), worst);
-  printf("a copy lost 21 tokens and has %lld; a third sequence: status %d, \"%s\"\n", (long long)left, (int)refused, lowrankkv_last_error());
+  printf("a copy lost 21 tokens and has %lld; a third sequence: status %d, \"%s\"\n",
+         (long long)left, (int)refused, lowrankkv_last_error());
   lowrankkv_close(cache);
-  const int good = tokens == MOST && left == MOST - 21 && exact == 1 && refused == LOWRANKKV_CAPACITY_ERROR && (argc == 4 || worst < 2e-3);
+  const int good = tokens == MOST && left == MOST - 21 && exact == 1 &&
+                   refused == LOWRANKKV_CAPACITY_ERROR && (argc == 4 || worst < 2e-3);
   return good ? 0 : 1;
 }

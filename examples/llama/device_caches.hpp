@@ -38,9 +38,12 @@ class DeviceCaches {
   virtual ~DeviceCaches() = default;
   virtual void create(lowrankkv::SequenceId seq) = 0;
   virtual void erase(lowrankkv::SequenceId seq) = 0;
-  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
-  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value) = 0;
-  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query, const float* key, const float* value, float* out) = 0;
+  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query,
+                       const float* key, const float* value, float* out) = 0;
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query,
+                      const float* key, const float* value) = 0;
+  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const float* query,
+                      const float* key, const float* value, float* out) = 0;
   virtual void maintain(lowrankkv::SequenceId seq) = 0;
   virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
   virtual lowrankkv::MemoryUsage memory() const = 0;
@@ -49,20 +52,33 @@ class DeviceCaches {
 
 namespace device {
 using namespace lowrankkv;
-/// The compositions that the Cuda backend is built with here, in the order of lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKVSnapKV,
-/// SubSpaceG, SubSpaceA, StarKV, StarKVH2O, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted.
+/// The compositions that the Cuda backend is built with here, in the order of
+/// lowrankkv/detail/preset_aliases.hpp: FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2,
+/// OjaKVSnapKV, SubSpaceG, SubSpaceA, StarKV, StarKVH2O, Dlrp, SnapKVOnly, StreamingLLM, H2O,
+/// Budgeted.
 using AnyPolicies =
-    std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>, Policies<PerHead, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, SinkRecent, NoQuantizer>,
-                 Policies<PerHead, Oja, SinkRecent, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>, Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
-                 Policies<PerHead, Static, CompressAll, Int8>, Policies<PerHead, FrequentDirections, SinkRecent, Int8>, Policies<JointValues, Static, SinkRecent, BlockHadamard>,
-                 Policies<JointValues, Static, Compose<SinkRecent, HeavyHitters>, BlockHadamard>, Policies<Projector, Static, CompressAll, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
-                 Policies<PerHead, Static, SlidingWindow, NoQuantizer>, Policies<PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>,
+    std::variant<Policies<PerHead, Static, KeepFull, NoQuantizer>,
+                 Policies<PerHead, Static, CompressAll, NoQuantizer>,
+                 Policies<PerHead, Static, SinkRecent, NoQuantizer>,
+                 Policies<PerHead, Oja, SinkRecent, NoQuantizer>,
+                 Policies<PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>,
+                 Policies<PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, CompressAll, Int8>,
+                 Policies<PerHead, FrequentDirections, SinkRecent, Int8>,
+                 Policies<JointValues, Static, SinkRecent, BlockHadamard>,
+                 Policies<JointValues, Static, Compose<SinkRecent, HeavyHitters>, BlockHadamard>,
+                 Policies<Projector, Static, CompressAll, NoQuantizer>,
+                 Policies<PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>,
+                 Policies<PerHead, Static, SlidingWindow, NoQuantizer>,
+                 Policies<PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>,
                  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
 }  // namespace device
 
 #ifdef LOWRANKKV_LLAMA_CUDA
 /// Caches on the current GPU, one per layer.
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config, const std::vector<lowrankkv::LayerBasis>& bases, const device::AnyPolicies& policies);
+std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config,
+                                                 const std::vector<lowrankkv::LayerBasis>& bases,
+                                                 const device::AnyPolicies& policies);
 #endif
 
 }  // namespace llama

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of a model's linear layers on a GPU, rows of host memory in and out: no Eigen here, no CUDA.
+// The products of a model's linear layers on a GPU, rows of host memory in and out: no Eigen here,
+// no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,10 @@ namespace llama {
 class LinearProducts {
  public:
   virtual ~LinearProducts() = default;
-  /// out [rows, out_features] = in [rows, in_features] weight^T. The weights [out_features, in_features] are copied to the device when their address is first seen.
-  virtual void multiply(const float* weight, int out_features, int in_features, const float* in, std::int64_t rows, float* out) = 0;
+  /// out [rows, out_features] = in [rows, in_features] weight^T. The weights [out_features,
+  /// in_features] are copied to the device when their address is first seen.
+  virtual void multiply(const float* weight, int out_features, int in_features, const float* in,
+                        std::int64_t rows, float* out) = 0;
 };
 
 #ifdef LOWRANKKV_LLAMA_CUDA

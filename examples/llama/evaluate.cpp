@@ -26,15 +26,19 @@ constexpr int kStep = 16;
 using Ids = std::vector<std::int32_t>;
 
 Ids slice(const Ids& ids, std::size_t first, std::size_t count) {
-  return {ids.begin() + static_cast<std::ptrdiff_t>(first), ids.begin() + static_cast<std::ptrdiff_t>(first + count)};
+  return {ids.begin() + static_cast<std::ptrdiff_t>(first),
+          ids.begin() + static_cast<std::ptrdiff_t>(first + count)};
 }
 
 void note_memory(const Engine& engine, Contender& contender) {
   const auto& config = engine.model.config();
   const double tokens = static_cast<double>(contender.store->num_tokens(kSequence));
   contender.row.context = contender.store->num_tokens(kSequence);
-  contender.row.bytes_per_token = static_cast<double>(contender.store->memory(kSequence).total()) / tokens;
-  contender.row.ratio_measured = contender.row.bytes_per_token / (2.0 * config.num_layers * config.num_kv_heads * config.head_dim * 2.0);
+  contender.row.bytes_per_token =
+      static_cast<double>(contender.store->memory(kSequence).total()) / tokens;
+  contender.row.ratio_measured =
+      contender.row.bytes_per_token /
+      (2.0 * config.num_layers * config.num_kv_heads * config.head_dim * 2.0);
 }
 
 /// Prefills the first contender exactly and hands the same keys and values to the others.
@@ -43,7 +47,8 @@ void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const
   for (Contender& contender : contenders) contender.store->create(kSequence);
   engine.model.forward(tokens, 0, [&](int layer, const Projected& rows, float* out) {
     contenders.front().store->prefill(layer, kSequence, n, rows, out);
-    for (std::size_t i = 1; i < contenders.size(); ++i) contenders[i].store->ingest(layer, kSequence, n, rows);
+    for (std::size_t i = 1; i < contenders.size(); ++i)
+      contenders[i].store->ingest(layer, kSequence, n, rows);
   });
 }
 
@@ -76,9 +81,12 @@ double Row::mean_exact_match() const {
 }
 
 Engine::Engine(const std::string& folder, int num_threads)
-    : threads(std::make_shared<lowrankkv::cpu::ThreadPool>(num_threads)), tokenizer(folder + "/tokenizer.json"), model(folder, threads) {}
+    : threads(std::make_shared<lowrankkv::cpu::ThreadPool>(num_threads)),
+      tokenizer(folder + "/tokenizer.json"),
+      model(folder, threads) {}
 
-std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names, const std::vector<double>& ratios, MethodOptions options,
+std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names,
+                                       const std::vector<double>& ratios, MethodOptions options,
                                        std::int64_t max_tokens, const Calibration& calibration) {
   std::vector<Contender> contenders;
   for (const std::string& name : names) {
@@ -89,16 +97,19 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
       options.ratio = ratio;
       Contender contender;
       contender.options = options;
-      contender.store = make_store(options, engine.model.config(), max_tokens, calibration, engine.threads);
+      contender.store =
+          make_store(options, engine.model.config(), max_tokens, calibration, engine.threads);
       contender.row.method = name;
       contender.row.ratio = ratio;
       contenders.push_back(std::move(contender));
     }
   }
   if (contenders.empty()) throw std::runtime_error("no method named");
-  // One exact prefill is shared by all; in chunks it is not exact, and each method's would be another.
+  // One exact prefill is shared by all; in chunks it is not exact, and each method's would be
+  // another.
   if (options.prefill_chunk > 0 && contenders.size() > 1) {
-    throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) + " methods, one at a time is possible");
+    throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) +
+                             " methods, one at a time is possible");
   }
   return contenders;
 }
@@ -129,49 +140,64 @@ std::vector<std::int32_t> encode_documents(const Engine& engine, const std::stri
 Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths) {
   Calibration calibration;
   for (const std::string& path : paths) {
-    auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(), engine.model.config().num_layers);
+    auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(),
+                                                      engine.model.config().num_layers);
     const bool unrotated = moments.front().rope().keys == lowrankkv::Rope::pre;
     auto& target = calibration.of(moments.front().rope().keys);
     if (unrotated && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
-      throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " + std::to_string(moments.front().rope().frequencies.front()) + " on, the model's differ");
+      throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " +
+                               std::to_string(moments.front().rope().frequencies.front()) +
+                               " on, the model's differ");
     }
-    if (!target.empty()) throw std::runtime_error("--bases: " + path + " is a second bundle of " + (unrotated ? "unrotated" : "rotated") + " keys, one was read before it");
+    if (!target.empty())
+      throw std::runtime_error("--bases: " + path + " is a second bundle of " +
+                               (unrotated ? "unrotated" : "rotated") +
+                               " keys, one was read before it");
     target = std::move(moments);
   }
   return calibration;
 }
 
-std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
+std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq,
+                           const Ids& tokens) {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   return engine.model.forward(tokens, store.num_tokens(seq),
-                              [&](int layer, const Projected& rows, float* out) { store.prefill(layer, seq, n, rows, out); });
+                              [&](int layer, const Projected& rows, float* out) {
+                                store.prefill(layer, seq, n, rows, out);
+                              });
 }
 
-std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const Ids& tokens) {
+std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq,
+                          const Ids& tokens) {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
-  std::vector<float> hidden = engine.model.forward(tokens, store.num_tokens(seq), [&](int layer, const Projected& rows, float* out) {
-    store.decode(layer, seq, n, rows, out);
-  });
+  std::vector<float> hidden = engine.model.forward(
+      tokens, store.num_tokens(seq), [&](int layer, const Projected& rows, float* out) {
+        store.decode(layer, seq, n, rows, out);
+      });
   store.maintain(seq);
   return hidden;
 }
 
 namespace {
 
-/// N_g = W_g W_g^T of every query head of a layer: how much of an error in a head's output reaches the residual stream.
+/// N_g = W_g W_g^T of every query head of a layer: how much of an error in a head's output reaches
+/// the residual stream.
 std::vector<Eigen::MatrixXd> output_grams(const Engine& engine, int layer) {
   const Config& config = engine.model.config();
   const Linear& output = engine.model.output_projection(layer);
-  const Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>> weight(output.weight.data(), output.out_features, output.in_features);
+  const Eigen::Map<const Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>
+      weight(output.weight.data(), output.out_features, output.in_features);
   std::vector<Eigen::MatrixXd> grams;
   for (int head = 0; head < config.num_qo_heads; ++head) {
-    const Eigen::MatrixXd part = weight.middleCols(head * config.head_dim, config.head_dim).cast<double>();
+    const Eigen::MatrixXd part =
+        weight.middleCols(head * config.head_dim, config.head_dim).cast<double>();
     grams.push_back(part.transpose() * part);
   }
   return grams;
 }
 
-/// The window with spans of its own context at its end: reading them a second time is retrieval, and text alone has little.
+/// The window with spans of its own context at its end: reading them a second time is retrieval,
+/// and text alone has little.
 Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt19937_64& random) {
   constexpr std::size_t kSpans = 8;
   const std::size_t span = std::max<std::size_t>(1, copies / kSpans);
@@ -186,51 +212,71 @@ Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt1993
 
 }  // namespace
 
-Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window_tokens, std::initializer_list<lowrankkv::Rope> forms) {
+Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
+                      int window_tokens, std::initializer_list<lowrankkv::Rope> forms) {
   const Config& config = engine.model.config();
   const int layers = config.num_layers;
   Calibration calibration;
-  for (const lowrankkv::Rope keys : forms) calibration.of(keys).assign(static_cast<std::size_t>(layers), lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
+  for (const lowrankkv::Rope keys : forms)
+    calibration.of(keys).assign(
+        static_cast<std::size_t>(layers),
+        lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
   for (int layer = 0; layer < layers; ++layer) {
     const auto grams = output_grams(engine, layer);
-    for (const lowrankkv::Rope keys : forms) calibration.of(keys)[static_cast<std::size_t>(layer)].coding().set_output_grams(grams);
+    for (const lowrankkv::Rope keys : forms)
+      calibration.of(keys)[static_cast<std::size_t>(layer)].coding().set_output_grams(grams);
   }
   const Ids ids = encode_documents(engine, text);
-  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config, window_tokens, {}, engine.threads);
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config,
+                                window_tokens, {}, engine.threads);
   const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
   std::mt19937_64 random(1);
   Progress progress("calibrate", static_cast<std::int64_t>(limit));
-  // Every second window is half as long, for coding alone: its metrics must serve contexts of all lengths. Low-rank bases
-  // want the whole length: keys are rotated by their positions.
+  // Every second window is half as long, for coding alone: its metrics must serve contexts of all
+  // lengths. Low-rank bases want the whole length: keys are rotated by their positions.
   bool half = false;
   for (std::size_t at = 0; at < limit; half = !half) {
-    const std::size_t length = static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
+    const std::size_t length =
+        static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
     const std::size_t copies = std::min<std::size_t>(512, length / 8);
     const std::size_t begin = config.bos >= 0 ? 1 : 0;
-    const std::size_t body = std::min(std::max<std::size_t>(1, length - copies - begin), limit - at);
+    const std::size_t body =
+        std::min(std::max<std::size_t>(1, length - copies - begin), limit - at);
     Ids window = slice(ids, at, body);
     if (config.bos >= 0) window.insert(window.begin(), config.bos);
     const std::int64_t text_tokens = static_cast<std::int64_t>(window.size());
-    const std::int64_t context = std::max<std::int64_t>(1, text_tokens - static_cast<std::int64_t>(copies));
-    window = with_copies(std::move(window), static_cast<std::size_t>(context), std::min(copies, static_cast<std::size_t>(context)), random);
+    const std::int64_t context =
+        std::max<std::int64_t>(1, text_tokens - static_cast<std::int64_t>(copies));
+    window = with_copies(std::move(window), static_cast<std::size_t>(context),
+                         std::min(copies, static_cast<std::size_t>(context)), random);
     const std::int64_t n = static_cast<std::int64_t>(window.size());
     store->create(kSequence);
-    engine.model.forward(window, 0, [&](int layer, const Projected& rows, float* out) {
-      store->prefill(layer, kSequence, n, rows, out);
-      const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
-      const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
-      for (const lowrankkv::Rope form : forms) {
-        const lowrankkv::KeyView key(form == lowrankkv::Rope::pre ? rows.unrotated_key : rows.key, n, config.num_kv_heads, config.head_dim);
-        auto& of_layer = calibration.of(form)[static_cast<std::size_t>(layer)];
-        if (!half) of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens), value.tokens(0, text_tokens));
-        of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
-          engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
+    engine.model.forward(
+        window, 0,
+        [&](int layer, const Projected& rows, float* out) {
+          store->prefill(layer, kSequence, n, rows, out);
+          const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
+          const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
+          for (const lowrankkv::Rope form : forms) {
+            const lowrankkv::KeyView key(
+                form == lowrankkv::Rope::pre ? rows.unrotated_key : rows.key, n,
+                config.num_kv_heads, config.head_dim);
+            auto& of_layer = calibration.of(form)[static_cast<std::size_t>(layer)];
+            if (!half)
+              of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens),
+                           value.tokens(0, text_tokens));
+            of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
+              engine.threads->run(
+                  count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
+            });
+          }
+        },
+        [&](int layer, std::int64_t tokens, const float* rows) {
+          for (const lowrankkv::Rope form : forms)
+            calibration.of(form)[static_cast<std::size_t>(layer)].coding().add_residual_stream(
+                {rows, tokens, config.hidden_size});
         });
-      }
-    }, [&](int layer, std::int64_t tokens, const float* rows) {
-      for (const lowrankkv::Rope form : forms) calibration.of(form)[static_cast<std::size_t>(layer)].coding().add_residual_stream({rows, tokens, config.hidden_size});
-    });
     store->erase(kSequence);
     at += body;
     progress.step(static_cast<std::int64_t>(body));
@@ -241,19 +287,29 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine) {
   namespace calibrate = lowrankkv::calibrate;
   const Config& config = engine.model.config();
-  std::vector<calibrate::LayerMoments> moments(static_cast<std::size_t>(config.num_layers), calibrate::LayerMoments(config.cache_shape(), config.rope(lowrankkv::Rope::pre)));
+  std::vector<calibrate::LayerMoments> moments(
+      static_cast<std::size_t>(config.num_layers),
+      calibrate::LayerMoments(config.cache_shape(), config.rope(lowrankkv::Rope::pre)));
   for (int layer = 0; layer < config.num_layers; ++layer) {
     const std::vector<float>& gain = engine.model.attention_gain(layer);
-    const Eigen::VectorXd squares = Eigen::Map<const Eigen::VectorXf>(gain.data(), config.hidden_size).cast<double>().cwiseAbs2();
+    const Eigen::VectorXd squares =
+        Eigen::Map<const Eigen::VectorXf>(gain.data(), config.hidden_size)
+            .cast<double>()
+            .cwiseAbs2();
     calibrate::Moments input(config.hidden_size);
     input.second = squares.asDiagonal();
     input.count = 1.0;
-    const auto of = [&](const Linear& linear) { return calibrate::weight_moments({linear.weight.data(), linear.out_features, linear.in_features}, input, linear.bias); };
+    const auto of = [&](const Linear& linear) {
+      return calibrate::weight_moments(
+          {linear.weight.data(), linear.out_features, linear.in_features}, input, linear.bias);
+    };
     calibrate::LayerMoments& target = moments[static_cast<std::size_t>(layer)];
     target.values() = of(engine.model.value_projection(layer));
     const auto values = calibrate::head_moments(target.values(), config.num_kv_heads);
-    const auto keys = calibrate::head_moments(of(engine.model.key_projection(layer)), config.num_kv_heads);
-    const auto queries = calibrate::head_moments(of(engine.model.query_projection(layer)), config.num_qo_heads);
+    const auto keys =
+        calibrate::head_moments(of(engine.model.key_projection(layer)), config.num_kv_heads);
+    const auto queries =
+        calibrate::head_moments(of(engine.model.query_projection(layer)), config.num_qo_heads);
     std::vector<std::int64_t> distances;
     for (int i = 0; i < 64; ++i) distances.push_back(std::int64_t{i} * config.max_positions / 64);
     const int group = config.num_qo_heads / config.num_kv_heads;
@@ -262,7 +318,9 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
       head.key = keys[static_cast<std::size_t>(index)];
       head.value = values[static_cast<std::size_t>(index)];
       for (int member = 0; member < group; ++member) {
-        const calibrate::Moments query = calibrate::rotated_moments(queries[static_cast<std::size_t>(index * group + member)], target.coding().rotary(), distances);
+        const calibrate::Moments query =
+            calibrate::rotated_moments(queries[static_cast<std::size_t>(index * group + member)],
+                                       target.coding().rotary(), distances);
         head.query.second += query.second;
         head.query.first += query.first;
         head.query.count += query.count;
@@ -272,27 +330,36 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
   return moments;
 }
 
-void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders, const std::string& name, const std::string& text, int max_windows) {
+void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders,
+                           const std::string& name, const std::string& text, int max_windows) {
   const Config& config = engine.model.config();
   const Ids ids = encode_documents(engine, text);
   const std::size_t body = config.bos >= 0 ? kWindow - 1 : kWindow;
   const std::size_t windows = std::min(ids.size() / body, static_cast<std::size_t>(max_windows));
-  if (windows == 0) throw std::runtime_error("bits per byte: " + name + " has " + std::to_string(ids.size()) + " tokens, a window needs " + std::to_string(body));
+  if (windows == 0)
+    throw std::runtime_error("bits per byte: " + name + " has " + std::to_string(ids.size()) +
+                             " tokens, a window needs " + std::to_string(body));
   std::vector<double> nats(contenders.size(), 0.0);
   std::int64_t bytes = 0;
-  Progress progress("bits per byte, " + name, static_cast<std::int64_t>(windows * contenders.size()));
+  Progress progress("bits per byte, " + name,
+                    static_cast<std::int64_t>(windows * contenders.size()));
   for (std::size_t w = 0; w < windows; ++w) {
     Ids window = slice(ids, w * body, body);
     if (config.bos >= 0) window.insert(window.begin(), config.bos);
     prefill_all(engine, contenders, slice(window, 0, kPrompt));
-    for (std::size_t i = kPrompt + 1; i < window.size(); ++i) bytes += static_cast<std::int64_t>(engine.tokenizer.bytes(window[i]).size());
+    for (std::size_t i = kPrompt + 1; i < window.size(); ++i)
+      bytes += static_cast<std::int64_t>(engine.tokenizer.bytes(window[i]).size());
     for (std::size_t c = 0; c < contenders.size(); ++c) {
       for (std::size_t at = kPrompt; at < window.size(); at += kStep) {
-        const std::vector<float> hidden = decode(engine, *contenders[c].store, kSequence, slice(window, at, kStep));
+        const std::vector<float> hidden =
+            decode(engine, *contenders[c].store, kSequence, slice(window, at, kStep));
         const std::vector<float> logits = engine.model.logits(hidden, 0, kStep);
         for (std::size_t i = 0; i < kStep && at + i + 1 < window.size(); ++i) {
-          if (engine.tokenizer.bytes(window[at + i + 1]).empty()) continue;  // a boundary of documents
-          nats[c] -= log_probability(logits.data() + i * static_cast<std::size_t>(config.vocabulary_size), config.vocabulary_size, window[at + i + 1]);
+          if (engine.tokenizer.bytes(window[at + i + 1]).empty())
+            continue;  // a boundary of documents
+          nats[c] -=
+              log_probability(logits.data() + i * static_cast<std::size_t>(config.vocabulary_size),
+                              config.vocabulary_size, window[at + i + 1]);
         }
       }
       note_memory(engine, contenders[c]);
@@ -301,13 +368,16 @@ void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contend
       progress.step();
     }
   }
-  for (std::size_t c = 0; c < contenders.size(); ++c) contenders[c].row.bits_per_byte[name] = nats[c] / std::log(2.0) / static_cast<double>(bytes);
+  for (std::size_t c = 0; c < contenders.size(); ++c)
+    contenders[c].row.bits_per_byte[name] = nats[c] / std::log(2.0) / static_cast<double>(bytes);
 }
 
-std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks, int per_task) {
+std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks,
+                                 int per_task) {
   std::ifstream text(prefix + ".json");
   std::ifstream data(prefix + ".bin", std::ios::binary);
-  if (!text || !data) throw std::runtime_error("evaluation set: cannot open " + prefix + ".json and .bin");
+  if (!text || !data)
+    throw std::runtime_error("evaluation set: cannot open " + prefix + ".json and .bin");
   const std::string raw((std::istreambuf_iterator<char>(data)), std::istreambuf_iterator<char>());
   std::vector<Sample> samples;
   std::map<std::string, int> count;
@@ -318,7 +388,9 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
     const std::size_t offset = row.at("offset");
     const std::size_t tokens = row.at("num_tokens");
     if (raw.size() / 2 < tokens || offset > raw.size() / 2 - tokens) {
-      throw std::runtime_error("evaluation set: a sample lies at tokens " + std::to_string(offset) + " to " + std::to_string(offset + tokens) + ", the file has " + std::to_string(raw.size() / 2));
+      throw std::runtime_error("evaluation set: a sample lies at tokens " + std::to_string(offset) +
+                               " to " + std::to_string(offset + tokens) + ", the file has " +
+                               std::to_string(raw.size() / 2));
     }
     Sample sample{task, {}, row.at("answer_ids")};
     for (std::size_t i = 0; i < tokens; ++i) {
@@ -328,16 +400,20 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
     }
     samples.push_back(std::move(sample));
   }
-  if (samples.empty()) throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
+  if (samples.empty())
+    throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
   return samples;
 }
 
-void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::string& set, const std::vector<Sample>& samples, int tail) {
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
+                       const std::string& set, const std::vector<Sample>& samples, int tail) {
   const int vocabulary = engine.model.config().vocabulary_size;
-  for (Contender& contender : contenders) contender.row.outcomes.clear(), contender.row.retrieval_set = set;
+  for (Contender& contender : contenders)
+    contender.row.outcomes.clear(), contender.row.retrieval_set = set;
   Progress progress("retrieval", static_cast<std::int64_t>(samples.size()));
   for (const Sample& sample : samples) {
-    const std::size_t prompt = sample.prompt.size() - std::min(sample.prompt.size() - 1, static_cast<std::size_t>(tail));
+    const std::size_t prompt =
+        sample.prompt.size() - std::min(sample.prompt.size() - 1, static_cast<std::size_t>(tail));
     prefill_all(engine, contenders, slice(sample.prompt, 0, prompt));
     Ids rest = slice(sample.prompt, prompt, sample.prompt.size() - prompt);
     const std::size_t question = rest.size();
@@ -351,7 +427,9 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
         const std::vector<float> hidden = decode(engine, store, kSequence, slice(rest, at, count));
         const std::size_t first = std::max(at, question - 1);
         if (first >= at + count) continue;
-        const std::vector<float> logits = engine.model.logits(hidden, static_cast<std::int64_t>(first - at), static_cast<std::int64_t>(at + count - first));
+        const std::vector<float> logits =
+            engine.model.logits(hidden, static_cast<std::int64_t>(first - at),
+                                static_cast<std::int64_t>(at + count - first));
         for (std::size_t i = first; i < at + count; ++i) {
           const float* line = logits.data() + (i - first) * static_cast<std::size_t>(vocabulary);
           right = right && argmax(line, vocabulary) == sample.answer[i + 1 - question];
@@ -365,14 +443,17 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
   for (Contender& contender : contenders) {
     for (const auto& [task, outcomes] : contender.row.outcomes) {
       const auto hits = std::count(outcomes.begin(), outcomes.end(), '1');
-      contender.row.exact_match[task] = static_cast<double>(hits) / static_cast<double>(outcomes.size());
+      contender.row.exact_match[task] =
+          static_cast<double>(hits) / static_cast<double>(outcomes.size());
       contender.row.samples[task] = static_cast<int>(outcomes.size());
     }
   }
 }
 
-void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const Ids& prompt, int decode_tokens, int rounds) {
-  std::vector<std::vector<double>> prefill_seconds(contenders.size()), decode_seconds(contenders.size());
+void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const Ids& prompt,
+                   int decode_tokens, int rounds) {
+  std::vector<std::vector<double>> prefill_seconds(contenders.size()),
+      decode_seconds(contenders.size());
   Progress progress("speed", static_cast<std::int64_t>(contenders.size()) * rounds);
   for (int round = 0; round < rounds; ++round) {
     for (std::size_t c = 0; c < contenders.size(); ++c) {
@@ -383,7 +464,8 @@ void measure_speed(const Engine& engine, std::vector<Contender>& contenders, con
       prefill_seconds[c].push_back(seconds_since(start));
       start = std::chrono::steady_clock::now();
       for (int i = 0; i < decode_tokens; ++i) {
-        const std::vector<float> hidden = decode(engine, store, kSequence, {prompt[static_cast<std::size_t>(i) % prompt.size()]});
+        const std::vector<float> hidden =
+            decode(engine, store, kSequence, {prompt[static_cast<std::size_t>(i) % prompt.size()]});
         engine.model.logits(hidden, 0, 1);
       }
       decode_seconds[c].push_back(seconds_since(start));
@@ -392,12 +474,14 @@ void measure_speed(const Engine& engine, std::vector<Contender>& contenders, con
     }
   }
   for (std::size_t c = 0; c < contenders.size(); ++c) {
-    contenders[c].row.prefill_tokens_per_second = static_cast<double>(prompt.size()) / median(prefill_seconds[c]);
+    contenders[c].row.prefill_tokens_per_second =
+        static_cast<double>(prompt.size()) / median(prefill_seconds[c]);
     contenders[c].row.decode_tokens_per_second = decode_tokens / median(decode_seconds[c]);
   }
 }
 
-Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_tokens, const Sampling& sampling, const std::function<void(std::int32_t)>& on_token) {
+Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_tokens,
+             const Sampling& sampling, const std::function<void(std::int32_t)>& on_token) {
   const Config& config = engine.model.config();
   std::mt19937_64 random(sampling.seed);
   store.create(kSequence);
@@ -413,22 +497,32 @@ Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_to
       const float top = logits[static_cast<std::size_t>(next)];
       double sum = 0.0;
       for (int i = 0; i < config.vocabulary_size; ++i) {
-        candidates.emplace_back(std::exp(static_cast<double>(logits[static_cast<std::size_t>(i)] - top) / sampling.temperature), i);
+        candidates.emplace_back(
+            std::exp(static_cast<double>(logits[static_cast<std::size_t>(i)] - top) /
+                     sampling.temperature),
+            i);
         sum += candidates.back().first;
       }
-      std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+      std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
+        return a.first != b.first ? a.first > b.first : a.second < b.second;
+      });
       double kept = 0.0;
       std::size_t count = 0;
-      while (count < candidates.size() && (count == 0 || kept < static_cast<double>(sampling.top_p) * sum)) kept += candidates[count++].first;
+      while (count < candidates.size() &&
+             (count == 0 || kept < static_cast<double>(sampling.top_p) * sum))
+        kept += candidates[count++].first;
       double draw = std::generate_canonical<double, 53>(random) * kept;
       std::size_t chosen = 0;
-      while (chosen + 1 < count && draw >= candidates[chosen].first) draw -= candidates[chosen++].first;
+      while (chosen + 1 < count && draw >= candidates[chosen].first)
+        draw -= candidates[chosen++].first;
       next = candidates[chosen].second;
     }
     if (std::find(config.eos.begin(), config.eos.end(), next) != config.eos.end()) break;
     out.push_back(next);
     if (on_token) on_token(next);
-    if (store.num_tokens(kSequence) + 1 >= config.max_positions || static_cast<int>(out.size()) == max_tokens) break;
+    if (store.num_tokens(kSequence) + 1 >= config.max_positions ||
+        static_cast<int>(out.size()) == max_tokens)
+      break;
     hidden = decode(engine, store, kSequence, {next});
     last = 0;
   }

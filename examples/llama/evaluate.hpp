@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs measure: calibration moments, bits per byte, retrieval, speed. All through the public cache API.
+// What the programs measure: calibration moments, bits per byte, retrieval, speed. All through the
+// public cache API.
 #pragma once
 
 #include <cstdint>
@@ -23,19 +24,21 @@ struct Engine {
   Model model;
 };
 
-/// One row of every table: a method at a ratio, and what was measured of it. Only what was measured is written.
+/// One row of every table: a method at a ratio, and what was measured of it. Only what was measured
+/// is written.
 struct Row {
   std::string method;
-  double ratio = 1.0;                           ///< the method's knob; 1 for methods without one
-  double bytes_per_token = 0.0;                 ///< everything that belongs to the sequence, over its tokens
-  double ratio_measured = 0.0;                  ///< the same against f16 K and V
-  std::int64_t context = 0;                     ///< tokens at which the bytes were measured
+  double ratio = 1.0;            ///< the method's knob; 1 for methods without one
+  double bytes_per_token = 0.0;  ///< everything that belongs to the sequence, over its tokens
+  double ratio_measured = 0.0;   ///< the same against f16 K and V
+  std::int64_t context = 0;      ///< tokens at which the bytes were measured
   std::map<std::string, double> bits_per_byte;  ///< by text
-  double text_ratio_measured = 0.0;             ///< ratio_measured at the end of the windows of bits_per_byte
-  std::string retrieval_set;                    ///< which samples exact_match is of
-  std::map<std::string, double> exact_match;    ///< by task, a fraction
-  std::map<std::string, int> samples;           ///< by task
-  std::map<std::string, std::string> outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
+  double text_ratio_measured = 0.0;  ///< ratio_measured at the end of the windows of bits_per_byte
+  std::string retrieval_set;         ///< which samples exact_match is of
+  std::map<std::string, double> exact_match;  ///< by task, a fraction
+  std::map<std::string, int> samples;         ///< by task
+  std::map<std::string, std::string>
+      outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
   double prefill_tokens_per_second = 0.0;
   double decode_tokens_per_second = 0.0;
   double mean_exact_match() const;
@@ -47,9 +50,12 @@ struct Contender {
   std::unique_ptr<KvStore> store;
   Row row;
 };
-/// Every method at every ratio (methods without a ratio once); no ratios: each method at those of its MethodInfo.
-std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& methods, const std::vector<double>& ratios,
-                                       MethodOptions options, std::int64_t max_tokens, const Calibration& calibration);
+/// Every method at every ratio (methods without a ratio once); no ratios: each method at those of
+/// its MethodInfo.
+std::vector<Contender> make_contenders(const Engine& engine,
+                                       const std::vector<std::string>& methods,
+                                       const std::vector<double>& ratios, MethodOptions options,
+                                       std::int64_t max_tokens, const Calibration& calibration);
 
 /// Text to ids; the separator of documents (the byte 0x1e and a newline) becomes the BOS token.
 std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text);
@@ -57,21 +63,26 @@ std::string read_text(const std::string& path);
 /// Reads back bundles: none, one of either form of the keys, or one of each.
 Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths);
 
-/// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and end with spans of themselves
-/// (up to 512 tokens), read again. Windows of `window` tokens give moments and coding statistics: keys are rotated by their
-/// position, and bases must have seen the positions at which they will be used. Every second window is half as long and
-/// gives coding statistics alone; about two thirds of the tokens thus enter the moments.
+/// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and
+/// end with spans of themselves (up to 512 tokens), read again. Windows of `window` tokens give
+/// moments and coding statistics: keys are rotated by their position, and bases must have seen the
+/// positions at which they will be used. Every second window is half as long and gives coding
+/// statistics alone; about two thirds of the tokens thus enter the moments.
 /// @param forms  the forms of the keys that statistics are of; one pass serves both
-Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
+Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
+                      int window,
                       std::initializer_list<lowrankkv::Rope> forms = {lowrankkv::Rope::post});
 
-/// Statistics from the projections' weights alone, without a text: of unrotated queries and keys, and of values, for inputs whose
-/// channels are independent and of unit size before the gain of their norm. No statistics for transform coding.
+/// Statistics from the projections' weights alone, without a text: of unrotated queries and keys,
+/// and of values, for inputs whose channels are independent and of unit size before the gain of
+/// their norm. No statistics for transform coding.
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine);
 
-/// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and compressed, the rest teacher-forced
-/// in steps of 16 through append and attend; scored is what those steps predict. Fills row.bits_per_byte[name] of all.
-void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders, const std::string& name, const std::string& text, int max_windows);
+/// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and
+/// compressed, the rest teacher-forced in steps of 16 through append and attend; scored is what
+/// those steps predict. Fills row.bits_per_byte[name] of all.
+void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders,
+                           const std::string& name, const std::string& text, int max_windows);
 
 /// One sample of an evaluation set.
 struct Sample {
@@ -79,28 +90,39 @@ struct Sample {
   std::vector<std::int32_t> prompt;
   std::vector<std::int32_t> answer;
 };
-/// Reads PREFIX.json and PREFIX.bin; the first `per_task` samples of each of `tasks` (all if empty).
-std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks, int per_task);
-/// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the tail and the answer are
-/// teacher-forced; a sample counts when every answer token is the argmax. One exact prefill serves all contenders.
+/// Reads PREFIX.json and PREFIX.bin; the first `per_task` samples of each of `tasks` (all if
+/// empty).
+std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks,
+                                 int per_task);
+/// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the
+/// tail and the answer are teacher-forced; a sample counts when every answer token is the argmax.
+/// One exact prefill serves all contenders.
 /// @param set  what the samples are called in results
-void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders, const std::string& set, const std::vector<Sample>& samples, int tail);
+void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
+                       const std::string& set, const std::vector<Sample>& samples, int tail);
 
-/// Tokens/s of prefill and of single-token decode steps after it, medians over `rounds`, contenders in turn.
-void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const std::vector<std::int32_t>& prompt, int decode_tokens, int rounds);
+/// Tokens/s of prefill and of single-token decode steps after it, medians over `rounds`, contenders
+/// in turn.
+void measure_speed(const Engine& engine, std::vector<Contender>& contenders,
+                   const std::vector<std::int32_t>& prompt, int decode_tokens, int rounds);
 
 struct Sampling {
   float temperature = 0.0F;  ///< 0: greedy
   float top_p = 1.0F;
   std::uint64_t seed = 0;
 };
-/// Generates up to max_tokens ids after `prompt`; stops at an end token. on_token is called with each.
-std::vector<std::int32_t> generate(const Engine& engine, KvStore& store, const std::vector<std::int32_t>& prompt, int max_tokens, const Sampling& sampling,
+/// Generates up to max_tokens ids after `prompt`; stops at an end token. on_token is called with
+/// each.
+std::vector<std::int32_t> generate(const Engine& engine, KvStore& store,
+                                   const std::vector<std::int32_t>& prompt, int max_tokens,
+                                   const Sampling& sampling,
                                    const std::function<void(std::int32_t)>& on_token);
 
 /// Exact prefill of `tokens` into an empty sequence of `store`; returns the hidden states.
-std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const std::vector<std::int32_t>& tokens);
+std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq,
+                           const std::vector<std::int32_t>& tokens);
 /// One decode step of some tokens; returns the hidden states.
-std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq, const std::vector<std::int32_t>& tokens);
+std::vector<float> decode(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq,
+                          const std::vector<std::int32_t>& tokens);
 
 }  // namespace llama

@@ -11,7 +11,8 @@ namespace {
 const std::vector<Method>& registry() {
   static const std::vector<Method> all = [] {
     std::vector<Method> list = low_rank_methods();
-    for (const auto& more : {selection_methods(), coded_methods()}) list.insert(list.end(), more.begin(), more.end());
+    for (const auto& more : {selection_methods(), coded_methods()})
+      list.insert(list.end(), more.begin(), more.end());
     return list;
   }();
   return all;
@@ -31,15 +32,20 @@ const Method& find(const std::string& name) {
 void Recipe::need_moments() const {
   if (moments.size() != static_cast<std::size_t>(num_layers)) {
     const std::string form = config.rope.keys == lowrankkv::Rope::pre ? "unrotated" : "rotated";
-    throw std::runtime_error(options.method + " needs bases for " + form + " keys of " + std::to_string(num_layers) + " layers, given " + std::to_string(moments.size()) + "; calibrate it first");
+    throw std::runtime_error(options.method + " needs bases for " + form + " keys of " +
+                             std::to_string(num_layers) + " layers, given " +
+                             std::to_string(moments.size()) + "; calibrate it first");
   }
 }
 
 lowrankkv::calibrate::BasisOptions Recipe::basis_options(double ratio) const {
   lowrankkv::calibrate::BasisOptions basis{.key_ratio = ratio, .value_ratio = ratio};
-  basis.key_source = options.key_basis == KeyBasis::keys ? lowrankkv::calibrate::KeySource::keys : lowrankkv::calibrate::KeySource::queries_and_keys;
+  basis.key_source = options.key_basis == KeyBasis::keys
+                         ? lowrankkv::calibrate::KeySource::keys
+                         : lowrankkv::calibrate::KeySource::queries_and_keys;
   basis.policy.centred = options.centred;
-  if (options.key_basis == KeyBasis::query_aware) basis.policy.key_metric = lowrankkv::KeyMetric::query_aware;
+  if (options.key_basis == KeyBasis::query_aware)
+    basis.policy.key_metric = lowrankkv::KeyMetric::query_aware;
   return basis;
 }
 
@@ -61,15 +67,18 @@ const std::vector<MethodInfo>& methods() {
 
 const MethodInfo& find_method(const std::string& name) { return find(name).info; }
 
-std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model, std::int64_t max_tokens, const Calibration& calibration,
+std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model,
+                                    std::int64_t max_tokens, const Calibration& calibration,
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {
   const Method& method = find(options.method);
-  const lowrankkv::Rope keys = options.unrotated || method.info.unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
+  const lowrankkv::Rope keys =
+      options.unrotated || method.info.unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
   Recipe recipe{options, {}, model.num_layers, calibration.of(keys), threads};
   recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;
   recipe.config.full_type = options.storage;
-  recipe.config.epoch_type = options.storage == lowrankkv::DType::f32 ? lowrankkv::DType::f32 : lowrankkv::DType::f16;
+  recipe.config.epoch_type =
+      options.storage == lowrankkv::DType::f32 ? lowrankkv::DType::f32 : lowrankkv::DType::f16;
   recipe.config.prefill_chunk = options.prefill_chunk;
   recipe.config.publish_interval = options.publish_interval;
   recipe.config.rope = model.rope(keys);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model's KV cache behind one interface, whatever the method: lowrankkv's caches are templates, a command line is not.
+// The model's KV cache behind one interface, whatever the method: lowrankkv's caches are templates,
+// a command line is not.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +23,14 @@ class KvStore {
   virtual ~KvStore() = default;
   virtual void create(lowrankkv::SequenceId seq) = 0;
   virtual void erase(lowrankkv::SequenceId seq) = 0;
-  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) = 0;
+  virtual void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+                       float* out) = 0;
   /// Stores a prompt that another store attended to.
-  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) = 0;
+  virtual void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n,
+                      const Projected& rows) = 0;
   /// Appends n tokens and attends to everything up to each of them.
-  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) = 0;
+  virtual void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+                      float* out) = 0;
   virtual void maintain(lowrankkv::SequenceId seq) = 0;
   virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
   virtual lowrankkv::MemoryUsage memory() const = 0;
@@ -38,18 +42,22 @@ enum class KeyBasis { method_default, keys, queries_and_keys, query_aware };
 
 struct MethodOptions {
   std::string method = "OjaKV";
-  double ratio = 0.6;             // the method's knob, see MethodInfo; FullKV has none
-  std::int64_t context = 0;       // tokens at which a method that thinks in bytes or windows meets its ratio; 0: the capacity
+  double ratio = 0.6;        // the method's knob, see MethodInfo; FullKV has none
+  std::int64_t context = 0;  // tokens at which a method that thinks in bytes or windows meets its
+                             // ratio; 0: the capacity
   lowrankkv::DType storage = lowrankkv::DType::f16;  // coefficients, full rows and maps
   KeyBasis key_basis = KeyBasis::method_default;
   bool centred = false;
-  float prefill_rate = -1.0F;     // Oja; negative: the library's default
+  float prefill_rate = -1.0F;  // Oja; negative: the library's default
   float decode_rate = -1.0F;
-  float outlier_share = -1.0F;    // OjaKVv2 and Budgeted; negative: the method's default
-  bool unrotated = false;         // keys are stored before their rotary embedding, and turned when they are read
-  bool on_gpu = false;            // cache and attention on the GPU
-  int channels_together = 0;      // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
-  std::vector<int> widths = {};   // Budgeted: bits that a channel may have besides 0; empty: what suits the backend
+  float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default
+  bool unrotated =
+      false;  // keys are stored before their rotary embedding, and turned when they are read
+  bool on_gpu = false;  // cache and attention on the GPU
+  int channels_together =
+      0;  // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
+  std::vector<int> widths =
+      {};  // Budgeted: bits that a channel may have besides 0; empty: what suits the backend
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };
@@ -57,7 +65,7 @@ struct MethodOptions {
 /// What can be named.
 struct MethodInfo {
   std::string name;
-  std::string ratio;           // what --ratio means: empty if it means nothing
+  std::string ratio;  // what --ratio means: empty if it means nothing
   std::string description;
   std::vector<double> ratios;  // where the demonstrations measure it
   bool unrotated = false;      // always stores keys before their rotary embedding
@@ -66,16 +74,20 @@ struct MethodInfo {
 const std::vector<MethodInfo>& methods();
 const MethodInfo& find_method(const std::string& name);
 
-/// What a model was calibrated to, per layer, by the form of the keys; a form that was not is empty.
+/// What a model was calibrated to, per layer, by the form of the keys; a form that was not is
+/// empty.
 struct Calibration {
   std::vector<lowrankkv::calibrate::LayerMoments> rotated, unrotated;
 
   auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? unrotated : rotated; }
-  const auto& of(lowrankkv::Rope keys) const { return keys == lowrankkv::Rope::pre ? unrotated : rotated; }
+  const auto& of(lowrankkv::Rope keys) const {
+    return keys == lowrankkv::Rope::pre ? unrotated : rotated;
+  }
 };
 
 /// Builds the store of a model. `calibration` may be empty for methods without a basis.
-std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model, std::int64_t max_tokens, const Calibration& calibration,
+std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model,
+                                    std::int64_t max_tokens, const Calibration& calibration,
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads);
 
 }  // namespace llama

@@ -27,37 +27,88 @@ struct Options {
   llama::MethodOptions method;
 
   void add_model(CLI::App* app) {
-    app->add_option("--model", model, "Hugging Face folder: config.json, *.safetensors, tokenizer.json")->required()->check(CLI::ExistingDirectory);
-    app->add_option("--threads", threads, "threads")->check(CLI::Range(1, 256))->capture_default_str();
-    app->add_option("--seed", seed, "seed of sampling and of synthesize; everything else is deterministic")->capture_default_str();
+    app->add_option("--model", model,
+                    "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+        ->required()
+        ->check(CLI::ExistingDirectory);
+    app->add_option("--threads", threads, "threads")
+        ->check(CLI::Range(1, 256))
+        ->capture_default_str();
+    app->add_option("--seed", seed,
+                    "seed of sampling and of synthesize; everything else is deterministic")
+        ->capture_default_str();
     app->add_option("--json", json, "write the result to this file");
   }
   void add_method(CLI::App* app) {
-    app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")->delimiter(',')->capture_default_str();
-    app->add_option("--ratio", ratios, "what a method calls ratio (see 'methods'), or several separated by commas")->delimiter(',')->check(CLI::Range(0.001, 1.0))->capture_default_str();
-    app->add_option("--bases", bases, "bundle written by 'calibrate', or two separated by a comma, of rotated and of unrotated keys; every method but those that choose tokens needs one")->delimiter(',')->check(CLI::ExistingFile);
-    const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32}, {"f16", lowrankkv::DType::f16}, {"bf16", lowrankkv::DType::bf16}};
-    app->add_option("--storage", method.storage, "type of coefficients and full rows")->transform(CLI::CheckedTransformer(types))->option_text("f32|f16|bf16 [f16]");
-    const std::map<std::string, llama::KeyBasis> keys{{"keys", llama::KeyBasis::keys}, {"queries-and-keys", llama::KeyBasis::queries_and_keys}, {"query-aware", llama::KeyBasis::query_aware}};
-    app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")->transform(CLI::CheckedTransformer(keys))->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
-    app->add_option("--context", method.context, "tokens at which methods that think in bytes or windows meet their ratio; default: the prompt's")->check(CLI::PositiveNumber);
-    app->add_option("--outliers", method.outlier_share, "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")->check(CLI::Range(0.0, 1.0));
-    app->add_flag("--unrotated", method.unrotated, "store keys before their rotary embedding (bases: calibrate --unrotated)");
+    app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")
+        ->delimiter(',')
+        ->capture_default_str();
+    app->add_option("--ratio", ratios,
+                    "what a method calls ratio (see 'methods'), or several separated by commas")
+        ->delimiter(',')
+        ->check(CLI::Range(0.001, 1.0))
+        ->capture_default_str();
+    app->add_option("--bases", bases,
+                    "bundle written by 'calibrate', or two separated by a comma, of rotated and of "
+                    "unrotated keys; every method but those that choose tokens needs one")
+        ->delimiter(',')
+        ->check(CLI::ExistingFile);
+    const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32},
+                                                        {"f16", lowrankkv::DType::f16},
+                                                        {"bf16", lowrankkv::DType::bf16}};
+    app->add_option("--storage", method.storage, "type of coefficients and full rows")
+        ->transform(CLI::CheckedTransformer(types))
+        ->option_text("f32|f16|bf16 [f16]");
+    const std::map<std::string, llama::KeyBasis> keys{
+        {"keys", llama::KeyBasis::keys},
+        {"queries-and-keys", llama::KeyBasis::queries_and_keys},
+        {"query-aware", llama::KeyBasis::query_aware}};
+    app->add_option("--key-basis", method.key_basis, "rows that key bases are fitted to")
+        ->transform(CLI::CheckedTransformer(keys))
+        ->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
+    app->add_option("--context", method.context,
+                    "tokens at which methods that think in bytes or windows meet their ratio; "
+                    "default: the prompt's")
+        ->check(CLI::PositiveNumber);
+    app->add_option("--outliers", method.outlier_share,
+                    "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
+        ->check(CLI::Range(0.0, 1.0));
+    app->add_flag("--unrotated", method.unrotated,
+                  "store keys before their rotary embedding (bases: calibrate --unrotated)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
-    app->add_option("--device", method.on_gpu, "where linear layers, cache and attention are; norms and activations are on the CPU")->transform(CLI::CheckedTransformer(devices))->option_text("cpu|cuda [cpu]");
-    app->add_option("--channels-together", method.channels_together, "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")->check(CLI::Range(0, 256));
-    app->add_option("--widths", method.widths, "Budgeted: bits that a channel may have besides 0, ascending, separated by commas; default: 2,3,4,6,8 on the CPU, 2,4,8 on the GPU")->delimiter(',')->check(CLI::Range(1, 8));
+    app->add_option(
+           "--device", method.on_gpu,
+           "where linear layers, cache and attention are; norms and activations are on the CPU")
+        ->transform(CLI::CheckedTransformer(devices))
+        ->option_text("cpu|cuda [cpu]");
+    app->add_option(
+           "--channels-together", method.channels_together,
+           "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")
+        ->check(CLI::Range(0, 256));
+    app->add_option("--widths", method.widths,
+                    "Budgeted: bits that a channel may have besides 0, ascending, separated by "
+                    "commas; default: 2,3,4,6,8 on the CPU, 2,4,8 on the GPU")
+        ->delimiter(',')
+        ->check(CLI::Range(1, 8));
     app->add_flag("--centred", method.centred, "subtract the calibrated means");
-    app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")->check(CLI::NonNegativeNumber);
-    app->add_option("--publish-interval", method.publish_interval, "rows between two epochs of a sequence; 0: the library's default")->check(CLI::NonNegativeNumber);
-    app->add_option("--prefill-chunk", method.prefill_chunk, "prompt tokens compressed at a time; 0: the whole prompt")->check(CLI::NonNegativeNumber);
-    app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")->check(CLI::NonNegativeNumber);
+    app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")
+        ->check(CLI::NonNegativeNumber);
+    app->add_option("--publish-interval", method.publish_interval,
+                    "rows between two epochs of a sequence; 0: the library's default")
+        ->check(CLI::NonNegativeNumber);
+    app->add_option("--prefill-chunk", method.prefill_chunk,
+                    "prompt tokens compressed at a time; 0: the whole prompt")
+        ->check(CLI::NonNegativeNumber);
+    app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")
+        ->check(CLI::NonNegativeNumber);
   }
   /// @param context  tokens at which methods that think in bytes meet their ratio
-  std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens, std::int64_t context) const {
+  std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens,
+                                           std::int64_t context) const {
     llama::MethodOptions options = method;
     if (options.context == 0) options.context = context;
-    return llama::make_contenders(engine, methods, ratios, options, max_tokens, llama::load_bases(engine, bases));
+    return llama::make_contenders(engine, methods, ratios, options, max_tokens,
+                                  llama::load_bases(engine, bases));
   }
 };
 
@@ -88,9 +139,15 @@ int main(int argc, char** argv) try {
   options.add_model(generate);
   options.add_method(generate);
   generate->add_option("--prompt", prompt, "text; '-' reads standard input")->required();
-  generate->add_option("--max-tokens", max_tokens, "tokens to generate")->check(CLI::PositiveNumber)->capture_default_str();
-  generate->add_option("--temperature", sampling.temperature, "0 is greedy")->check(CLI::NonNegativeNumber)->capture_default_str();
-  generate->add_option("--top-p", sampling.top_p, "nucleus")->check(CLI::Range(0.0, 1.0))->capture_default_str();
+  generate->add_option("--max-tokens", max_tokens, "tokens to generate")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  generate->add_option("--temperature", sampling.temperature, "0 is greedy")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  generate->add_option("--top-p", sampling.top_p, "nucleus")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
 
   CLI::App* bpb = app.add_subcommand("bpb", "bits per byte of a text file");
   std::string text;
@@ -98,7 +155,9 @@ int main(int argc, char** argv) try {
   options.add_model(bpb);
   options.add_method(bpb);
   bpb->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
-  bpb->add_option("--windows", max_windows, "windows of 1024 tokens at most")->check(CLI::PositiveNumber)->capture_default_str();
+  bpb->add_option("--windows", max_windows, "windows of 1024 tokens at most")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
 
   CLI::App* retrieve = app.add_subcommand("retrieve", "exact match on an evaluation set");
   std::string eval;
@@ -109,35 +168,60 @@ int main(int argc, char** argv) try {
   options.add_method(retrieve);
   retrieve->add_option("--eval", eval, "prefix of the set's .json and .bin")->required();
   retrieve->add_option("--tasks", tasks, "tasks separated by commas; default: all")->delimiter(',');
-  retrieve->add_option("--samples", samples, "samples a task")->check(CLI::PositiveNumber)->capture_default_str();
-  retrieve->add_option("--tail", tail, "prompt tokens that are processed after compression")->check(CLI::PositiveNumber)->capture_default_str();
+  retrieve->add_option("--samples", samples, "samples a task")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  retrieve->add_option("--tail", tail, "prompt tokens that are processed after compression")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
 
-  CLI::App* calibrate = app.add_subcommand("calibrate", "moments of a text's queries, keys and values, from which every basis follows");
+  CLI::App* calibrate = app.add_subcommand(
+      "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
   std::string out = "bases.safetensors";
   std::int64_t calibration_tokens = 98304;
   options.add_model(calibrate);
   bool from_weights = false;
-  CLI::Option* calibration_text = calibrate->add_option("--text,text", text, "text file")->check(CLI::ExistingFile);
-  calibrate->add_flag("--from-weights", from_weights, "no text: statistics of unrotated keys and of values from the projections' weights (low-rank methods with --unrotated)")->excludes(calibration_text);
+  CLI::Option* calibration_text =
+      calibrate->add_option("--text,text", text, "text file")->check(CLI::ExistingFile);
+  calibrate
+      ->add_flag("--from-weights", from_weights,
+                 "no text: statistics of unrotated keys and of values from the projections' "
+                 "weights (low-rank methods with --unrotated)")
+      ->excludes(calibration_text);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
-  calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")->check(CLI::PositiveNumber)->capture_default_str();
+  calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
 
   int calibration_window = 0;
-  calibrate->add_option("--window", calibration_window, "tokens of a window; default: the model's context")->check(CLI::Range(2, 1 << 20));
+  calibrate
+      ->add_option("--window", calibration_window,
+                   "tokens of a window; default: the model's context")
+      ->check(CLI::Range(2, 1 << 20));
 
   bool unrotated = false;
   calibrate->add_flag("--unrotated", unrotated, "statistics of keys before their rotary embedding");
 
-  CLI::App* synthesize = app.add_subcommand("synthesize", "fresh samples of the retrieval tasks, to tune constants on");
+  CLI::App* synthesize = app.add_subcommand(
+      "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
   llama::SynthesisOptions synthesis;
   std::string words = LOWRANKKV_EXAMPLE_DATA "/words.txt";
   std::string prefix;
   options.add_model(synthesize);
-  synthesize->add_option("--text,text", text, "text file of which haystacks are slices")->required()->check(CLI::ExistingFile);
-  synthesize->add_option("--words", words, "file of words for keys and phrases")->check(CLI::ExistingFile)->capture_default_str();
-  synthesize->add_option("--length", synthesis.length, "tokens of a sample")->check(CLI::PositiveNumber)->capture_default_str();
-  synthesize->add_option("--samples", synthesis.samples, "samples a task")->check(CLI::PositiveNumber)->capture_default_str();
-  synthesize->add_option("--tasks", synthesis.tasks, "tasks separated by commas; default: all")->delimiter(',');
+  synthesize->add_option("--text,text", text, "text file of which haystacks are slices")
+      ->required()
+      ->check(CLI::ExistingFile);
+  synthesize->add_option("--words", words, "file of words for keys and phrases")
+      ->check(CLI::ExistingFile)
+      ->capture_default_str();
+  synthesize->add_option("--length", synthesis.length, "tokens of a sample")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  synthesize->add_option("--samples", synthesis.samples, "samples a task")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  synthesize->add_option("--tasks", synthesis.tasks, "tasks separated by commas; default: all")
+      ->delimiter(',');
   synthesize->add_option("--out", prefix, "prefix of the .json and .bin to write")->required();
 
   CLI::App* methods = app.add_subcommand("methods", "what --method can name");
@@ -147,10 +231,13 @@ int main(int argc, char** argv) try {
   if (methods->parsed()) {
     nlohmann::ordered_json list = nlohmann::ordered_json::array();
     for (const llama::MethodInfo& info : llama::methods()) {
-      std::printf("%-16s %s\n%-16s   %s\n", info.name.c_str(), info.description.c_str(), "", info.ratio.empty() ? "no --ratio" : ("--ratio: " + info.ratio).c_str());
-      list.push_back({{"method", info.name}, {"ratio", info.ratio}, {"description", info.description}});
+      std::printf("%-16s %s\n%-16s   %s\n", info.name.c_str(), info.description.c_str(), "",
+                  info.ratio.empty() ? "no --ratio" : ("--ratio: " + info.ratio).c_str());
+      list.push_back(
+          {{"method", info.name}, {"ratio", info.ratio}, {"description", info.description}});
     }
-    if (!options.json.empty() && !(std::ofstream(options.json) << list.dump(2) << '\n')) throw std::runtime_error("cannot write " + options.json);
+    if (!options.json.empty() && !(std::ofstream(options.json) << list.dump(2) << '\n'))
+      throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
   llama::Engine engine(options.model, options.threads);
@@ -158,42 +245,57 @@ int main(int argc, char** argv) try {
   if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
 #endif
   if (calibrate->parsed()) {
-    if (text.empty() && !from_weights) throw std::runtime_error("calibrate: --text or --from-weights is needed");
+    if (text.empty() && !from_weights)
+      throw std::runtime_error("calibrate: --text or --from-weights is needed");
     const lowrankkv::Rope form = unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
-    const auto moments = from_weights ? llama::calibrate_from_weights(engine)
-                                      : llama::calibrate(engine, llama::read_text(text), calibration_tokens,
-                                                         calibration_window != 0 ? calibration_window : engine.model.config().max_positions, {form}).of(form);
-    lowrankkv::calibrate::save_moments(out, moments, {{"source", from_weights ? "weights" : file_stem(text)}});
-    std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers, moments.front().head(0).key.count);
+    const auto moments =
+        from_weights
+            ? llama::calibrate_from_weights(engine)
+            : llama::calibrate(engine, llama::read_text(text), calibration_tokens,
+                               calibration_window != 0 ? calibration_window
+                                                       : engine.model.config().max_positions,
+                               {form})
+                  .of(form);
+    lowrankkv::calibrate::save_moments(out, moments,
+                                       {{"source", from_weights ? "weights" : file_stem(text)}});
+    std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers,
+                moments.front().head(0).key.count);
     return 0;
   }
   if (synthesize->parsed()) {
     synthesis.seed = options.seed;
-    const auto set = llama::synthesize(engine.tokenizer, engine.model.config(), llama::read_text(text), llama::read_words(words), synthesis);
+    const auto set = llama::synthesize(engine.tokenizer, engine.model.config(),
+                                       llama::read_text(text), llama::read_words(words), synthesis);
     llama::write_samples(prefix, set, synthesis.length);
-    std::printf("wrote %s.json and .bin: %zu samples of at most %lld tokens\n", prefix.c_str(), set.size(), static_cast<long long>(synthesis.length));
+    std::printf("wrote %s.json and .bin: %zu samples of at most %lld tokens\n", prefix.c_str(),
+                set.size(), static_cast<long long>(synthesis.length));
     return 0;
   }
   if (bpb->parsed()) {
     auto contenders = options.contenders(engine, 1024, 1024);
-    llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text), max_windows);
+    llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text),
+                                 max_windows);
     finish(options, contenders);
     return 0;
   }
   if (retrieve->parsed()) {
     const auto set = llama::load_samples(eval, tasks, samples);
-    auto contenders = options.contenders(engine, engine.model.config().max_positions, static_cast<std::int64_t>(set.front().prompt.size()));
-    llama::measure_retrieval(engine, contenders, eval.substr(eval.find_last_of('/') + 1), set, tail);
+    auto contenders = options.contenders(engine, engine.model.config().max_positions,
+                                         static_cast<std::int64_t>(set.front().prompt.size()));
+    llama::measure_retrieval(engine, contenders, eval.substr(eval.find_last_of('/') + 1), set,
+                             tail);
     finish(options, contenders);
     return 0;
   }
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
   std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
   if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
-  auto contenders = options.contenders(engine, engine.model.config().max_positions, static_cast<std::int64_t>(ids.size()));
+  auto contenders = options.contenders(engine, engine.model.config().max_positions,
+                                       static_cast<std::int64_t>(ids.size()));
   sampling.seed = options.seed;
   for (llama::Contender& contender : contenders) {
-    if (contenders.size() > 1) std::printf("--- %s %.2f\n", contender.row.method.c_str(), contender.row.ratio);
+    if (contenders.size() > 1)
+      std::printf("--- %s %.2f\n", contender.row.method.c_str(), contender.row.ratio);
     std::printf("%s", prompt.c_str());
     llama::generate(engine, *contender.store, ids, max_tokens, sampling, [&](std::int32_t id) {
       std::fputs(engine.tokenizer.bytes(id).c_str(), stdout);

@@ -13,14 +13,16 @@ namespace {
 
 using namespace lowrankkv;  // the names of the library are what this file is about
 
-/// Rows of codes are short: small pages leave little of the last one empty, large ones lose little to whole rows.
+/// Rows of codes are short: small pages leave little of the last one empty, large ones lose little
+/// to whole rows.
 std::size_t page_bytes(const Recipe& recipe) { return recipe.context() <= 2048 ? 1024 : 4096; }
 
 std::unique_ptr<KvStore> subspace_g(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
   SubSpaceG<>::PolicySet policies;
   policies.basis = recipe.basis_options(1.0).policy;
-  return recipe.store<SubSpaceG<>>(recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0)), policies);
+  return recipe.store<SubSpaceG<>>(recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0)),
+                                   policies);
 }
 
 std::unique_ptr<KvStore> subspace_a(Recipe recipe) {
@@ -28,7 +30,8 @@ std::unique_ptr<KvStore> subspace_a(Recipe recipe) {
   SubSpaceA<>::PolicySet policies;
   policies.basis = recipe.basis_options(1.0).policy;
   std::vector<LayerBasis> bases = recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0));
-  for (std::size_t layer = 0; layer < bases.size(); ++layer) calibrate::set_residual_thresholds(recipe.moments[layer], policies.basis, 0.99, bases[layer]);
+  for (std::size_t layer = 0; layer < bases.size(); ++layer)
+    calibrate::set_residual_thresholds(recipe.moments[layer], policies.basis, 0.99, bases[layer]);
   return recipe.store<SubSpaceA<>>(std::move(bases), policies);
 }
 
@@ -43,11 +46,13 @@ std::vector<LayerBasis> star_bases(const Recipe& recipe, double ratio, const Blo
   for (const auto& layer : recipe.moments) {
     LayerBasis basis = layer.basis(recipe.basis_options(share));
     const int rank = calibrate::rank_by_ratio(shape.num_kv_heads * shape.head_dim, share);
-    const calibrate::JointValueMaps joint = calibrate::joint_values(layer.values(), shape.num_kv_heads, rank);
+    const calibrate::JointValueMaps joint =
+        calibrate::joint_values(layer.values(), shape.num_kv_heads, rank);
     for (int head = 0; head < shape.num_kv_heads; ++head) {
       HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
       maps.value_rank = rank;
-      maps.value_down = cpu::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
+      maps.value_down =
+          cpu::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
     }
     bases.push_back(std::move(basis));
   }
@@ -58,7 +63,8 @@ std::unique_ptr<KvStore> star(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
   StarKV<>::PolicySet policies;
   policies.basis.keys = recipe.basis_options(1.0).policy;
-  return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer), policies);
+  return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer),
+                                policies);
 }
 
 std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
@@ -67,7 +73,8 @@ std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
   policies.basis.keys = recipe.basis_options(1.0).policy;
   const double keep = std::min(1.0, std::sqrt(5.0 * recipe.options.ratio));
   policies.token_policy.get<HeavyHitters>().keep = static_cast<float>(keep);
-  return recipe.store<StarKVH2O<>>(star_bases(recipe, recipe.options.ratio / keep, policies.quantizer), policies);
+  return recipe.store<StarKVH2O<>>(
+      star_bases(recipe, recipe.options.ratio / keep, policies.quantizer), policies);
 }
 
 std::unique_ptr<KvStore> budgeted(Recipe recipe) {
@@ -78,9 +85,11 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.full_type = recipe.options.storage;
   options.page_bytes = page_bytes(recipe);
   if (recipe.options.on_gpu) options.for_cuda();
-  if (recipe.options.channels_together > 0) options.channels_together = recipe.options.channels_together;
+  if (recipe.options.channels_together > 0)
+    options.channels_together = recipe.options.channels_together;
   if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;
-  if (recipe.options.outlier_share >= 0.0F) options.outlier_share = static_cast<double>(recipe.options.outlier_share);
+  if (recipe.options.outlier_share >= 0.0F)
+    options.outlier_share = static_cast<double>(recipe.options.outlier_share);
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
   model.configure(recipe.config);
   return recipe.store<Budgeted<>>(model.bases, model.policies);
@@ -90,14 +99,41 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
 
 std::vector<Method> coded_methods() {
   return {
-      {{"SubSpaceG", "rank / head_dim x 8 / 16", "every token projected, coefficients in 8 bits", {0.4, 0.2}}, subspace_g},
-      {{"SubSpaceA", "rank / head_dim x 8 / 16", "chunks under bases from a Frequent Directions sketch, 32 tokens of warm-up, coefficients in 8 bits", {0.4, 0.2}}, subspace_a},
-      {{"StarKV", "rank / head_dim x 3.2 / 16", "per-head keys, joint values, rotated blocks of 4 and 3 bits; 32 sinks and 32 recent tokens at full rank", {0.2, 0.14}}, star},
-      {{"StarKV+H2O", "tokens kept x rank / head_dim x 3.2 / 16", "StarKV on the tokens that H2O keeps", {0.14}}, star_h2o},
-      {{"Budgeted", "bytes, everything counted", "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 sinks and 32 recent tokens at full rank",
+      {{"SubSpaceG",
+        "rank / head_dim x 8 / 16",
+        "every token projected, coefficients in 8 bits",
+        {0.4, 0.2}},
+       subspace_g},
+      {{"SubSpaceA",
+        "rank / head_dim x 8 / 16",
+        "chunks under bases from a Frequent Directions sketch, 32 tokens of warm-up, coefficients "
+        "in 8 bits",
+        {0.4, 0.2}},
+       subspace_a},
+      {{"StarKV",
+        "rank / head_dim x 3.2 / 16",
+        "per-head keys, joint values, rotated blocks of 4 and 3 bits; 32 sinks and 32 recent "
+        "tokens at full rank",
+        {0.2, 0.14}},
+       star},
+      {{"StarKV+H2O",
+        "tokens kept x rank / head_dim x 3.2 / 16",
+        "StarKV on the tokens that H2O keeps",
+        {0.14}},
+       star_h2o},
+      {{"Budgeted",
+        "bytes, everything counted",
+        "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 "
+        "sinks and 32 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
-      {{"Budgeted+PreRoPE", "bytes, everything counted", "Budgeted on keys before their rotary embedding: they are up_projected and rotated when they are read", {0.1, 0.05}, true}, budgeted},
+      {{"Budgeted+PreRoPE",
+        "bytes, everything counted",
+        "Budgeted on keys before their rotary embedding: they are up_projected and rotated when "
+        "they are read",
+        {0.1, 0.05},
+        true},
+       budgeted},
   };
 }
 

@@ -18,7 +18,8 @@ std::unique_ptr<KvStore> snapkv(Recipe recipe) {
 
 std::unique_ptr<KvStore> streaming(Recipe recipe) {
   StreamingLLM<>::PolicySet policies;
-  const auto kept = static_cast<int>(std::lround(recipe.options.ratio * static_cast<double>(recipe.context())));
+  const auto kept =
+      static_cast<int>(std::lround(recipe.options.ratio * static_cast<double>(recipe.context())));
   policies.token_policy.recent = std::max(1, kept - policies.token_policy.sinks);
   return recipe.store<StreamingLLM<>>({}, policies);
 }
@@ -27,7 +28,8 @@ std::unique_ptr<KvStore> heavy_hitters(Recipe recipe) {
   // Half of the budget for heavy hitters, half for the recent window, as in the paper.
   H2O<>::PolicySet policies;
   const double half = recipe.options.ratio / 2.0;
-  const int recent = std::max(1, static_cast<int>(std::lround(half * static_cast<double>(recipe.context()))));
+  const int recent =
+      std::max(1, static_cast<int>(std::lround(half * static_cast<double>(recipe.context()))));
   policies.token_policy.get<KeepFull>().recent = recent;
   policies.token_policy.get<HeavyHitters>() = {static_cast<float>(half), 0, recent};
   return recipe.store<H2O<>>({}, policies);
@@ -46,10 +48,26 @@ std::unique_ptr<KvStore> oja_snapkv(Recipe recipe) {
 
 std::vector<Method> selection_methods() {
   return {
-      {{"SnapKVOnly", "tokens kept", "prompt tokens that the last 32 queries attend to, at full rank; the others are dropped", {0.5, 0.25}}, snapkv},
-      {{"StreamingLLM", "tokens kept", "4 sinks and a sliding window at full rank; the others are dropped", {0.5, 0.25}}, streaming},
-      {{"H2O", "tokens kept", "heavy hitters and a recent window of equal size at full rank; the others are dropped", {0.5, 0.25}}, heavy_hitters},
-      {{"OjaKV+SnapKV", "tokens kept x rank / head_dim", "OjaKV on the tokens that SnapKV keeps, both at the root of the ratio", {0.4}}, oja_snapkv},
+      {{"SnapKVOnly",
+        "tokens kept",
+        "prompt tokens that the last 32 queries attend to, at full rank; the others are dropped",
+        {0.5, 0.25}},
+       snapkv},
+      {{"StreamingLLM",
+        "tokens kept",
+        "4 sinks and a sliding window at full rank; the others are dropped",
+        {0.5, 0.25}},
+       streaming},
+      {{"H2O",
+        "tokens kept",
+        "heavy hitters and a recent window of equal size at full rank; the others are dropped",
+        {0.5, 0.25}},
+       heavy_hitters},
+      {{"OjaKV+SnapKV",
+        "tokens kept x rank / head_dim",
+        "OjaKV on the tokens that SnapKV keeps, both at the root of the ratio",
+        {0.4}},
+       oja_snapkv},
   };
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Llama-architecture model from a Hugging Face folder: weights in f32, everything but attention's memory.
+// A Llama-architecture model from a Hugging Face folder: weights in f32, everything but attention's
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,9 @@ struct Config {
   Config() = default;
   lowrankkv::CacheShape cache_shape() const { return {num_qo_heads, num_kv_heads, head_dim}; }
   /// What a cache that stores keys in this form must know.
-  lowrankkv::RopeConfig rope(lowrankkv::Rope keys) const { return {.keys = keys, .frequencies = rope_frequencies}; }
+  lowrankkv::RopeConfig rope(lowrankkv::Rope keys) const {
+    return {.keys = keys, .frequencies = rope_frequencies};
+  }
 };
 
 /// out [rows, out_features] = in [rows, in_features] weight^T (+ bias).
@@ -45,8 +48,9 @@ struct Linear {
   std::vector<float> bias;    // [out_features] or empty
 };
 
-/// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads, head_dim], keys and values
-/// [n, num_kv_heads, head_dim]; queries and keys rotated to their positions, keys as they were before, too.
+/// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads,
+/// head_dim], keys and values [n, num_kv_heads, head_dim]; queries and keys rotated to their
+/// positions, keys as they were before, too.
 struct Projected {
   const float* query = nullptr;
   const float* key = nullptr;
@@ -68,15 +72,28 @@ class Model {
   const Config& config() const { return config_; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
   /// The projections of a layer's attention, and the gain of the norm before it [hidden_size].
-  const Linear& query_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].query; }
-  const Linear& key_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].key; }
-  const Linear& value_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].value; }
-  const Linear& output_projection(int layer) const { return layers_[static_cast<std::size_t>(layer)].output; }
-  const std::vector<float>& attention_gain(int layer) const { return layers_[static_cast<std::size_t>(layer)].attention_norm; }
-  /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised hidden states [n, hidden_size].
-  std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first, const Attention& attention, const StreamObserver& observe = {}) const;
+  const Linear& query_projection(int layer) const {
+    return layers_[static_cast<std::size_t>(layer)].query;
+  }
+  const Linear& key_projection(int layer) const {
+    return layers_[static_cast<std::size_t>(layer)].key;
+  }
+  const Linear& value_projection(int layer) const {
+    return layers_[static_cast<std::size_t>(layer)].value;
+  }
+  const Linear& output_projection(int layer) const {
+    return layers_[static_cast<std::size_t>(layer)].output;
+  }
+  const std::vector<float>& attention_gain(int layer) const {
+    return layers_[static_cast<std::size_t>(layer)].attention_norm;
+  }
+  /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised
+  /// hidden states [n, hidden_size].
+  std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
+                             const Attention& attention, const StreamObserver& observe = {}) const;
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
-  std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row, std::int64_t n) const;
+  std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row,
+                            std::int64_t n) const;
 
  private:
   struct Layer {
@@ -84,13 +101,14 @@ class Model {
     Linear query, key, value, output, gate, up, down;
   };
   void apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const;
-  void rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines, const std::vector<float>& sines) const;
+  void rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines,
+              const std::vector<float>& sines) const;
 
   Config config_;
   std::shared_ptr<lowrankkv::cpu::ThreadPool> threads_;
   std::vector<float> embedding_;  // [vocabulary_size, hidden_size]
   std::vector<float> final_norm_;
-  Linear head_;                   // tied: no weights of its own
+  Linear head_;  // tied: no weights of its own
   bool tied_ = false;
   std::vector<Layer> layers_;
   std::shared_ptr<LinearProducts> products_;  // none: on the CPU

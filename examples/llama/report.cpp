@@ -18,7 +18,7 @@ std::ofstream open(const std::string& path) {
 }
 
 template <class Map>
-std::set<std::string> names(const std::vector<Row>& rows, Map Row::* member) {
+std::set<std::string> names(const std::vector<Row>& rows, Map Row::*member) {
   std::set<std::string> all;
   for (const Row& row : rows) {
     for (const auto& [name, value] : row.*member) all.insert(name);
@@ -44,18 +44,25 @@ void print_table(const std::vector<Row>& rows) {
   for (const Row& row : rows) speed = speed || row.decode_tokens_per_second > 0.0;
   std::printf("%-16s %5s %9s %7s", "method", "ratio", "bytes/tok", "x f16");
   if (!texts.empty() && !tasks.empty()) std::printf(" %7s", "text x");
-  for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), ("bpb " + name).c_str());
+  for (const auto& name : texts)
+    std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
+                ("bpb " + name).c_str());
   for (const auto& name : tasks) std::printf(" %5s", name.c_str());
   if (!tasks.empty()) std::printf(" %6s", "mean %");
   if (speed) std::printf(" %10s %9s", "prefill/s", "decode/s");
   std::printf("\n");
   for (const Row& row : rows) {
-    std::printf("%-16s %5.2f %9.1f %7.3f", row.method.c_str(), row.ratio, row.bytes_per_token, row.ratio_measured);
+    std::printf("%-16s %5.2f %9.1f %7.3f", row.method.c_str(), row.ratio, row.bytes_per_token,
+                row.ratio_measured);
     if (!texts.empty() && !tasks.empty()) std::printf(" %7.3f", row.text_ratio_measured);
-    for (const auto& name : texts) std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)), cell(row.bits_per_byte, name, 1.0, 4).c_str());
-    for (const auto& name : tasks) std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
+    for (const auto& name : texts)
+      std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
+                  cell(row.bits_per_byte, name, 1.0, 4).c_str());
+    for (const auto& name : tasks)
+      std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
     if (!tasks.empty()) std::printf(" %6.1f", 100.0 * row.mean_exact_match());
-    if (speed) std::printf(" %10.0f %9.1f", row.prefill_tokens_per_second, row.decode_tokens_per_second);
+    if (speed)
+      std::printf(" %10.0f %9.1f", row.prefill_tokens_per_second, row.decode_tokens_per_second);
     std::printf("\n");
   }
 }
@@ -80,7 +87,8 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
       object["outcomes"] = row.outcomes;
     }
     if (row.decode_tokens_per_second > 0.0) {
-      object["tokens_per_second"] = {{"prefill", row.prefill_tokens_per_second}, {"decode", row.decode_tokens_per_second}};
+      object["tokens_per_second"] = {{"prefill", row.prefill_tokens_per_second},
+                                     {"decode", row.decode_tokens_per_second}};
     }
     list.push_back(std::move(object));
   }
@@ -96,17 +104,20 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
   for (const auto& name : tasks) out << ",exact_match_" << name;
   out << ",exact_match_mean,prefill_tokens_per_second,decode_tokens_per_second\n";
   for (const Row& row : rows) {
-    out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured << ',' << row.context << ',' << row.text_ratio_measured;
+    out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured
+        << ',' << row.context << ',' << row.text_ratio_measured;
     for (const auto& name : texts) out << ',' << cell(row.bits_per_byte, name, 1.0, 6);
     for (const auto& name : tasks) out << ',' << cell(row.exact_match, name, 1.0, 4);
-    out << ',' << row.mean_exact_match() << ',' << row.prefill_tokens_per_second << ',' << row.decode_tokens_per_second << '\n';
+    out << ',' << row.mean_exact_match() << ',' << row.prefill_tokens_per_second << ','
+        << row.decode_tokens_per_second << '\n';
   }
 }
 
 bool write_plot(const std::string& prefix, const std::string& title, const std::vector<Row>& rows) {
   std::vector<std::string> order;
   for (const Row& row : rows) {
-    if (std::find(order.begin(), order.end(), row.method) == order.end()) order.push_back(row.method);
+    if (std::find(order.begin(), order.end(), row.method) == order.end())
+      order.push_back(row.method);
   }
   const auto texts = names(rows, &Row::bits_per_byte);
   {
@@ -117,7 +128,8 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
     for (const std::string& method : order) {
       for (const Row& row : rows) {
         if (row.method != method) continue;
-        data << row.ratio_measured << ' ' << 100.0 * row.mean_exact_match() << ' ' << row.text_ratio_measured;
+        data << row.ratio_measured << ' ' << 100.0 * row.mean_exact_match() << ' '
+             << row.text_ratio_measured;
         for (const auto& name : texts) data << ' ' << cell(row.bits_per_byte, name, 1.0, 6);
         data << '\n';
       }
@@ -128,21 +140,27 @@ bool write_plot(const std::string& prefix, const std::string& title, const std::
   const auto draw = [&](int x, int column) {
     script << "plot ";
     for (std::size_t i = 0; i < order.size(); ++i) {
-      script << (i ? ", " : "") << '\'' << prefix << ".dat' index " << i << " using " << x << ':' << column << " with linespoints lw 2 pt " << 5 + 2 * i << " ps 1.2 title '" << order[i] << '\'';
+      script << (i ? ", " : "") << '\'' << prefix << ".dat' index " << i << " using " << x << ':'
+             << column << " with linespoints lw 2 pt " << 5 + 2 * i << " ps 1.2 title '" << order[i]
+             << '\'';
     }
     script << '\n';
   };
   for (const char* terminal : {"svg", "png"}) {
     const int panels = 1 + static_cast<int>(texts.size());
-    script << "set terminal " << terminal << " size " << 480 * panels + 180 << ",420" << (std::string(terminal) == "svg" ? " background 'white'" : "") << "\nset output '" << prefix << '.' << terminal << "'\n"
+    script << "set terminal " << terminal << " size " << 480 * panels + 180 << ",420"
+           << (std::string(terminal) == "svg" ? " background 'white'" : "") << "\nset output '"
+           << prefix << '.' << terminal << "'\n"
            << "set grid\nset xrange [0:1.08]\nset xlabel 'measured bytes per token / f16 K and V'\n"
            << "set multiplot layout 1," << panels << " title '" << title << "'\n"
-           << "set key off\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange [0:105]\n";
+           << "set key off\nset ylabel 'retrieval exact match, mean of tasks, %'\nset yrange "
+              "[0:105]\n";
     draw(1, 2);
     script << "set yrange [*:*]\n";
     int column = 4;
     for (const auto& name : texts) {
-      if (column + 1 == 4 + static_cast<int>(texts.size())) script << "set key outside right\n";  // one key for all panels
+      if (column + 1 == 4 + static_cast<int>(texts.size()))
+        script << "set key outside right\n";  // one key for all panels
       script << "set ylabel 'bits per byte, " << name << "'\n";
       draw(3, column++);
     }

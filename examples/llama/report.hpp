@@ -14,8 +14,9 @@ void print_table(const std::vector<Row>& rows);
 /// An array with one object a row.
 void write_json(const std::string& path, const std::vector<Row>& rows);
 void write_csv(const std::string& path, const std::vector<Row>& rows);
-/// Accuracy and bits per byte against measured bytes: PREFIX.svg, PREFIX.png and the gnuplot script and data behind them.
-/// Returns false where gnuplot is missing; the script is written all the same.
+/// Accuracy and bits per byte against measured bytes: PREFIX.svg, PREFIX.png and the gnuplot script
+/// and data behind them. Returns false where gnuplot is missing; the script is written all the
+/// same.
 bool write_plot(const std::string& prefix, const std::string& title, const std::vector<Row>& rows);
 
 }  // namespace llama

@@ -18,25 +18,35 @@ namespace llama {
 template <class Cache>
 class StackStore final : public KvStore {
  public:
-  StackStore(const lowrankkv::CacheConfig& config, std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies,
+  StackStore(const lowrankkv::CacheConfig& config, std::vector<lowrankkv::LayerBasis> bases,
+             const typename Cache::PolicySet& policies,
              std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
-      : shape_(config.shape), unrotated_(config.rope.keys == lowrankkv::Rope::pre), stack_(config, std::move(bases), policies, std::move(threads)) {}
+      : shape_(config.shape),
+        unrotated_(config.rope.keys == lowrankkv::Rope::pre),
+        stack_(config, std::move(bases), policies, std::move(threads)) {}
 
   void create(lowrankkv::SequenceId seq) override { stack_.create(seq); }
   void erase(lowrankkv::SequenceId seq) override { stack_.erase(seq); }
-  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override {
-    stack_.layer(layer).prefill(seq, queries(rows, n), keys(rows, n), values(rows, n), outputs(out, n));
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+               float* out) override {
+    stack_.layer(layer).prefill(seq, queries(rows, n), keys(rows, n), values(rows, n),
+                                outputs(out, n));
   }
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override {
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n,
+              const Projected& rows) override {
     stack_.layer(layer).ingest(seq, keys(rows, n), values(rows, n), queries(rows, n));
   }
-  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override {
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+              float* out) override {
     Cache& cache = stack_.layer(layer);
     cache.append(seq, keys(rows, n), values(rows, n));
     // Eviction by accumulated attention needs to be told what the step's queries attended to.
-    if constexpr (requires(const lowrankkv::ScoreView& accumulated) { cache.accumulate(seq, accumulated); }) {
+    if constexpr (requires(const lowrankkv::ScoreView& accumulated) {
+                    cache.accumulate(seq, accumulated);
+                  }) {
       accumulated_.resize(static_cast<std::size_t>(shape_.num_kv_heads * cache.num_tokens(seq)));
-      const lowrankkv::ScoreView accumulated(accumulated_.data(), 1, shape_.num_kv_heads, cache.num_tokens(seq));
+      const lowrankkv::ScoreView accumulated(accumulated_.data(), 1, shape_.num_kv_heads,
+                                             cache.num_tokens(seq));
       cache.attend(seq, queries(rows, n), outputs(out, n), {}, accumulated);
       cache.accumulate(seq, accumulated);
     } else {
@@ -44,17 +54,27 @@ class StackStore final : public KvStore {
     }
   }
   void maintain(lowrankkv::SequenceId seq) override { stack_.maintain(seq); }
-  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return stack_.memory(seq); }
+  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override {
+    return stack_.memory(seq);
+  }
   lowrankkv::MemoryUsage memory() const override { return stack_.memory(); }
-  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return stack_.num_tokens(seq); }
+  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override {
+    return stack_.num_tokens(seq);
+  }
 
  private:
-  lowrankkv::QueryView queries(const Projected& rows, std::int64_t n) const { return {rows.query, n, shape_.num_qo_heads, shape_.head_dim}; }
+  lowrankkv::QueryView queries(const Projected& rows, std::int64_t n) const {
+    return {rows.query, n, shape_.num_qo_heads, shape_.head_dim};
+  }
   lowrankkv::KeyView keys(const Projected& rows, std::int64_t n) const {
     return {unrotated_ ? rows.unrotated_key : rows.key, n, shape_.num_kv_heads, shape_.head_dim};
   }
-  lowrankkv::ValueView values(const Projected& rows, std::int64_t n) const { return {rows.value, n, shape_.num_kv_heads, shape_.head_dim}; }
-  lowrankkv::OutputView outputs(float* rows, std::int64_t n) const { return {rows, n, shape_.num_qo_heads, shape_.head_dim}; }
+  lowrankkv::ValueView values(const Projected& rows, std::int64_t n) const {
+    return {rows.value, n, shape_.num_kv_heads, shape_.head_dim};
+  }
+  lowrankkv::OutputView outputs(float* rows, std::int64_t n) const {
+    return {rows, n, shape_.num_qo_heads, shape_.head_dim};
+  }
 
   lowrankkv::CacheShape shape_;
   bool unrotated_ = false;
@@ -62,23 +82,40 @@ class StackStore final : public KvStore {
   std::vector<float> accumulated_;
 };
 
-/// Caches in device memory behind the same interface: cache and attention are on the GPU, everything else of the model is on the CPU.
+/// Caches in device memory behind the same interface: cache and attention are on the GPU,
+/// everything else of the model is on the CPU.
 class DeviceStore final : public KvStore {
  public:
   /// @param unrotated  keys are stored before their rotary embedding
-  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool unrotated) : caches_(std::move(caches)), unrotated_(unrotated) {}
+  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool unrotated)
+      : caches_(std::move(caches)), unrotated_(unrotated) {}
   void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
   void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
-  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->prefill(layer, seq, n, rows.query, key_of(rows), rows.value, out); }
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override { caches_->ingest(layer, seq, n, rows.query, key_of(rows), rows.value); }
-  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows, float* out) override { caches_->decode(layer, seq, n, rows.query, key_of(rows), rows.value, out); }
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+               float* out) override {
+    caches_->prefill(layer, seq, n, rows.query, key_of(rows), rows.value, out);
+  }
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n,
+              const Projected& rows) override {
+    caches_->ingest(layer, seq, n, rows.query, key_of(rows), rows.value);
+  }
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+              float* out) override {
+    caches_->decode(layer, seq, n, rows.query, key_of(rows), rows.value, out);
+  }
   void maintain(lowrankkv::SequenceId seq) override { caches_->maintain(seq); }
-  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override { return caches_->memory(seq); }
+  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override {
+    return caches_->memory(seq);
+  }
   lowrankkv::MemoryUsage memory() const override { return caches_->memory(); }
-  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override { return caches_->num_tokens(seq); }
+  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override {
+    return caches_->num_tokens(seq);
+  }
 
  private:
-  const float* key_of(const Projected& rows) const { return unrotated_ ? rows.unrotated_key : rows.key; }
+  const float* key_of(const Projected& rows) const {
+    return unrotated_ ? rows.unrotated_key : rows.key;
+  }
   std::unique_ptr<DeviceCaches> caches_;
   bool unrotated_ = false;
 };
@@ -99,7 +136,8 @@ struct Recipe {
   void need_moments() const;
 
   template <class Cache>
-  std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies) const {
+  std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases,
+                                 const typename Cache::PolicySet& policies) const {
     if (bases.empty()) bases.resize(static_cast<std::size_t>(num_layers));
     if (options.on_gpu) return device_store(bases, policies);
     return std::make_unique<StackStore<Cache>>(config, std::move(bases), policies, threads);
@@ -107,15 +145,21 @@ struct Recipe {
 
  private:
   template <class PolicySet>
-  std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::LayerBasis>& bases, const PolicySet& policies) const {
+  std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::LayerBasis>& bases,
+                                        const PolicySet& policies) const {
 #ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
       lowrankkv::CacheConfig on_device = config;
-      on_device.page_bytes = 0;      // pages of the tiles' size
+      on_device.page_bytes = 0;  // pages of the tiles' size
       on_device.max_query_tokens = 64;
-      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies), config.rope.keys == lowrankkv::Rope::pre);
+      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
+                                           config.rope.keys == lowrankkv::Rope::pre);
     }
-    throw std::runtime_error(options.method + " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKV+H2O, Dlrp, SnapKVOnly, StreamingLLM, H2O, Budgeted, Budgeted+PreRoPE");
+    throw std::runtime_error(
+        options.method +
+        " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, "
+        "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKV+H2O, Dlrp, SnapKVOnly, StreamingLLM, "
+        "H2O, Budgeted, Budgeted+PreRoPE");
 #else
     static_cast<void>(bases);
     static_cast<void>(policies);
@@ -124,7 +168,8 @@ struct Recipe {
   }
 };
 
-/// A method: what it is called and how it is made. The lists are in three files only to keep each one's compilation short.
+/// A method: what it is called and how it is made. The lists are in three files only to keep each
+/// one's compilation short.
 struct Method {
   MethodInfo info;
   std::unique_ptr<KvStore> (*build)(Recipe recipe);

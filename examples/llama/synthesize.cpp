@@ -22,20 +22,22 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr std::int64_t kLeastPercent = 93;          // of the length
-constexpr std::size_t kLeastWords = 16;             // 256 keys: four different ones are found at once
+constexpr std::int64_t kLeastPercent = 93;  // of the length
+constexpr std::size_t kLeastWords = 16;     // 256 keys: four different ones are found at once
 constexpr std::int64_t kLargestVocabulary = 65535;  // ids are stored as uint16
-constexpr std::size_t kQuestion = 160;              // bytes of the prompt's end that the .json shows
+constexpr std::size_t kQuestion = 160;  // bytes of the prompt's end that the .json shows
 constexpr std::string_view kWhitespace = " \t\r\n";
-constexpr std::string_view kNoise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
+constexpr std::string_view kNoise =
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
 
 enum class Ground { noise, text, pairs };
 
 struct Task {
   std::string_view name;
   Ground ground;
-  std::size_t keys, values, queries;  // keys hidden, values of each, keys asked for; none in variable tracking
-  std::string_view type;              // what the values are called
+  std::size_t keys, values,
+      queries;            // keys hidden, values of each, keys asked for; none in variable tracking
+  std::string_view type;  // what the values are called
 };
 constexpr std::array<Task, 8> kTasks{{{"s1", Ground::noise, 1, 1, 1, "number"},
                                       {"s2", Ground::text, 1, 1, 1, "number"},
@@ -46,13 +48,16 @@ constexpr std::array<Task, 8> kTasks{{{"s1", Ground::noise, 1, 1, 1, "number"},
                                       {"mq", Ground::text, 4, 1, 4, "number"},
                                       {"vt", Ground::noise, 0, 0, 0, "variable"}}};
 
-/// The engine's numbers are fixed by the standard, those of the standard's distributions are not. For the same reason no
-/// expression below draws twice: the order in which operands are evaluated is the compiler's choice.
+/// The engine's numbers are fixed by the standard, those of the standard's distributions are not.
+/// For the same reason no expression below draws twice: the order in which operands are evaluated
+/// is the compiler's choice.
 class Random {
  public:
   explicit Random(std::seed_seq& seed) : engine_(seed) {}
   std::size_t below(std::size_t n) {
-    const std::uint64_t limit = std::mt19937_64::max() - std::mt19937_64::max() % n;  // rejection: the remainder is not biased
+    const std::uint64_t limit =
+        std::mt19937_64::max() -
+        std::mt19937_64::max() % n;  // rejection: the remainder is not biased
     std::uint64_t x = engine_();
     while (x >= limit) x = engine_();
     return static_cast<std::size_t>(x % n);
@@ -107,7 +112,8 @@ std::vector<std::string> distinct(std::size_t n, Draw draw) {
   return list;
 }
 
-std::string join(const std::vector<std::string>& list, std::string_view separator, std::string_view last) {
+std::string join(const std::vector<std::string>& list, std::string_view separator,
+                 std::string_view last) {
   std::string text;
   for (std::size_t i = 0; i < list.size(); ++i) {
     if (i > 0) text += i + 1 == list.size() ? last : separator;
@@ -137,9 +143,13 @@ std::string needle_text(std::string_view type, const std::string& key, const std
 void ask(Draft& draft, std::string_view type, const std::vector<std::string>& keys, bool several) {
   const std::string things = std::string(type) + (several ? "s" : "");
   const std::string object = "special magic " + things + " for " + join(keys, ", ", ", and ");
-  draft.preamble = std::string(several ? "Some" : "A") + " special magic " + things + (several ? " are" : " is") +
-                   " hidden within the following text. Make sure to memorize it. I will quiz you about the " + things + " afterwards.";
-  draft.question = std::string("\nWhat ") + (several ? "are all the " : "is the ") + object + " mentioned in the provided text? The " + object +
+  draft.preamble =
+      std::string(several ? "Some" : "A") + " special magic " + things +
+      (several ? " are" : " is") +
+      " hidden within the following text. Make sure to memorize it. I will quiz you about the " +
+      things + " afterwards.";
+  draft.question = std::string("\nWhat ") + (several ? "are all the " : "is the ") + object +
+                   " mentioned in the provided text? The " + object +
                    " mentioned in the provided text " + (several ? "are" : "is");
 }
 
@@ -159,8 +169,11 @@ Draft keys_and_values(const Task& task, Dice dice) {
   const auto values = distinct(task.keys * task.values, [&] { return dice.value(task.type); });
   for (std::size_t k = 0; k < task.keys; ++k) {
     auto depths = dice.random.fractions(task.values);
-    std::sort(depths.begin(), depths.end());  // several values are asked for in the order of the text
-    for (std::size_t v = 0; v < task.values; ++v) draft.needles.push_back({needle_text(task.type, keys[k], values[k * task.values + v]), depths[v]});
+    std::sort(depths.begin(),
+              depths.end());  // several values are asked for in the order of the text
+    for (std::size_t v = 0; v < task.values; ++v)
+      draft.needles.push_back(
+          {needle_text(task.type, keys[k], values[k * task.values + v]), depths[v]});
   }
   std::vector<std::string> asked, answers;
   for (const std::size_t k : choose(dice.random, task.keys, task.queries)) {
@@ -172,7 +185,8 @@ Draft keys_and_values(const Task& task, Dice dice) {
   return draft;
 }
 
-/// vt: a variable gets a value, a second one gets the first, a third one the second; in this order in the text.
+/// vt: a variable gets a value, a second one gets the first, a third one the second; in this order
+/// in the text.
 Draft variable_chain(Dice dice) {
   Draft draft;
   const auto names = distinct(3, [&] { return dice.variable(); });
@@ -180,12 +194,16 @@ Draft variable_chain(Dice dice) {
   auto depths = dice.random.fractions(names.size());
   std::sort(depths.begin(), depths.end());
   for (std::size_t i = 0; i < names.size(); ++i) {
-    draft.needles.push_back({"VAR " + names[i] + " = " + (i == 0 ? value : "VAR " + names[i - 1]) + ".", depths[i]});
+    draft.needles.push_back(
+        {"VAR " + names[i] + " = " + (i == 0 ? value : "VAR " + names[i - 1]) + ".", depths[i]});
   }
-  draft.preamble = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n";
+  draft.preamble =
+      "Memorize and track the chain(s) of variable assignment hidden in the following text.\n";
   draft.question = "\nQuestion: Find all variables that are assigned the value " + value +
-                   " in the text above. Answer: According to the chain(s) of variable assignment in the text above, " + std::to_string(names.size()) +
-                   " variables are assigned the value " + value + ", they are:";
+                   " in the text above. Answer: According to the chain(s) of variable assignment "
+                   "in the text above, " +
+                   std::to_string(names.size()) + " variables are assigned the value " + value +
+                   ", they are:";
   draft.answer = " " + join(names, " ", " ");
   return draft;
 }
@@ -196,7 +214,8 @@ struct Haystack {
   char separator = '\n';          // between the text and a needle
 };
 
-/// A haystack of any size; a size is the number of blocks, bytes or pairs, whichever the haystack consists of.
+/// A haystack of any size; a size is the number of blocks, bytes or pairs, whichever the haystack
+/// consists of.
 struct Source {
   std::function<Haystack(std::int64_t)> haystack;
   std::int64_t smallest;
@@ -216,8 +235,10 @@ Source noise(std::int64_t largest) {
   return {haystack, 2, largest, "blocks"};
 }
 
-/// Pairs of random keys and values; the needle is one more of them, and may be the first or the last. None has a key asked for.
-Source pairs(std::int64_t largest, const Task& task, const std::vector<std::string>& taken, Dice dice) {
+/// Pairs of random keys and values; the needle is one more of them, and may be the first or the
+/// last. None has a key asked for.
+Source pairs(std::int64_t largest, const Task& task, const std::vector<std::string>& taken,
+             Dice dice) {
   const auto lines = std::make_shared<std::vector<std::string>>();
   const auto haystack = [lines, type = task.type, taken, dice](std::int64_t count) mutable {
     while (static_cast<std::int64_t>(lines->size()) < count) {
@@ -227,7 +248,8 @@ Source pairs(std::int64_t largest, const Task& task, const std::vector<std::stri
     }
     Haystack hay;
     hay.gaps.push_back(0);
-    for (std::int64_t i = 0; i < count; ++i) hay.gaps.push_back((hay.text += (*lines)[static_cast<std::size_t>(i)]).size());
+    for (std::int64_t i = 0; i < count; ++i)
+      hay.gaps.push_back((hay.text += (*lines)[static_cast<std::size_t>(i)]).size());
     return hay;
   };
   return {haystack, 2, largest, "pairs"};
@@ -251,14 +273,18 @@ std::size_t beginning_near(const std::string& text, std::size_t at) {
     offset = found + 1;
     break;
   }
-  while (offset < window.size() && (kWhitespace.find(window[offset]) != std::string_view::npos || continues_character(window[offset]))) ++offset;
+  while (offset < window.size() && (kWhitespace.find(window[offset]) != std::string_view::npos ||
+                                    continues_character(window[offset])))
+    ++offset;
   return (at + offset) % text.size();
 }
 
 std::vector<std::size_t> sentence_ends(const std::string& text) {
   std::vector<std::size_t> ends;
   for (std::size_t i = 1; i < text.size(); ++i) {
-    if (std::string_view(".!?").find(text[i - 1]) != std::string_view::npos && kWhitespace.find(text[i]) != std::string_view::npos) ends.push_back(i);
+    if (std::string_view(".!?").find(text[i - 1]) != std::string_view::npos &&
+        kWhitespace.find(text[i]) != std::string_view::npos)
+      ends.push_back(i);
   }
   return ends;
 }
@@ -275,7 +301,8 @@ Source text_slice(const std::string& text, Random& random) {
   const std::size_t start = beginning_near(text, random.below(text.size()));
   const auto haystack = [&text, start](std::int64_t bytes) {
     std::size_t end = static_cast<std::size_t>(bytes);
-    while (end > 0 && continues_character(text[(start + end) % text.size()])) --end;  // no half character at the end
+    while (end > 0 && continues_character(text[(start + end) % text.size()]))
+      --end;  // no half character at the end
     Haystack hay{"\n" + cyclic(text, start, end), {}, ' '};
     hay.gaps = sentence_ends(hay.text);
     if (hay.gaps.size() < 3) hay.gaps = word_ends(hay.text);
@@ -286,7 +313,8 @@ Source text_slice(const std::string& text, Random& random) {
 
 std::string prompt_text(const Draft& draft, const Haystack& hay) {
   std::vector<Needle> needles = draft.needles;
-  std::stable_sort(needles.begin(), needles.end(), [](const Needle& a, const Needle& b) { return a.depth < b.depth; });
+  std::stable_sort(needles.begin(), needles.end(),
+                   [](const Needle& a, const Needle& b) { return a.depth < b.depth; });
   std::string text = draft.preamble;
   std::size_t done = 0;
   for (const Needle& needle : needles) {
@@ -304,20 +332,26 @@ struct Fitted {
   Ids ids;
 };
 
-/// The prompt whose haystack makes the sample as long as asked for. Tokens are about linear in the size, so a line through the
-/// smallest and the last size gives the next one; where it misses, the bracket shrinks. `extra`: tokens besides the prompt's.
-Fitted fit(const Tokenizer& tokenizer, std::string_view task, const Draft& draft, const Source& source, std::int64_t extra, std::int64_t length) {
+/// The prompt whose haystack makes the sample as long as asked for. Tokens are about linear in the
+/// size, so a line through the smallest and the last size gives the next one; where it misses, the
+/// bracket shrinks. `extra`: tokens besides the prompt's.
+Fitted fit(const Tokenizer& tokenizer, std::string_view task, const Draft& draft,
+           const Source& source, std::int64_t extra, std::int64_t length) {
   const auto make = [&](std::int64_t size) {
     Fitted fitted{prompt_text(draft, source.haystack(size)), {}};
     fitted.ids = tokenizer.encode(fitted.text);
     return fitted;
   };
-  const auto tokens = [&](const Fitted& fitted) { return static_cast<std::int64_t>(fitted.ids.size()) + extra; };
+  const auto tokens = [&](const Fitted& fitted) {
+    return static_cast<std::int64_t>(fitted.ids.size()) + extra;
+  };
   const std::int64_t least = (kLeastPercent * length + 99) / 100;
   const std::int64_t target = (least + length) / 2;
   const auto fail = [&](std::int64_t size, std::int64_t have) {
-    throw std::runtime_error("synthesize: task " + std::string(task) + " has " + std::to_string(have) + " tokens with " + std::to_string(size) + " " +
-                             source.unit + ", " + std::to_string(least) + " to " + std::to_string(length) + " are asked for");
+    throw std::runtime_error("synthesize: task " + std::string(task) + " has " +
+                             std::to_string(have) + " tokens with " + std::to_string(size) + " " +
+                             source.unit + ", " + std::to_string(least) + " to " +
+                             std::to_string(length) + " are asked for");
   };
   Fitted fitted = make(source.smallest);
   const std::int64_t base = tokens(fitted);
@@ -338,11 +372,13 @@ Fitted fit(const Tokenizer& tokenizer, std::string_view task, const Draft& draft
     const std::int64_t next = source.smallest + (target - base) * (size - source.smallest) / grown;
     size = std::clamp(next, low + 1, std::max(high - 1, low + 1));
   }
-  fail(low, low_tokens);  // all of the text is too short, or two sizes lie on either side of what is asked for
+  fail(low, low_tokens);  // all of the text is too short, or two sizes lie on either side of what
+                          // is asked for
   return fitted;
 }
 
-Source make_source(const Task& task, const Draft& draft, const std::string& text, Dice dice, std::int64_t length) {
+Source make_source(const Task& task, const Draft& draft, const std::string& text, Dice dice,
+                   std::int64_t length) {
   switch (task.ground) {
     case Ground::noise:
       return noise(length);
@@ -363,10 +399,13 @@ struct Inputs {
 
 SyntheticSample make_sample(const Inputs& in, const Task& task, Dice dice, std::int64_t length) {
   const Draft draft = task.keys == 0 ? variable_chain(dice) : keys_and_values(task, dice);
-  SyntheticSample made{{std::string(task.name), {}, in.tokenizer.encode(draft.answer)}, {}, draft.answer, {}};
+  SyntheticSample made{
+      {std::string(task.name), {}, in.tokenizer.encode(draft.answer)}, {}, draft.answer, {}};
   if (in.config.bos >= 0) made.sample.prompt.push_back(in.config.bos);
-  const auto extra = static_cast<std::int64_t>(made.sample.prompt.size() + made.sample.answer.size());
-  Fitted fitted = fit(in.tokenizer, task.name, draft, make_source(task, draft, in.text, dice, length), extra, length);
+  const auto extra =
+      static_cast<std::int64_t>(made.sample.prompt.size() + made.sample.answer.size());
+  Fitted fitted = fit(in.tokenizer, task.name, draft,
+                      make_source(task, draft, in.text, dice, length), extra, length);
   made.sample.prompt.insert(made.sample.prompt.end(), fitted.ids.begin(), fitted.ids.end());
   made.prompt_text = std::move(fitted.text);
   for (const Needle& needle : draft.needles) made.depths.push_back(needle.depth);
@@ -375,8 +414,11 @@ SyntheticSample make_sample(const Inputs& in, const Task& task, Dice dice, std::
 
 /// The place of a task in kTasks, by which its random numbers are seeded.
 std::size_t find_task(const std::string& name) {
-  const auto task = std::find_if(kTasks.begin(), kTasks.end(), [&](const Task& candidate) { return candidate.name == name; });
-  if (task == kTasks.end()) throw std::runtime_error("synthesize: task " + name + " is unknown; there are: " + join(synthetic_tasks(), ", ", ", "));
+  const auto task = std::find_if(kTasks.begin(), kTasks.end(),
+                                 [&](const Task& candidate) { return candidate.name == name; });
+  if (task == kTasks.end())
+    throw std::runtime_error("synthesize: task " + name +
+                             " is unknown; there are: " + join(synthetic_tasks(), ", ", ", "));
   return static_cast<std::size_t>(task - kTasks.begin());
 }
 
@@ -384,19 +426,26 @@ void check(const Inputs& in, const SynthesisOptions& options) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw std::runtime_error("synthesize: " + message);
   };
-  require(options.samples >= 1, std::to_string(options.samples) + " samples a task, at least 1 is needed");
+  require(options.samples >= 1,
+          std::to_string(options.samples) + " samples a task, at least 1 is needed");
   require(options.length >= 1 && options.length <= in.config.max_positions,
-          "length " + std::to_string(options.length) + ", the model's context is 1 to " + std::to_string(in.config.max_positions) + " tokens");
+          "length " + std::to_string(options.length) + ", the model's context is 1 to " +
+              std::to_string(in.config.max_positions) + " tokens");
   require(in.config.vocabulary_size <= kLargestVocabulary,
-          "the vocabulary has " + std::to_string(in.config.vocabulary_size) + " tokens, the format's uint16 allows " + std::to_string(kLargestVocabulary));
-  require(in.words.size() >= kLeastWords, std::to_string(in.words.size()) + " different words, at least " + std::to_string(kLeastWords) + " are needed");
-  require(in.text.size() >= 64, "the text has " + std::to_string(in.text.size()) + " bytes, at least 64 are needed");
+          "the vocabulary has " + std::to_string(in.config.vocabulary_size) +
+              " tokens, the format's uint16 allows " + std::to_string(kLargestVocabulary));
+  require(in.words.size() >= kLeastWords, std::to_string(in.words.size()) +
+                                              " different words, at least " +
+                                              std::to_string(kLeastWords) + " are needed");
+  require(in.text.size() >= 64,
+          "the text has " + std::to_string(in.text.size()) + " bytes, at least 64 are needed");
 }
 
 /// Separators of documents are no text; a slice may reach over one.
 std::string without_separators(const std::string& text) {
   std::string out;
-  std::copy_if(text.begin(), text.end(), std::back_inserter(out), [](char byte) { return byte != '\x1e'; });
+  std::copy_if(text.begin(), text.end(), std::back_inserter(out),
+               [](char byte) { return byte != '\x1e'; });
   return out;
 }
 
@@ -432,19 +481,22 @@ std::vector<std::string> read_words(const std::string& path) {
   return words;
 }
 
-std::vector<SyntheticSample> synthesize(const Tokenizer& tokenizer, const Config& config, const std::string& text, const std::vector<std::string>& words,
+std::vector<SyntheticSample> synthesize(const Tokenizer& tokenizer, const Config& config,
+                                        const std::string& text,
+                                        const std::vector<std::string>& words,
                                         const SynthesisOptions& options) {
   const std::string documents = without_separators(text);
   const Inputs in{tokenizer, config, documents, words};
   check(in, options);
   std::vector<std::size_t> tasks;
-  for (const std::string& name : options.tasks.empty() ? synthetic_tasks() : options.tasks) tasks.push_back(find_task(name));
+  for (const std::string& name : options.tasks.empty() ? synthetic_tasks() : options.tasks)
+    tasks.push_back(find_task(name));
   std::vector<SyntheticSample> samples;
   Progress progress("synthesize", static_cast<std::int64_t>(tasks.size()) * options.samples);
   for (const std::size_t task : tasks) {
     for (int i = 0; i < options.samples; ++i) {
-      std::seed_seq seed{options.seed & 0xffffffffU, options.seed >> 32, std::uint64_t{task}, static_cast<std::uint64_t>(i),
-                         static_cast<std::uint64_t>(options.length)};
+      std::seed_seq seed{options.seed & 0xffffffffU, options.seed >> 32, std::uint64_t{task},
+                         static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(options.length)};
       Random random(seed);
       samples.push_back(make_sample(in, kTasks[task], {random, words}, options.length));
       progress.step();
@@ -453,7 +505,8 @@ std::vector<SyntheticSample> synthesize(const Tokenizer& tokenizer, const Config
   return samples;
 }
 
-void write_samples(const std::string& prefix, const std::vector<SyntheticSample>& samples, std::int64_t length) {
+void write_samples(const std::string& prefix, const std::vector<SyntheticSample>& samples,
+                   std::int64_t length) {
   std::string rows, data;
   std::map<std::string, int> count;
   for (const SyntheticSample& made : samples) {
@@ -469,7 +522,8 @@ void write_samples(const std::string& prefix, const std::vector<SyntheticSample>
                                      {"offset", data.size() / 2},
                                      {"num_tokens", made.sample.prompt.size()}};
     // The text may hold bytes that are no UTF-8; the question is there to be read only.
-    rows += (rows.empty() ? "[\n" : ",\n") + row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+    rows += (rows.empty() ? "[\n" : ",\n") +
+            row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
     for (const std::int32_t id : made.sample.prompt) {
       data += static_cast<char>(id & 0xff);
       data += static_cast<char>(id >> 8 & 0xff);

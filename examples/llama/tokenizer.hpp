@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte-level BPE as in Hugging Face's tokenizer.json: special tokens, the file's own split pattern, merges by rank.
+// Byte-level BPE as in Hugging Face's tokenizer.json: special tokens, the file's own split pattern,
+// merges by rank.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +33,10 @@ class Tokenizer {
   void encode_plain(std::string_view text, std::vector<std::int32_t>& ids) const;
 
   std::unique_ptr<Pattern> pattern_;
-  std::vector<std::string> bytes_;                                  // by id
-  std::unordered_map<std::string, std::int32_t> ids_;               // by bytes
-  std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::int32_t>> merges_;  // pair -> (rank, merged id)
+  std::vector<std::string> bytes_;                     // by id
+  std::unordered_map<std::string, std::int32_t> ids_;  // by bytes
+  std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::int32_t>>
+      merges_;  // pair -> (rank, merged id)
   std::vector<std::pair<std::string, std::int32_t>> special_;
 };
 

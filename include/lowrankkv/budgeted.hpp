@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits, steps, policies.
+/// @file budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits,
+/// steps, policies.
 #pragma once
 
 #include <Eigen/Core>
@@ -23,21 +24,28 @@ namespace calibrate {
 
 /// @brief What a sequence may cost, and how it is spent.
 struct BudgetOptions {
-  double ratio = 0.1;               ///< measured bytes of a sequence of `context` tokens over those of f16 K and V
-  std::int64_t context = 4096;      ///< the length at which the budget is to be met; longer sequences cost less
-  int sinks = 4;                    ///< first tokens, at full rank; 0 to 16 serve equally well
-  int recent = 32;                  ///< last tokens, at full rank; fewer cost quality
-  double outlier_share = 0.0;       ///< tokens with the largest error in the metric, at full rank
-  std::vector<int> widths{2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
-  int channels_together = 1;        ///< so many consecutive channels get the same bits; 32 for the Cuda backend, whose tiles pad to that (for_cuda())
-  float step_scale = 1.15F;         ///< TransformCode::step_scale
-  double metric_floor = 1e-3;       ///< smallest eigenvalue of a metric, relative to its mean
-  DType full_type = DType::f16;     ///< of rows at full rank: CacheConfig::full_type
-  int full_row_bits = 8;            ///< CacheConfig::full_row_bits: 8 serve as well as 16
-  std::size_t page_bytes = 4096;    ///< of the pool: small enough that the last ones waste little, large enough for wide rows
+  double ratio =
+      0.1;  ///< measured bytes of a sequence of `context` tokens over those of f16 K and V
+  std::int64_t context =
+      4096;         ///< the length at which the budget is to be met; longer sequences cost less
+  int sinks = 4;    ///< first tokens, at full rank; 0 to 16 serve equally well
+  int recent = 32;  ///< last tokens, at full rank; fewer cost quality
+  double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
+  std::vector<int> widths{
+      2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
+  int channels_together = 1;   ///< so many consecutive channels get the same bits; 32 for the Cuda
+                               ///< backend, whose tiles pad to that (for_cuda())
+  float step_scale = 1.15F;    ///< TransformCode::step_scale
+  double metric_floor = 1e-3;  ///< smallest eigenvalue of a metric, relative to its mean
+  DType full_type = DType::f16;   ///< of rows at full rank: CacheConfig::full_type
+  int full_row_bits = 8;          ///< CacheConfig::full_row_bits: 8 serve as well as 16
+  std::size_t page_bytes = 4096;  ///< of the pool: small enough that the last ones waste little,
+                                  ///< large enough for wide rows
 
-  /// @brief Channels and widths as the Cuda backend's kernels want them: 32 channels share 2, 4 or 8 bits, and are one plane of codes. Codes of 3 and 6 bits are two planes there: at the same bytes
-  /// they would leave a fifth less error (as much as 5 % more bytes do), and attention would take a fifth more time (docs/log/2026-11-25-gpu-decode-step.md).
+  /// @brief Channels and widths as the Cuda backend's kernels want them: 32 channels share 2, 4 or
+  /// 8 bits, and are one plane of codes. Codes of 3 and 6 bits are two planes there: at the same
+  /// bytes they would leave a fifth less error (as much as 5 % more bytes do), and attention would
+  /// take a fifth more time (docs/log/2026-11-25-gpu-decode-step.md).
   BudgetOptions& for_cuda() {
     widths = {2, 4, 8};
     channels_together = 32;
@@ -48,16 +56,19 @@ struct BudgetOptions {
 /// @brief What a Budgeted cache of every layer is made from.
 struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
-  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;  ///< of Budgeted<Backend>, whatever the backend
-  BudgetOptions options;          ///< what it was made for
+  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>
+      policies;           ///< of Budgeted<Backend>, whatever the backend
+  BudgetOptions options;  ///< what it was made for
 
-  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages. (The Cuda backend finds the size of pages that
-  /// suits its tiles: set page_bytes to 0 again for it.)
+  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages.
+  /// (The Cuda backend finds the size of pages that suits its tiles: set page_bytes to 0 again for
+  /// it.)
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;
     config.page_bytes = options.page_bytes;
-    config.epoch_type = DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
+    config.epoch_type =
+        DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
   }
 };
 
@@ -66,25 +77,32 @@ namespace detail {
 /// The principal axes of one head's keys or values in their metric.
 struct CodedPart {
   MetricRoot metric;
-  Spectrum spectrum;        ///< of the rows in the metric; values per row
-  double unit = 0.0;        ///< the metric's mean eigenvalue: what a unit of the spectrum costs the output
+  Spectrum spectrum;  ///< of the rows in the metric; values per row
+  double unit =
+      0.0;  ///< the metric's mean eigenvalue: what a unit of the spectrum costs the output
   Eigen::VectorXd mean;
 };
 
-/// @param scale  what the metric is divided by to compare heads and layers: the queries it is a sum over, times |h|^2
+/// @param scale  what the metric is divided by to compare heads and layers: the queries it is a sum
+/// over, times |h|^2
 template <class Real = double>
-CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double scale, double floor) {
+CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double scale,
+                     double floor) {
   CodedPart part;
   part.unit = metric.trace() / static_cast<double>(metric.rows()) / scale;
   // A head that no query reads has no metric: its rows may be coded as nothing.
-  part.metric = part.unit > 0.0 ? metric_root(metric, floor) : MetricRoot{Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols()), Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols())};
+  part.metric = part.unit > 0.0
+                    ? metric_root(metric, floor)
+                    : MetricRoot{Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols()),
+                                 Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols())};
   const Eigen::MatrixX<Real> root = part.metric.root, centred = rows.centred();
   part.spectrum = principal_axes(root * centred * root / (std::max)(rows.count, 1.0));
   part.mean = rows.mean();
   return part;
 }
 
-/// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]; channels without bits are cut, one stays.
+/// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]; channels without bits
+/// are cut, one stays.
 struct CodedMaps {
   int rank = 1;
   std::vector<std::uint8_t> bits;
@@ -93,7 +111,9 @@ struct CodedMaps {
 
 /// Channels that are kept: those with bits, or one.
 inline int coded_channels(const std::vector<std::uint8_t>& bits) {
-  return static_cast<int>((std::max)(std::ptrdiff_t{1}, std::count_if(bits.begin(), bits.end(), [](std::uint8_t width) { return width > 0; })));
+  return static_cast<int>((std::max)(
+      std::ptrdiff_t{1},
+      std::count_if(bits.begin(), bits.end(), [](std::uint8_t width) { return width > 0; })));
 }
 
 template <class Real = double>
@@ -110,81 +130,119 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
   maps.inverse = cpu::to_row_major(part.metric.inverse);
   maps.mean = cpu::to_row_major(part.mean);
   const double least = 1e-12 * (part.spectrum.values[0] > 0.0 ? part.spectrum.values[0] : 1.0);
-  for (int channel = 0; channel < maps.rank; ++channel) maps.rms.push_back((std::max)(1e-20F, static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least)))));
+  for (int channel = 0; channel < maps.rank; ++channel)
+    maps.rms.push_back((std::max)(
+        1e-20F, static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least)))));
   return maps;
 }
 
 }  // namespace detail
 
-/// @brief Bytes of a sequence of options.context tokens right after its prompt, as MemoryUsage::total() counts them: pages of
-/// codes and of full rows with their slack, the recent window, positions.
+/// @brief Bytes of a sequence of options.context tokens right after its prompt, as
+/// MemoryUsage::total() counts them: pages of codes and of full rows with their slack, the recent
+/// window, positions.
 /// @param bits  per layer and head the bits of its keys, then of its values
-inline std::int64_t budgeted_bytes(const CacheShape& shape, std::span<const std::vector<std::uint8_t>> bits, const BudgetOptions& options) {
+inline std::int64_t budgeted_bytes(const CacheShape& shape,
+                                   std::span<const std::vector<std::uint8_t>> bits,
+                                   const BudgetOptions& options) {
   const TransformCode quantizer{options.step_scale};
   const FullRows plain{options.full_type, options.full_row_bits};
-  const auto rows_of = [&](double share) { return static_cast<std::int64_t>(share * static_cast<double>(options.context)); };
+  const auto rows_of = [&](double share) {
+    return static_cast<std::int64_t>(share * static_cast<double>(options.context));
+  };
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
-  const std::int64_t outliers = (std::min)(rows_of(options.outlier_share), options.context - recent - sinks);
+  const std::int64_t outliers =
+      (std::min)(rows_of(options.outlier_share), options.context - recent - sinks);
   const std::int64_t compressed = options.context - recent - sinks - outliers;
-  const auto pages = [&](std::int64_t rows, int per_page) { return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes); };
-  const auto full = cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes);
+  const auto pages = [&](std::int64_t rows, int per_page) {
+    return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
+  };
+  const auto full =
+      cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes);
   std::int64_t bytes = 0;
   for (std::size_t part = 0; part + 1 < bits.size(); part += 2) {
-    const auto coded = [](const std::vector<std::uint8_t>& all) { return std::span(all).first(static_cast<std::size_t>(detail::coded_channels(all))); };
+    const auto coded = [](const std::vector<std::uint8_t>& all) {
+      return std::span(all).first(static_cast<std::size_t>(detail::coded_channels(all)));
+    };
     const auto key = coded(bits[part]), value = coded(bits[part + 1]);
-    const auto codes = cpu::make_row_layout(quantizer, static_cast<int>(key.size()), static_cast<int>(value.size()), key, value, options.page_bytes);
+    const auto codes =
+        cpu::make_row_layout(quantizer, static_cast<int>(key.size()),
+                             static_cast<int>(value.size()), key, value, options.page_bytes);
     // Two runs of positions for sinks and rest, two more for every outlier.
-    const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) * ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
-    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) + recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) + positions;
+    const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) *
+                           ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
+    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) +
+             recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) +
+             positions;
   }
   return bytes;
 }
 
-/// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the centred rows in the metrics of
-/// CodingStatistics, bits by reverse water-filling over all layers, heads, keys and values at once. An error in a layer counts
-/// as its share of the residual stream there (CodingStatistics::stream_square()).
-/// @param layers  every layer's calibration; what counts is LayerMoments::coding(). Where no layer was shown its residual
-///   stream (an engine that gives queries, keys and values alone), errors count in absolute units: of models whose stream
-///   grows from layer to layer, as that of most does, the first layers then get too few bits
-/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, a layer has no coding statistics, or
-/// some layers were shown their residual stream and others were not; ShapeError without layers
-/// Cost: four eigendecompositions of head_dim per layer and head.
+/// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the
+/// centred rows in the metrics of CodingStatistics, bits by reverse water-filling over all layers,
+/// heads, keys and values at once. An error in a layer counts as its share of the residual stream
+/// there (CodingStatistics::stream_square()).
+/// @param layers  every layer's calibration; what counts is LayerMoments::coding(). Where no layer
+/// was shown its residual
+///   stream (an engine that gives queries, keys and values alone), errors count in absolute units:
+///   of models whose stream grows from layer to layer, as that of most does, the first layers then
+///   get too few bits
+/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, a layer has
+/// no coding statistics, or some layers were shown their residual stream and others were not;
+/// ShapeError without layers Cost: four eigendecompositions of head_dim per layer and head.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
-  if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
+  if (layers.empty())
+    ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
   std::vector<detail::CodedPart> parts;  // layer by layer, head by head: keys, values
   std::vector<Eigen::VectorX<Real>> energies;
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
     if (!(layer.num_queries() > 0.0)) {
-      ::lowrankkv::detail::fail<ValueError>("budgeted: layer ", &moments - layers.data(), " has coding statistics of ", layer.num_queries(), " queries, at least 1 needed (CodingStatistics::add)");
+      ::lowrankkv::detail::fail<ValueError>("budgeted: layer ", &moments - layers.data(),
+                                            " has coding statistics of ", layer.num_queries(),
+                                            " queries, at least 1 needed (CodingStatistics::add)");
     }
     for (int index = 0; index < shape.num_kv_heads; ++index) {
       const CodingHead& head = layer.head(index);
-      parts.push_back(detail::coded_part(head.key, head.key_metric, layer.error_scale(), options.metric_floor));
-      parts.push_back(detail::coded_part(head.value, head.value_metric, layer.error_scale(), options.metric_floor));
+      parts.push_back(
+          detail::coded_part(head.key, head.key_metric, layer.error_scale(), options.metric_floor));
+      parts.push_back(detail::coded_part(head.value, head.value_metric, layer.error_scale(),
+                                         options.metric_floor));
     }
   }
-  const auto streams = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) { return moments.coding().stream_squares().size() > 0; });
+  const auto streams = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) {
+    return moments.coding().stream_squares().size() > 0;
+  });
   if (streams > 0 && streams < static_cast<std::ptrdiff_t>(layers.size())) {
-    ::lowrankkv::detail::fail<ValueError>("budgeted: ", streams, " of ", layers.size(), " layers know their residual stream, all or none expected (CodingStatistics::add_residual_stream)");
+    ::lowrankkv::detail::fail<ValueError>("budgeted: ", streams, " of ", layers.size(),
+                                          " layers know their residual stream, all or none "
+                                          "expected (CodingStatistics::add_residual_stream)");
   }
   for (const detail::CodedPart& part : parts) {
     const Eigen::VectorX<Real>& values = part.spectrum.values;
     energies.push_back(part.unit * values);
   }
-  // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits whose bytes fit.
-  const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());  // f16 K and V of a token
+  // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits
+  // whose bytes fit.
+  const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
+                       static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);
-  std::vector<std::vector<std::uint8_t>> bits = allocate_bits(energies, 0.0, options.widths, options.channels_together);
+  std::vector<std::vector<std::uint8_t>> bits =
+      allocate_bits(energies, 0.0, options.widths, options.channels_together);
   const double least = static_cast<double>(budgeted_bytes(shape, bits, options));
-  if (least > limit) ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context, " tokens, rows at full rank and pages alone need ", least / plain / static_cast<double>(options.context));
-  double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(layers.size());
+  if (least > limit)
+    ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context,
+                                          " tokens, rows at full rank and pages alone need ",
+                                          least / plain / static_cast<double>(options.context));
+  double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
+                           static_cast<double>(layers.size());
   for (int step = 0; step < 24; ++step) {
     const double middle = 0.5 * (low + high);
-    std::vector<std::vector<std::uint8_t>> trial = allocate_bits(energies, middle, options.widths, options.channels_together);
+    std::vector<std::vector<std::uint8_t>> trial =
+        allocate_bits(energies, middle, options.widths, options.channels_together);
     if (static_cast<double>(budgeted_bytes(shape, trial, options)) <= limit) {
       low = middle;
       bits = std::move(trial);
@@ -225,12 +283,14 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   }
   model.policies.basis = {KeyMetric::query_aware, ValueMetric::output_aware, true};
   model.policies.token_policy.get<SinkRecent>() = {options.sinks, options.recent};
-  model.policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute, static_cast<float>(options.outlier_share)};
+  model.policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute,
+                                                         static_cast<float>(options.outlier_share)};
   model.policies.quantizer.step_scale = options.step_scale;
   return model;
 }
 
-LOWRANKKV_COMPILED_TEMPLATE(BudgetedModel budgeted<double>(std::span<const LayerMoments>, const BudgetOptions&))
+LOWRANKKV_COMPILED_TEMPLATE(BudgetedModel budgeted<double>(std::span<const LayerMoments>,
+                                                           const BudgetOptions&))
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file compressed_kv_cache.hpp  CompressedKVCache: the KV cache of one attention layer, for many sequences.
+/// @file compressed_kv_cache.hpp  CompressedKVCache: the KV cache of one attention layer, for many
+/// sequences.
 #pragma once
 
 #include <algorithm>
@@ -20,110 +21,163 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief The KV cache of one attention layer: full-rank sinks and tail, and compressed rows that attention reads as they are.
+/// @brief The KV cache of one attention layer: full-rank sinks and tail, and compressed rows that
+/// attention reads as they are.
 ///
-/// A row is (sequence, KV head, token). It enters the tail at full rank; when the tail is flushed the token policy decides
-/// whether it stays full or is projected by the current epoch's maps and stored as coefficients. attend() is softmax
-/// attention over [full rows, decode(coefficients), tail], computed without decoding.
+/// A row is (sequence, KV head, token). It enters the tail at full rank; when the tail is flushed
+/// the token policy decides whether it stays full or is projected by the current epoch's maps and
+/// stored as coefficients. attend() is softmax attention over [full rows, decode(coefficients),
+/// tail], computed without decoding.
 ///
-/// One thread calls a cache at a time; the work runs on its thread pool. After any error the cache is as it was.
-template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+/// One thread calls a cache at a time; the work runs on its thread pool. After any error the cache
+/// is as it was.
+template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer,
+          class EpochPolicy>
+class CompressedKVCache
+    : detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
   using Base = detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using typename Base::Layer;
   using Base::layer_;
   using Base::sequences_;
+  using typename Base::Layer;
 
  public:
-  // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace: they are the backend's.
-  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< what the policies are set to
-  using Pool = typename Backend::Pool;  ///< owner of the pages
-  using Executor = typename Backend::Executor;  ///< threads
+  // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace:
+  // they are the backend's.
+  using PolicySet =
+      Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< what the policies are set to
+  using Pool = typename Backend::Pool;                   ///< owner of the pages
+  using Executor = typename Backend::Executor;           ///< threads
   /// @brief What the layers of a model share besides pages: threads.
   using Shared = std::shared_ptr<Executor>;
 
   /// @brief Makes an empty cache.
-  /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token policy compresses nothing
-  /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
-  /// @param threads  threads shared with other layers and the engine; null: config.num_threads of its own
+  /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token
+  /// policy compresses nothing
+  /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes,
+  /// config.num_pages)
+  /// @param threads  threads shared with other layers and the engine; null: config.num_threads of
+  /// its own
   /// @throws ShapeError, ValueError, CapacityError naming both values
-  explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {}, PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr, std::shared_ptr<Executor> threads = nullptr)
+  explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {},
+                             PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
+                             std::shared_ptr<Executor> threads = nullptr)
       : Base(config, std::move(basis), policies, std::move(pool), std::move(threads)) {}
 
   /// @brief Raises what the constructor would raise for these arguments.
-  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) { Base::checked(config, basis, policies, nullptr); }
-  /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of max_tokens can ever need.
-  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
-    check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer).num_pages;
+  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) {
+    Base::checked(config, basis, policies, nullptr);
   }
-  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+  /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of
+  /// max_tokens can ever need.
+  static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
+                                const PolicySet& policies) {
     check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer).page_bytes;
+    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer)
+        .num_pages;
+  }
+  static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
+                                const PolicySet& policies) {
+    check(config, basis, policies);
+    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer)
+        .page_bytes;
   }
 
   /// @brief The pool that layers with these bases can ever need. @throws as the constructor
-  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases, const PolicySet& policies) {
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+                            const PolicySet& policies) {
     PoolSize size{page_bytes(config, bases.front(), policies), 0};
     for (const LayerBasis& basis : bases) size.num_pages += num_pages(config, basis, policies);
     return size;
   }
   /// @brief Makes what layers share: config.num_threads threads.
-  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>, const PolicySet&) { return std::make_shared<Executor>(config.num_threads); }
-  static std::size_t bytes_of(const Shared&) { return 0; }  ///< that layers share: threads take none
+  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>,
+                            const PolicySet&) {
+    return std::make_shared<Executor>(config.num_threads);
+  }
+  static std::size_t bytes_of(const Shared&) {
+    return 0;
+  }  ///< that layers share: threads take none
 
-  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
+  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond
+  /// max_sequences.
   void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
-  bool contains(SequenceId seq) const { return sequences_.contains(seq); }  ///< whether create() was called for it, or fork() or load()
-  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens; copies of it too. @throws CapacityError beyond that, or if it has more
-  void limit(SequenceId seq, std::int64_t max_tokens) { sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq)); }
+  bool contains(SequenceId seq) const {
+    return sequences_.contains(seq);
+  }  ///< whether create() was called for it, or fork() or load()
+  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens;
+  /// copies of it too. @throws CapacityError beyond that, or if it has more
+  void limit(SequenceId seq, std::int64_t max_tokens) {
+    sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq));
+  }
   /// @brief Raises what limit() would raise for these arguments.
-  void check_limit(SequenceId seq, std::int64_t max_tokens) const { sequences_.check_limit(max_tokens, num_tokens(seq)); }
+  void check_limit(SequenceId seq, std::int64_t max_tokens) const {
+    sequences_.check_limit(max_tokens, num_tokens(seq));
+  }
   /// @brief Tokens that a sequence may have.
-  std::int64_t max_tokens(SequenceId seq) const { return sequences_.max_tokens(sequences_.find(seq)); }
+  std::int64_t max_tokens(SequenceId seq) const {
+    return sequences_.max_tokens(sequences_.find(seq));
+  }
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
   std::int64_t num_tokens(SequenceId seq) const { return lengths(seq).num_tokens; }
   /// @brief Tokens that are at full rank at the end of the sequence.
   int tail_length(SequenceId seq) const { return lengths(seq).tail_length; }
 
-  /// @brief Attends to a prompt exactly, then compresses it. out = causal softmax attention of `query` over what is
-  /// stored, the earlier rows of its chunk and itself.
+  /// @brief Attends to a prompt exactly, then compresses it. out = causal softmax attention of
+  /// `query` over what is stored, the earlier rows of its chunk and itself.
   ///
-  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends
-  /// exactly to itself and to the stored form of earlier ones. Memory: twice K and V of one chunk in f32.
-  /// @param query [n, num_qo_heads, head_dim], rotated  @param key, value [n, num_kv_heads, head_dim]; keys rotated, or with
-  /// Rope::pre not, as everywhere
+  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls
+  /// are cut: a chunk attends exactly to itself and to the stored form of earlier ones. Memory:
+  /// twice K and V of one chunk in f32.
+  /// @param query [n, num_qo_heads, head_dim], rotated  @param key, value [n, num_kv_heads,
+  /// head_dim]; keys rotated, or with Rope::pre not, as everywhere
   /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, maintain, truncate, remove and fork are refused
-  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append,
+  /// attend, maintain, truncate, remove and fork are refused
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
+               const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);
     this->check_query(query, key.num_tokens);
-    detail::check_rows("out", out, key.num_tokens, layer_.config.shape.num_qo_heads, layer_.head_dim());
+    detail::check_rows("out", out, key.num_tokens, layer_.config.shape.num_qo_heads,
+                       layer_.head_dim());
     this->check_lse(lse, key.num_tokens);
-    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
-      layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
-      this->attend_piece(slot, query.tokens(first, count), out.tokens(first, count), lse.tokens(first, count), own_row);
-    });
+    this->for_each_piece(slot, key, value, prompt,
+                         [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
+                           layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
+                           this->attend_piece(slot, query.tokens(first, count),
+                                              out.tokens(first, count), lse.tokens(first, count),
+                                              own_row);
+                         });
   }
 
   /// @brief Stores a prompt that the engine attended to itself. As prefill(), without attention.
-  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that select prompt
-  /// rows by score (w >= the updater's window, or all tokens of a shorter prompt; all n tokens if chunks end inside the call)
-  /// and by token policies that score rows (SnapKV: its window; HeavyHitters: all n tokens, which are then attended to)
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
+  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by
+  /// updaters that select prompt rows by score (w >= the updater's window, or all tokens of a
+  /// shorter prompt; all n tokens if chunks end inside the call) and by token policies that score
+  /// rows (SnapKV: its window; HeavyHitters: all n tokens, which are then attended to)
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
+              const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);
     this->check_query_window(slot, q_window, key.num_tokens);
     const std::int64_t offset = key.num_tokens - q_window.num_tokens;
-    this->for_each_piece(slot, key, value, prompt, [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
-      const std::int64_t begin = (std::max)(first, offset);
-      if (first + count > begin) layer_.sequence(slot).chunk.add_queries(q_window.tokens(begin - offset, first + count - begin));
-      if constexpr (Base::accumulates_scores) {  // masses need normalised attention: attend, and forget the outputs
-        std::vector<float> out(static_cast<std::size_t>(count) * static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
-        this->attend_piece(slot, q_window.tokens(first, count), {out.data(), count, q_window.num_heads, q_window.head_dim}, {}, own_row);
-      }
-    });
+    this->for_each_piece(
+        slot, key, value, prompt,
+        [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
+          const std::int64_t begin = (std::max)(first, offset);
+          if (first + count > begin)
+            layer_.sequence(slot).chunk.add_queries(
+                q_window.tokens(begin - offset, first + count - begin));
+          if constexpr (Base::accumulates_scores) {  // masses need normalised attention: attend,
+                                                     // and forget the outputs
+            std::vector<float> out(
+                static_cast<std::size_t>(count) *
+                static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
+            this->attend_piece(slot, q_window.tokens(first, count),
+                               {out.data(), count, q_window.num_heads, q_window.head_dim}, {},
+                               own_row);
+          }
+        });
   }
 
   /// @brief Compresses what is left of a prompt whose last part came with Prompt::continues.
@@ -131,22 +185,29 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     const int slot = sequences_.find(seq);
     PageDemand demand;
     this->demand_rows(slot, 0, Phase::prefill, demand);
-    layer_.pool->allocator().require(demand.total());  // other sequences may have taken pages since the last call
+    layer_.pool->allocator().require(
+        demand.total());  // other sequences may have taken pages since the last call
     if (!layer_.sequence(slot).chunk.empty()) this->commit_chunk(slot);
     layer_.sequence(slot).prompt_open = false;
   }
 
-  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Allocates nothing.
+  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i].
+  /// Allocates nothing.
   /// @param key, value [seqs.size() * m, num_kv_heads, head_dim]
-  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
+  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between
+  /// steps)
   void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
     const int m = this->check_append(seqs, key, value, layer_.config.tail_capacity);
-    for (std::size_t i = 0; i < seqs.size(); ++i) layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
+    for (std::size_t i = 0; i < seqs.size(); ++i)
+      layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
   }
-  void append(SequenceId seq, const KeyView& key, const ValueView& value) { append(std::span(&seq, 1), key, value); }  ///< of one sequence
+  void append(SequenceId seq, const KeyView& key, const ValueView& value) {
+    append(std::span(&seq, 1), key, value);
+  }  ///< of one sequence
 
-  /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the updater sees them, epochs are
-  /// published and merged. Nothing is flushed unless the pool has the pages for all of it.
+  /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the
+  /// updater sees them, epochs are published and merged. Nothing is flushed unless the pool has the
+  /// pages for all of it.
   void maintain(std::span<const SequenceId> seqs) {
     layer_.pool->allocator().require(pages_to_maintain(seqs));
     for (const SequenceId seq : seqs) this->flush(sequences_.find(seq));
@@ -162,11 +223,14 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     return demand.total();
   }
 
-  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end.
-  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
+  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the
+  /// end.
+  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key,
+                         const ValueView& value) {
     const int m = this->check_append(seqs, key, value, std::int64_t{1} << 40);
     PageDemand demand;
-    for (const SequenceId seq : seqs) this->demand_rows(sequences_.find(seq), m, Phase::decode, demand);
+    for (const SequenceId seq : seqs)
+      this->demand_rows(sequences_.find(seq), m, Phase::decode, demand);
     layer_.pool->allocator().require(demand.total());
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const int slot = sequences_.find(seqs[i]);
@@ -180,73 +244,102 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
       this->flush(slot);
     }
   }
-  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) { append_maintained(std::span(&seq, 1), key, value); }  ///< of one sequence
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) {
+    append_maintained(std::span(&seq, 1), key, value);
+  }  ///< of one sequence
 
-  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Changes nothing, allocates nothing.
+  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Changes
+  /// nothing, allocates nothing.
   ///
   /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation.
-  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
-  /// @param mass  optional: attention that every position received from these queries, for accumulate(). Costs the logits
-  /// once more and allocates.
+  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m,
+  /// num_qo_heads], natural log, optional
+  /// @param mass  optional: attention that every position received from these queries, for
+  /// accumulate(). Costs the logits once more and allocates.
   /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, const ScoreView& accumulated = {}) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
+              const LseView& lse = {}, const ScoreView& accumulated = {}) {
     const std::int64_t m = this->check_attend(seqs, query, out, lse);
     this->check_score_view(seqs, accumulated);
     std::vector<float> scratch;
-    const LseView sums = accumulated.data != nullptr && lse.data == nullptr ? this->scratch_lse(scratch, query.num_tokens) : lse;
-    const auto slot_of = [&](std::int64_t i) { return sequences_.find(seqs[static_cast<std::size_t>(i)]); };
+    const LseView sums = accumulated.data != nullptr && lse.data == nullptr
+                             ? this->scratch_lse(scratch, query.num_tokens)
+                             : lse;
+    const auto slot_of = [&](std::int64_t i) {
+      return sequences_.find(seqs[static_cast<std::size_t>(i)]);
+    };
     const auto block_of = [&](std::int64_t i) {
-      return typename Layer::Block{query.tokens(i * m, m), out.tokens(i * m, m), sums.tokens(i * m, m), layer_.config.shape.group_size(),
-                                   layer_.config.scale(), layer_.table.lengths(slot_of(i)).tail_length - m};
+      return typename Layer::Block{
+          query.tokens(i * m, m), out.tokens(i * m, m),
+          sums.tokens(i * m, m),  layer_.config.shape.group_size(),
+          layer_.config.scale(),  layer_.table.lengths(slot_of(i)).tail_length - m};
     };
     layer_.attend(static_cast<std::int64_t>(seqs.size()), slot_of, block_of, false);
-    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i) this->write_scores(slot_of(i), block_of(i), accumulated, i);
+    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i)
+      this->write_scores(slot_of(i), block_of(i), accumulated, i);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, const ScoreView& accumulated = {}) {
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out,
+              const LseView& lse = {}, const ScoreView& accumulated = {}) {
     attend(std::span(&seq, 1), query, out, lse, accumulated);
   }
 
-  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in
-  /// softmax weights, in outputs (diagnostics/certificate.hpp), against attention over the same tokens at full rank, rounded to
-  /// full_type as they arrived; tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of
+  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens
+  /// of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp),
+  /// against attention over the same tokens at full rank, rounded to full_type as they arrived;
+  /// tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of
   /// compressed (and of 8-bit full) rows once more, and allocates.
-  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads]
+  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m,
+  /// num_qo_heads]
   /// @param limit  what is too much, per bound
-  /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute otherwise
-  /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a query or an lse is not finite
-  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = kUnboundedCertificate) {
+  /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute
+  /// otherwise
+  /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a
+  /// query or an lse is not finite
+  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse,
+                       const CertificateView& out,
+                       const Certificate& limit = kUnboundedCertificate) {
     const std::int64_t m = this->check_certify(seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const std::int64_t first = static_cast<std::int64_t>(i) * m;
-      const typename Layer::Block block{query.tokens(first, m), {}, lse.tokens(first, m), layer_.config.shape.group_size(), layer_.config.scale(), 0};
-      layer_.certify(sequences_.find(seqs[i]), block, {out.data + first * out.num_heads, m, out.num_heads});
+      const typename Layer::Block block{query.tokens(first, m), {},
+                                        lse.tokens(first, m),   layer_.config.shape.group_size(),
+                                        layer_.config.scale(),  0};
+      layer_.certify(sequences_.find(seqs[i]), block,
+                     {out.data + first * out.num_heads, m, out.num_heads});
     }
-    return std::count_if(out.data, out.data + out.num_tokens * out.num_heads, [&](const Certificate& found) {
-      return !(found.logit <= limit.logit && found.softmax <= limit.softmax && found.output <= limit.output);
-    });
+    return std::count_if(out.data, out.data + out.num_tokens * out.num_heads,
+                         [&](const Certificate& found) {
+                           return !(found.logit <= limit.logit && found.softmax <= limit.softmax &&
+                                    found.output <= limit.output);
+                         });
   }
-  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& limit = kUnboundedCertificate) {
+  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse,
+                       const CertificateView& out,
+                       const Certificate& limit = kUnboundedCertificate) {
     return certify(std::span(&seq, 1), query, lse, out, limit);
   }
 
-  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what
-  /// HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as given to attend()
-  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated)
-    requires(Base::accumulates_scores)
-  {
+  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received
+  /// so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as
+  /// given to attend()
+  void accumulate(std::span<const SequenceId> seqs,
+                  const ScoreView& accumulated) requires(Base::accumulates_scores) {
     this->check_score_view(seqs, accumulated);
     if (accumulated.data != nullptr) this->check_accumulated_values(accumulated);
-    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i) this->add_score(this->idle_slot(seqs[static_cast<std::size_t>(i)]), accumulated, i);
+    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i)
+      this->add_score(this->idle_slot(seqs[static_cast<std::size_t>(i)]), accumulated, i);
   }
-  void accumulate(SequenceId seq, const ScoreView& accumulated)
-    requires(Base::accumulates_scores)
-  {
+  void accumulate(SequenceId seq, const ScoreView& accumulated) requires(Base::accumulates_scores) {
     accumulate(std::span(&seq, 1), accumulated);
   }
 
-  /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into flushed rows.
-  std::int64_t rollback_limit(SequenceId seq) const { return layer_.first_tail_position(this->idle_slot(seq)); }
-  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and updater state stay.
+  /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into
+  /// flushed rows.
+  std::int64_t rollback_limit(SequenceId seq) const {
+    return layer_.first_tail_position(this->idle_slot(seq));
+  }
+  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and
+  /// updater state stay.
   TruncateResult truncate(SequenceId seq, std::int64_t length) {
     check_truncate(seq, length);
     const int slot = sequences_.find(seq);
@@ -259,19 +352,23 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     }
     now.tail_length = static_cast<std::int32_t>(length - first_tail);
     now.num_tokens = length;
-    for (auto& accumulated : layer_.sequence(slot).accumulated) accumulated.recent.resize(static_cast<std::size_t>(now.tail_length));
+    for (auto& accumulated : layer_.sequence(slot).accumulated)
+      accumulated.recent.resize(static_cast<std::size_t>(now.tail_length));
     return TruncateResult::exact;
   }
 
   /// @brief Raises what truncate() would raise for these arguments.
   void check_truncate(SequenceId seq, std::int64_t length) const {
     const std::int64_t tokens = layer_.table.lengths(this->idle_slot(seq)).num_tokens;
-    if (length < 0 || length > tokens) detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
+    if (length < 0 || length > tokens)
+      detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
   }
 
-  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
+  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that
+  /// the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
   /// shift_positions() may close the gap where keys are stored unrotated. What bases learnt stays.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks others  Cost: a copy of the codes behind them
+  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks
+  /// others  Cost: a copy of the codes behind them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count) {
     layer_.pool->allocator().require(pages_to_remove(seq, first, count));
     remove_tokens(layer_, sequences_.find(seq), first, count);
@@ -279,36 +376,52 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   /// @brief Upper bound of the pages that remove() takes; raises what else it would raise.
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
     const int slot = this->idle_slot(seq);
-    detail::check_removal(position_shifts(seq), layer_.table.lengths(slot).num_tokens, first, count, PositionShifts::kLimit);
+    detail::check_removal(position_shifts(seq), layer_.table.lengths(slot).num_tokens, first, count,
+                          PositionShifts::kLimit);
     PageDemand demand;
     demand_removal(layer_, slot, first, count, demand);
     return demand.total();
   }
 
-  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless positions were moved.
-  /// Queries of a token must arrive rotated to it.
-  std::int64_t position(SequenceId seq, std::int64_t token) const { return this->position_of(sequences_.find(seq), token); }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two calls move a range. Touches no
-  /// stored row: needs keys that are stored unrotated (config.rope). 24 bytes a piece, counted.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError beyond 2^31 in all
+  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless
+  /// positions were moved. Queries of a token must arrive rotated to it.
+  std::int64_t position(SequenceId seq, std::int64_t token) const {
+    return this->position_of(sequences_.find(seq), token);
+  }
+  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two
+  /// calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
+  /// 24 bytes a piece, counted.
+  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError
+  /// beyond 2^31 in all
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
     check_shift_positions(seq, first, delta);
     layer_.sequence(sequences_.find(seq)).shifts.add(first, delta);
   }
   /// @brief Raises what shift_positions() would raise for these arguments.
-  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const { this->check_shift(this->idle_slot(seq), first, delta); }
-  /// @brief Divides the positions of tokens [first, first + count), rounded down: several tokens share one (self-extension of the context). Else as shift_positions(); reading
-  /// them costs an angle a token. @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError unless divisors are 1 to 2^20 in all
-  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) {
+  void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
+    this->check_shift(this->idle_slot(seq), first, delta);
+  }
+  /// @brief Divides the positions of tokens [first, first + count), rounded down: several tokens
+  /// share one (self-extension of the context). Else as shift_positions(); reading them costs an
+  /// angle a token. @throws StateError if keys are stored rotated, ShapeError beyond the sequence,
+  /// ValueError unless divisors are 1 to 2^20 in all
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
+                        std::int64_t divisor) {
     check_divide_positions(seq, first, count, divisor);
     layer_.sequence(sequences_.find(seq)).shifts.divide(first, count, divisor);
   }
   /// @brief Raises what divide_positions() would raise for these arguments.
-  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor) const { this->check_division(this->idle_slot(seq), first, count, divisor); }
+  void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
+                              std::int64_t divisor) const {
+    this->check_division(this->idle_slot(seq), first, count, divisor);
+  }
   /// @brief The shifts of a sequence, valid until it changes.
-  const PositionShifts& position_shifts(SequenceId seq) const { return layer_.sequence(sequences_.find(seq)).shifts; }
+  const PositionShifts& position_shifts(SequenceId seq) const {
+    return layer_.sequence(sequences_.find(seq)).shifts;
+  }
 
-  /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two writes (copy-on-write).
+  /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two
+  /// writes (copy-on-write).
   void fork(SequenceId source, SequenceId target) {
     const int from = this->idle_slot(source);
     fork_slot(layer_, from, sequences_.add_copy(from, target));
@@ -320,14 +433,20 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   }
 
   /// @brief Bytes that save() writes for a sequence.
-  std::size_t save_bytes(SequenceId seq) const { return save_sequence(layer_, this->idle_slot(seq), {}, true); }
-  /// @brief Writes a sequence to the caller's buffer: versioned, checksummed, independent of page size; own epochs included,
-  /// the calibrated maps as a fingerprint. Loaded, it goes on bit for bit as the original.
+  std::size_t save_bytes(SequenceId seq) const {
+    return save_sequence(layer_, this->idle_slot(seq), {}, true);
+  }
+  /// @brief Writes a sequence to the caller's buffer: versioned, checksummed, independent of page
+  /// size; own epochs included, the calibrated maps as a fingerprint. Loaded, it goes on bit for
+  /// bit as the original.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
-  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const { return save_sequence(layer_, this->idle_slot(seq), buffer, false); }
-  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps and policies; max_tokens,
-  /// pages and other sequences may differ.
-  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer, CapacityError if they do not fit
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const {
+    return save_sequence(layer_, this->idle_slot(seq), buffer, false);
+  }
+  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps
+  /// and policies; max_tokens, pages and other sequences may differ.
+  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer,
+  /// CapacityError if they do not fit
   void load(SequenceId seq, std::span<const std::byte> saved) {
     ByteReader in = open_saved(layer_, saved);
     auto sequence = read_sequence(layer_, in);
@@ -337,10 +456,13 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     store_sequence(layer_, slot, std::move(sequence));
   }
 
-  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded,
-  /// dropped ones as zeros (row_states() tells). Keys come back as they came in: with Rope::pre unrotated.
-  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
-  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value) const {
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as
+  /// stored, others decoded, dropped ones as zeros (row_states() tells). Keys come back as they
+  /// came in: with Rope::pre unrotated.
+  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are
+  /// rounded
+  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key,
+                   const ValueTargetView& value) const {
     const int slot = sequences_.find(seq);
     detail::check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
     detail::check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
@@ -348,24 +470,35 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
     cpu::check_tables("value", value.pages, key.num_tokens);
     const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
     if (first < 0 || first > tokens || key.num_tokens > tokens - first) {
-      detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first, ", sequence has ", tokens, " tokens");
+      detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first,
+                               ", sequence has ", tokens, " tokens");
     }
-    for (int head = 0; head < layer_.num_kv_heads(); ++head) reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
+    for (int head = 0; head < layer_.num_kv_heads(); ++head)
+      reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
   }
-  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail are full.
-  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states) const {
+  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the
+  /// tail are full.
+  void row_states(SequenceId seq, int kv_head, std::int64_t first,
+                  std::span<RowState> states) const {
     const int slot = sequences_.find(seq);
     const std::int64_t count = static_cast<std::int64_t>(states.size());
-    if (kv_head < 0 || kv_head >= layer_.num_kv_heads()) detail::fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ", layer_.num_kv_heads());
+    if (kv_head < 0 || kv_head >= layer_.num_kv_heads())
+      detail::fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ",
+                               layer_.num_kv_heads());
     const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (first < 0 || first > tokens || count > tokens - first) detail::fail<ShapeError>("row_states: ", count, " positions from ", first, " on, sequence has ", tokens, " tokens");
+    if (first < 0 || first > tokens || count > tokens - first)
+      detail::fail<ShapeError>("row_states: ", count, " positions from ", first,
+                               " on, sequence has ", tokens, " tokens");
     const RowRuns& runs = layer_.runs(slot, kv_head);
-    for (std::int64_t i = 0; i < count; ++i) states[static_cast<std::size_t>(i)] = first + i < runs.num_positions() ? runs.find(first + i).state : RowState::full;
+    for (std::int64_t i = 0; i < count; ++i)
+      states[static_cast<std::size_t>(i)] =
+          first + i < runs.num_positions() ? runs.find(first + i).state : RowState::full;
   }
 
   /// @brief Bytes of one sequence; pages shared with forks are counted in full.
   MemoryUsage memory(SequenceId seq) const { return slot_memory(layer_, sequences_.find(seq)); }
-  /// @brief Bytes of all sequences, of what they share, and of what is reserved. Forks' shared pages and epochs count for each.
+  /// @brief Bytes of all sequences, of what they share, and of what is reserved. Forks' shared
+  /// pages and epochs count for each.
   MemoryUsage memory() const {
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId, int slot) { usage += slot_memory(layer_, slot); });
@@ -375,25 +508,35 @@ class CompressedKVCache : detail::CacheBase<Backend, Basis, Updater, TokenPolicy
   }
   /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys).
   int tokens_per_page(int kv_head) const {
-    return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page : layer_.full.layout(kv_head).rows_per_page;
+    return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page
+                            : layer_.full.layout(kv_head).rows_per_page;
   }
-  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless
-  /// the token policy keeps all at full rank).
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the
+  /// tail (compressed, unless the token policy keeps all at full rank).
   std::size_t bytes_for(std::int64_t tokens) const {
     std::size_t pages = 0;
-    for (int list = 0; list < (Base::compresses ? layer_.num_lists() : layer_.num_kv_heads()); ++list) {
+    for (int list = 0; list < (Base::compresses ? layer_.num_lists() : layer_.num_kv_heads());
+         ++list) {
       const std::int64_t per_page = tokens_per_page(list);
       pages += static_cast<std::size_t>((tokens + per_page - 1) / per_page);
     }
     return pages * layer_.pool->page_bytes();
   }
-  const CacheConfig& config() const { return layer_.config; }  ///< as it was given, defaults filled in
-  const CacheStatistics& statistics() const { return layer_.statistics; }  ///< counters since it was made
+  const CacheConfig& config() const {
+    return layer_.config;
+  }  ///< as it was given, defaults filled in
+  const CacheStatistics& statistics() const {
+    return layer_.statistics;
+  }                                                  ///< counters since it was made
   const Pool& pool() const { return *layer_.pool; }  ///< pages, which layers may share
-  int num_free_sequences() const { return sequences_.num_free(); }  ///< that create() still has room for
+  int num_free_sequences() const {
+    return sequences_.num_free();
+  }  ///< that create() still has room for
 
  private:
-  const SequenceLengths& lengths(SequenceId seq) const { return layer_.table.lengths(sequences_.find(seq)); }
+  const SequenceLengths& lengths(SequenceId seq) const {
+    return layer_.table.lengths(sequences_.find(seq));
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file layer_stack.hpp  LayerStack: the caches of all layers of a model, with one page pool and one set of sequence ids.
+/// @file layer_stack.hpp  LayerStack: the caches of all layers of a model, with one page pool and
+/// one set of sequence ids.
 #pragma once
 
 #include <algorithm>
@@ -20,43 +21,58 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Owns one Cache per layer, of either backend. Prefill, append and attend go to layer(i), one layer after the other; what concerns a
-/// sequence as a whole (create, fork, erase, truncate, maintain, memory) is done here for all layers or for none.
+/// @brief Owns one Cache per layer, of either backend. Prefill, append and attend go to layer(i),
+/// one layer after the other; what concerns a sequence as a whole (create, fork, erase, truncate,
+/// maintain, memory) is done here for all layers or for none.
 ///
-/// Calls that the layers enqueue on a stream take it here too, as their last argument (`On`: nothing, or on the Cuda backend a cudaStream_t).
+/// Calls that the layers enqueue on a stream take it here too, as their last argument (`On`:
+/// nothing, or on the Cuda backend a cudaStream_t).
 template <class Cache>
 class LayerStack {
  public:
-  using Pool = typename Cache::Pool;  ///< owner of the pages
+  using Pool = typename Cache::Pool;      ///< owner of the pages
   using Shared = typename Cache::Shared;  ///< what layers share besides: threads, or a workspace
 
-  /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0: enough for all layers)
+  /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0:
+  /// enough for all layers)
   /// @param bases     one LayerBasis per layer
   /// @param policies  one set for all layers
-  /// @param shared    what all layers work with: on the CPU threads, on the GPU a workspace; null: of their own making
+  /// @param shared    what all layers work with: on the CPU threads, on the GPU a workspace; null:
+  /// of their own making
   /// @param pool      of pool_size(), say; null: of their own making
   /// @throws what the Cache constructor throws; ShapeError if there is no layer
-  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases, const typename Cache::PolicySet& policies = {}, Shared shared = {}, std::shared_ptr<Pool> pool = nullptr)
+  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases,
+             const typename Cache::PolicySet& policies = {}, Shared shared = {},
+             std::shared_ptr<Pool> pool = nullptr)
       : pool_(std::move(pool)) {
     const PoolSize size = pool_size(config, bases, policies);
-    if (pool_ == nullptr) pool_ = std::make_shared<Pool>(size.page_bytes, config.num_pages != 0 ? config.num_pages : size.num_pages);
+    if (pool_ == nullptr)
+      pool_ = std::make_shared<Pool>(size.page_bytes,
+                                     config.num_pages != 0 ? config.num_pages : size.num_pages);
     if (!shared) {
       shared = Cache::make_shared(config, bases, policies);
       shared_bytes_ = Cache::bytes_of(shared);
     }
-    for (LayerBasis& basis : bases) layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, shared));
+    for (LayerBasis& basis : bases)
+      layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, shared));
   }
-  /// @brief The pool that the layers can ever need, for one of the caller's making: config.page_bytes, or where that is 0 the size that suits all layers.
+  /// @brief The pool that the layers can ever need, for one of the caller's making:
+  /// config.page_bytes, or where that is 0 the size that suits all layers.
   /// @throws as the constructor
-  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases, const typename Cache::PolicySet& policies = {}) {
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+                            const typename Cache::PolicySet& policies = {}) {
     if (bases.empty()) detail::fail<ShapeError>("LayerStack: num_layers 0, at least 1 needed");
     return Cache::pool_size(config, bases, policies);
   }
 
   int num_layers() const { return static_cast<int>(layers_.size()); }  ///< of the model
-  Cache& layer(int index) { return *layers_[static_cast<std::size_t>(index)]; }  ///< one layer's cache
+  Cache& layer(int index) {
+    return *layers_[static_cast<std::size_t>(index)];
+  }  ///< one layer's cache
   const Cache& layer(int index) const { return *layers_[static_cast<std::size_t>(index)]; }
-  std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }  ///< of a sequence, in layer 0
+  std::int64_t num_tokens(SequenceId seq) const {
+    return layers_.front()->num_tokens(seq);
+  }  ///< of a sequence, in layer 0
 
   /// @brief Starts an empty sequence in every layer.
   template <class... On>
@@ -64,7 +80,8 @@ class LayerStack {
     check_room(seq);
     for (auto& layer : layers_) layer->create(seq, on...);
   }
-  /// @brief A sequence may have at most so many tokens in every layer. Errors as of CompressedKVCache::limit, before any layer has changed.
+  /// @brief A sequence may have at most so many tokens in every layer. Errors as of
+  /// CompressedKVCache::limit, before any layer has changed.
   void limit(SequenceId seq, std::int64_t max_tokens) {
     for (const auto& layer : layers_) layer->check_limit(seq, max_tokens);
     for (auto& layer : layers_) layer->limit(seq, max_tokens);
@@ -73,7 +90,8 @@ class LayerStack {
   template <class... On>
   void fork(SequenceId source, SequenceId target, On... on) {
     check_room(target);
-    for (auto& layer : layers_) static_cast<void>(layer->rollback_limit(source));  // raises unless known and idle
+    for (auto& layer : layers_)
+      static_cast<void>(layer->rollback_limit(source));  // raises unless known and idle
     for (auto& layer : layers_) layer->fork(source, target, on...);
   }
   /// @brief Ends a sequence in every layer.
@@ -88,17 +106,20 @@ class LayerStack {
     for (const auto& layer : layers_) limit = (std::max)(limit, layer->rollback_limit(seq));
     return limit;
   }
-  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of them. Errors as of CompressedKVCache::truncate, before any layer has changed.
+  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of
+  /// them. Errors as of CompressedKVCache::truncate, before any layer has changed.
   template <class... On>
   TruncateResult truncate(SequenceId seq, std::int64_t length, On... on) {
     for (const auto& layer : layers_) layer->check_truncate(seq, length);
     TruncateResult result = TruncateResult::exact;
     for (auto& layer : layers_) {
-      if (layer->truncate(seq, length, on...) == TruncateResult::inexact) result = TruncateResult::inexact;
+      if (layer->truncate(seq, length, on...) == TruncateResult::inexact)
+        result = TruncateResult::inexact;
     }
     return result;
   }
-  /// @brief Removes the tokens [first, first + count) in every layer, or in none. Errors as of CompressedKVCache::remove.
+  /// @brief Removes the tokens [first, first + count) in every layer, or in none. Errors as of
+  /// CompressedKVCache::remove.
   template <class... On>
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, On... on) {
     std::int64_t pages = 0;
@@ -106,22 +127,28 @@ class LayerStack {
     pool_->allocator().require(pages);
     for (auto& layer : layers_) layer->remove(seq, first, count, on...);
   }
-  /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of CompressedKVCache::shift_positions.
+  /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of
+  /// CompressedKVCache::shift_positions.
   template <class... On>
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, On... on) {
     for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
     for (auto& layer : layers_) layer->shift_positions(seq, first, delta, on...);
   }
-  /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors as of CompressedKVCache::divide_positions.
+  /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors as of
+  /// CompressedKVCache::divide_positions.
   template <class... On>
-  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count, std::int64_t divisor, On... on) {
+  void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
+                        std::int64_t divisor, On... on) {
     for (auto& layer : layers_) layer->check_divide_positions(seq, first, count, divisor);
     for (auto& layer : layers_) layer->divide_positions(seq, first, count, divisor, on...);
   }
   /// @brief Rotary position of a token, or of the next one.
-  std::int64_t position(SequenceId seq, std::int64_t token) const { return layers_.front()->position(seq, token); }
+  std::int64_t position(SequenceId seq, std::int64_t token) const {
+    return layers_.front()->position(seq, token);
+  }
 
-  /// @brief maintain() in every layer; the pool is checked for all of them before anything is flushed.
+  /// @brief maintain() in every layer; the pool is checked for all of them before anything is
+  /// flushed.
   template <class... On>
   void maintain(std::span<const SequenceId> seqs, On... on) {
     std::int64_t pages = 0;
@@ -133,9 +160,11 @@ class LayerStack {
   void maintain(SequenceId seq, On... on) {
     maintain(std::span<const SequenceId>(&seq, 1), on...);
   }
-  /// @brief Tells all layers that captured append() calls of m tokens a sequence are about to be replayed. Errors as of CompressedKVCache::advance, before any layer has changed.
-  void advance(std::span<const SequenceId> seqs, int m)
-    requires requires(Cache& layer) { layer.advance(seqs, m); }
+  /// @brief Tells all layers that captured append() calls of m tokens a sequence are about to be
+  /// replayed. Errors as of CompressedKVCache::advance, before any layer has changed.
+  void advance(std::span<const SequenceId> seqs, int m) requires requires(Cache& layer) {
+    layer.advance(seqs, m);
+  }
   {
     for (const auto& layer : layers_) layer->check_advance(seqs, m);
     for (auto& layer : layers_) layer->advance(seqs, m);
@@ -147,10 +176,13 @@ class LayerStack {
     for (const auto& layer : layers_) bytes += sizeof(std::uint64_t) + layer->save_bytes(seq);
     return bytes;
   }
-  /// @brief Writes a sequence of all layers to the caller's buffer. @throws CapacityError if it is smaller than save_bytes()
+  /// @brief Writes a sequence of all layers to the caller's buffer. @throws CapacityError if it is
+  /// smaller than save_bytes()
   template <class... On>
   std::size_t save(SequenceId seq, std::span<std::byte> buffer, On... on) const {
-    if (buffer.size() < save_bytes(seq)) detail::fail<CapacityError>("save: buffer of ", buffer.size(), " bytes, ", save_bytes(seq), " needed");
+    if (buffer.size() < save_bytes(seq))
+      detail::fail<CapacityError>("save: buffer of ", buffer.size(), " bytes, ", save_bytes(seq),
+                                  " needed");
     ByteWriter out(buffer);
     out.value(kSavedStack);
     out.value(static_cast<std::uint64_t>(layers_.size()));
@@ -161,19 +193,24 @@ class LayerStack {
     }
     return out.size();
   }
-  /// @brief Starts `seq` in every layer from what save() wrote, or in none. Errors as of CompressedKVCache::load.
+  /// @brief Starts `seq` in every layer from what save() wrote, or in none. Errors as of
+  /// CompressedKVCache::load.
   template <class... On>
   void load(SequenceId seq, std::span<const std::byte> saved, On... on) {
     check_room(seq);
     ByteReader in(saved);
     const auto magic = in.value<std::uint64_t>();
-    if (magic != kSavedStack) detail::fail<FormatError>("saved state: begins with ", magic, ", expected ", kSavedStack);
+    if (magic != kSavedStack)
+      detail::fail<FormatError>("saved state: begins with ", magic, ", expected ", kSavedStack);
     const auto count = in.value<std::uint64_t>();
-    if (count != layers_.size()) detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
+    if (count != layers_.size())
+      detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
     // Cut into layers first, then erase what was loaded if a later layer fails.
     std::vector<std::span<const std::byte>> parts;
-    for (std::size_t layer = 0; layer < layers_.size(); ++layer) parts.push_back(in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
-    if (in.left() != 0) detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer)
+      parts.push_back(in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
+    if (in.left() != 0)
+      detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
     struct Undo {
       std::vector<std::unique_ptr<Cache>>& layers;
       SequenceId seq;
@@ -189,8 +226,11 @@ class LayerStack {
       const bool moved_alike = layer.position_shifts(seq) == layers_.front()->position_shifts(seq);
       if (tokens == layers_.front()->num_tokens(seq) && moved_alike) continue;
       layer.erase(seq);
-      if (!moved_alike) detail::fail<FormatError>("saved state: layer ", undo.loaded, " moved its tokens otherwise than layer 0");
-      detail::fail<FormatError>("saved state: layer 0 has ", layers_.front()->num_tokens(seq), " tokens, layer ", undo.loaded, " has ", tokens);
+      if (!moved_alike)
+        detail::fail<FormatError>("saved state: layer ", undo.loaded,
+                                  " moved its tokens otherwise than layer 0");
+      detail::fail<FormatError>("saved state: layer 0 has ", layers_.front()->num_tokens(seq),
+                                " tokens, layer ", undo.loaded, " has ", tokens);
     }
     undo.loaded = 0;
   }
@@ -201,7 +241,8 @@ class LayerStack {
     for (const auto& layer : layers_) usage += layer->memory(seq);
     return usage;
   }
-  /// @brief Bytes of all sequences over all layers; the shared pool's free pages and the workspace that layers share are counted once.
+  /// @brief Bytes of all sequences over all layers; the shared pool's free pages and the workspace
+  /// that layers share are counted once.
   MemoryUsage memory() const {
     MemoryUsage usage;
     for (const auto& layer : layers_) {
@@ -219,7 +260,8 @@ class LayerStack {
     for (const auto& layer : layers_) {
       if (layer->contains(seq)) detail::fail<SequenceError>("sequence ", seq, " exists already");
       if (layer->num_free_sequences() == 0) {
-        detail::fail<CapacityError>("max_sequences: ", layer->config().max_sequences, " in use, no room for sequence ", seq);
+        detail::fail<CapacityError>("max_sequences: ", layer->config().max_sequences,
+                                    " in use, no room for sequence ", seq);
       }
     }
   }

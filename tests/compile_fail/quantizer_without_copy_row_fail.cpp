@@ -10,10 +10,14 @@ struct Impl<Mine, Cpu> {
   using Layout = int;
   static Layout layout(const Mine&, int rank, std::span<const std::uint8_t>) { return rank; }
   static std::int64_t row_bits(int rank) { return rank; }
-  static std::size_t block_bytes(int rank, int rows) { return static_cast<std::size_t>(rank * rows); }
+  static std::size_t block_bytes(int rank, int rows) {
+    return static_cast<std::size_t>(rank * rows);
+  }
   static void encode(int, Part, int, std::byte*, int, int, const float*, int) {}
   static void decode(int, Part, int, const std::byte*, int, int, float*, int) {}
 };
 
-std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }
+std::size_t instantiate() {
+  return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>);
+}
 }  // namespace lowrankkv

@@ -5,5 +5,7 @@
 namespace lowrankkv {
 struct Mine {};
 
-std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }
+std::size_t instantiate() {
+  return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>);
+}
 }  // namespace lowrankkv

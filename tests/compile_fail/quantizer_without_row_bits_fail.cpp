@@ -14,5 +14,7 @@ struct Impl<Mine, Cpu> {
   static void copy_row(int, Part, const std::byte*, int, int, std::byte*, int, int) {}
 };
 
-std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>); }
+std::size_t instantiate() {
+  return sizeof(CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Mine>);
+}
 }  // namespace lowrankkv

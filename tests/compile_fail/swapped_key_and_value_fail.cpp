@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// expected-error: 
+// expected-error:
 #include "lowrankkv/presets.hpp"
 
-void swapped(lowrankkv::FullKV<>& cache, lowrankkv::KeyView key, lowrankkv::ValueView value) { cache.append(0, value, key); }
+void swapped(lowrankkv::FullKV<>& cache, lowrankkv::KeyView key, lowrankkv::ValueView value) {
+  cache.append(0, value, key);
+}

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// expected-error: missing 'static void observe(const Updater&, State&, MatrixView, MatrixView, Phase)'
+// expected-error: missing 'static void observe(const Updater&, State&, MatrixView, MatrixView,
+// Phase)'
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace lowrankkv {
@@ -10,8 +11,14 @@ struct Impl<Mine, Cpu> {
   static constexpr bool adapts = true;
   struct State {};
   static PromptSelection prompt_selection(const Mine&) { return {}; }
-  template <class S> static bool maybe_update(const Mine&, S&, MatrixView, MutableMatrixView, Phase) { return false; }
-  template <class S> static std::size_t state_bytes(const S&) { return 0; }
+  template <class S>
+  static bool maybe_update(const Mine&, S&, MatrixView, MutableMatrixView, Phase) {
+    return false;
+  }
+  template <class S>
+  static std::size_t state_bytes(const S&) {
+    return 0;
+  }
 };
 
 std::size_t instantiate() { return sizeof(CompressedKVCache<Cpu, PerHead, Mine>); }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA program of a consumer: one token at full rank, whose value attention returns. Without a GPU it only says so.
+// A CUDA program of a consumer: one token at full rank, whose value attention returns. Without a
+// GPU it only says so.
 #include <lowrankkv/cuda/presets.cuh>
 
 #include <cmath>
@@ -20,7 +21,8 @@ int main() {
   cudaMalloc(&result, dim * sizeof(float));
   cudaMemcpy(in, rows.data(), dim * sizeof(float), cudaMemcpyHostToDevice);
 
-  lowrankkv::FullKV<lowrankkv::Cuda> cache({.shape = {.num_qo_heads = 1, .num_kv_heads = 1, .head_dim = dim}, .max_tokens = 16}, {});
+  lowrankkv::FullKV<lowrankkv::Cuda> cache(
+      {.shape = {.num_qo_heads = 1, .num_kv_heads = 1, .head_dim = dim}, .max_tokens = 16}, {});
   cache.create(0);
   cache.append(0, {in, 1, 1, dim}, {in, 1, 1, dim});
   cache.attend(0, {in, 1, 1, dim}, {result, 1, 1, dim});

@@ -34,45 +34,76 @@ namespace {
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 
-std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
-  const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<DeviceSide> {
+std::unique_ptr<DeviceSide> make_device(const Settings& settings, const CacheConfig& config,
+                                        const LayerBasis& basis) {
+  const auto make =
+      [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<DeviceSide> {
     return std::make_unique<Device<Cache>>(config, basis, support::configured(policies, settings));
   };
   switch (settings.method) {
-    case Method::full: return make.operator()<FullKV<Cuda>>({});
-    case Method::static_pca: return make.operator()<StaticPCA<Cuda>>({});
-    case Method::hybrid: return make.operator()<StaticPCAHybrid<Cuda>>({});
-    case Method::projector: return make.operator()<Dlrp<Cuda>>({});
-    case Method::codes: return make.operator()<Codes>({});
-    case Method::oja_int8: return make.operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>({});
-    case Method::subspace_a: return make.operator()<SubSpaceA<Cuda>>({});
-    case Method::directions: return make.operator()<CompressedKVCache<Cuda, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>>({});
-    case Method::oja_outliers: return make.operator()<OjaKVv2<Cuda>>({});
-    case Method::oja_snapkv: return make.operator()<OjaKVSnapKV<Cuda>>({});
-    case Method::snapkv: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
+    case Method::full:
+      return make.operator()<FullKV<Cuda>>({});
+    case Method::static_pca:
+      return make.operator()<StaticPCA<Cuda>>({});
+    case Method::hybrid:
+      return make.operator()<StaticPCAHybrid<Cuda>>({});
+    case Method::projector:
+      return make.operator()<Dlrp<Cuda>>({});
+    case Method::codes:
+      return make.operator()<Codes>({});
+    case Method::oja_int8:
+      return make.operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>({});
+    case Method::subspace_a:
+      return make.operator()<SubSpaceA<Cuda>>({});
+    case Method::directions:
+      return make.operator()<CompressedKVCache<Cuda, PerHead, FrequentDirections, SinkRecent,
+                                               NoQuantizer, KeepEpochs<3>>>({});
+    case Method::oja_outliers:
+      return make.operator()<OjaKVv2<Cuda>>({});
+    case Method::oja_snapkv:
+      return make.operator()<OjaKVSnapKV<Cuda>>({});
+    case Method::snapkv:
+      return make.operator()<
+          CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>>({});
     case Method::oja_evicting:
     case Method::directions_outliers:
     case Method::directions_snapkv:
     case Method::directions_evicting:
-    case Method::budgeted_evicting: break;  // chosen_rows.cu
+    case Method::budgeted_evicting:
+      break;  // chosen_rows.cu
     case Method::oja_codes:
     case Method::oja_blocks:
-    case Method::directions_codes: break;  // moving_codes.cu
-    case Method::snapkv_only: return make.operator()<SnapKVOnly<Cuda>>({});
-    case Method::streaming: return make.operator()<StreamingLLM<Cuda>>({});
-    case Method::int8: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, Int8>>({});
-    case Method::outliers: return make.operator()<CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>>({});
-    case Method::budgeted: return make.operator()<Budgeted<Cuda>>({});
-    case Method::oja: return make.operator()<OjaKV<Cuda>>({});
-    case Method::oja_merging: return make.operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
-    case Method::oja_rotating: return make.operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
+    case Method::directions_codes:
+      break;  // moving_codes.cu
+    case Method::snapkv_only:
+      return make.operator()<SnapKVOnly<Cuda>>({});
+    case Method::streaming:
+      return make.operator()<StreamingLLM<Cuda>>({});
+    case Method::int8:
+      return make.operator()<CompressedKVCache<Cuda, PerHead, Static, SinkRecent, Int8>>({});
+    case Method::outliers:
+      return make.operator()<CompressedKVCache<Cuda, PerHead, Static,
+                                               Compose<SinkRecent, ResidualOutliers>, NoQuantizer>>(
+          {});
+    case Method::budgeted:
+      return make.operator()<Budgeted<Cuda>>({});
+    case Method::oja:
+      return make.operator()<OjaKV<Cuda>>({});
+    case Method::oja_merging:
+      return make.
+      operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>>({});
+    case Method::oja_rotating:
+      return make.
+      operator()<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, RotateNow>>({});
   }
   return nullptr;
 }
 
 }  // namespace
 
-TEST_CASE("random sequences of every composition: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE(
+    "random sequences of every composition: rows as on the CPU, answers as in float64, the same in "
+    "any batch") {
   struct Case {
     Settings settings;
     DType type;
@@ -80,7 +111,12 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
   };
   std::vector<Case> cases;
   for (std::size_t method = 0; method < std::size(support::kMethodNames); ++method) {
-    if (support::aligns_axes(static_cast<Method>(method)) || static_cast<Method>(method) == Method::directions_outliers || static_cast<Method>(method) == Method::directions_snapkv || (support::by_errors(static_cast<Method>(method)) && support::by_scores(static_cast<Method>(method)))) continue;  // chosen_rows.cu
+    if (support::aligns_axes(static_cast<Method>(method)) ||
+        static_cast<Method>(method) == Method::directions_outliers ||
+        static_cast<Method>(method) == Method::directions_snapkv ||
+        (support::by_errors(static_cast<Method>(method)) &&
+         support::by_scores(static_cast<Method>(method))))
+      continue;  // chosen_rows.cu
     for (const DType type : {DType::f16, DType::bf16}) {
       Settings settings;
       settings.method = static_cast<Method>(method);
@@ -91,18 +127,28 @@ TEST_CASE("random sequences of every composition: rows as on the CPU, answers as
   for (std::size_t i = 0; i < cases.size(); ++i) {
     CAPTURE(std::string(cases[i].name));
     CAPTURE(std::string(name_of(cases[i].type)));
-    const Worst worst = support::random_sequences(make_device, cases[i].settings, cases[i].type, 100 + i, std::max(1, 2 * effort()));
-    MESSAGE(std::string(cases[i].name) << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications " << worst.publications << ", merges " << worst.merges << ", tokens removed " << worst.removed);
+    const Worst worst = support::random_sequences(make_device, cases[i].settings, cases[i].type,
+                                                  100 + i, std::max(1, 2 * effort()));
+    MESSAGE(std::string(cases[i].name)
+            << " " << std::string(name_of(cases[i].type)) << ": outputs " << worst.out << ", lse "
+            << worst.lse << ", stored rows and the CPU's " << worst.rows << ", publications "
+            << worst.publications << ", merges " << worst.merges << ", tokens removed "
+            << worst.removed);
     CHECK(worst.removed > 0);
   }
 }
 
 TEST_CASE("the same of keys stored before their rotary embedding") {
   std::uint64_t seed = 300;
-  for (const Method method : {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers, Method::streaming, Method::codes, Method::int8, Method::budgeted, Method::snapkv, Method::snapkv_only,
-                              Method::oja, Method::oja_merging, Method::oja_rotating, Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers, Method::oja_snapkv}) {
+  for (const Method method :
+       {Method::full, Method::static_pca, Method::hybrid, Method::projector, Method::outliers,
+        Method::streaming, Method::codes, Method::int8, Method::budgeted, Method::snapkv,
+        Method::snapkv_only, Method::oja, Method::oja_merging, Method::oja_rotating,
+        Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers,
+        Method::oja_snapkv}) {
     for (const DType type : {DType::f16, DType::bf16}) {
-      // Scores see turned keys rounded to their type, here but not there: in bf16 too many of them change places.
+      // Scores see turned keys rounded to their type, here but not there: in bf16 too many of them
+      // change places.
       if (support::by_scores(method) && type == DType::bf16) continue;
       Settings settings;
       settings.method = method;
@@ -111,8 +157,10 @@ TEST_CASE("the same of keys stored before their rotary embedding") {
       const std::string name = support::kMethodNames[static_cast<int>(method)];
       CAPTURE(name);
       CAPTURE(std::string(name_of(type)));
-      const Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
-      MESSAGE(name << " " << std::string(name_of(type)) << ", unrotated: outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
+      const Worst worst =
+          support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
+      MESSAGE(name << " " << std::string(name_of(type)) << ", unrotated: outputs " << worst.out
+                   << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
     }
   }
 }
@@ -142,9 +190,17 @@ TEST_CASE("what keys stored before their rotary embedding do not go with is refu
 
 TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leave it alone") {
   Random random(23);
-  for (const Method method : {Method::full, Method::hybrid, Method::codes, Method::int8, Method::oja_merging, Method::oja_rotating, Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers, Method::oja_snapkv, Method::budgeted, Method::snapkv_only, Method::streaming}) {
-    if (effort() == 0 && method != Method::codes && method != Method::subspace_a && method != Method::oja_merging && method != Method::oja_snapkv) continue;
-    for (const bool unrotated : {false, true}) {  // what lifts keys is copied with bases that move, elsewhere it is everybody's
+  for (const Method method :
+       {Method::full, Method::hybrid, Method::codes, Method::int8, Method::oja_merging,
+        Method::oja_rotating, Method::oja_int8, Method::subspace_a, Method::directions,
+        Method::oja_outliers, Method::oja_snapkv, Method::budgeted, Method::snapkv_only,
+        Method::streaming}) {
+    if (effort() == 0 && method != Method::codes && method != Method::subspace_a &&
+        method != Method::oja_merging && method != Method::oja_snapkv)
+      continue;
+    for (const bool unrotated :
+         {false,
+          true}) {  // what lifts keys is copied with bases that move, elsewhere it is everybody's
       if (unrotated && !support::adapts(method)) continue;
       CAPTURE(std::string(support::kMethodNames[static_cast<int>(method)]));
       CAPTURE(unrotated);
@@ -164,11 +220,13 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
       const auto layer = support::random_layer(random, config.shape, settings, 24);
       const auto device = make_device(settings, config, layer.basis);
       device->create(1);
-      const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false);
+      const auto prompt_key = layer.rows(random, 700, true),
+                 prompt_value = layer.rows(random, 700, false);
       auto window = layer.queries(random, 32);
       device->ingest(1, prompt_key, prompt_value, window);
       const auto grow = [&](SequenceId seq, const std::vector<std::vector<float>>& rows) {
-        for (std::size_t i = 0; i + 1 < rows.size(); i += 2) device->append_maintained(std::span(&seq, 1), rows[i], rows[i + 1]);
+        for (std::size_t i = 0; i + 1 < rows.size(); i += 2)
+          device->append_maintained(std::span(&seq, 1), rows[i], rows[i + 1]);
       };
       const auto steps = [&](int count) {
         std::vector<std::vector<float>> rows;
@@ -226,9 +284,11 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
 
 namespace {
 
-/// Three caches hold parts of two sequences; attention over the merged states against float64 over everything.
+/// Three caches hold parts of two sequences; attention over the merged states against float64 over
+/// everything.
 template <class Cache>
-void shards_merge(Random& random, const Settings& settings, const typename Cache::PolicySet& policies, double limit) {
+void shards_merge(Random& random, const Settings& settings,
+                  const typename Cache::PolicySet& policies, double limit) {
   CacheConfig config;
   config.shape = {8, 2, 64};
   config.max_sequences = 2;
@@ -249,7 +309,8 @@ void shards_merge(Random& random, const Settings& settings, const typename Cache
       if (n > 0) shards.back()->ingest(seq, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
       const auto own_key = poisoned(key.size()), own_value = poisoned(key.size());
       shards.back()->reconstruct(seq, 0, {own_key.data(), n, 2, 64}, {own_value.data(), n, 2, 64});
-      for (auto [all, own] : {std::pair{&keys[seq], &own_key}, std::pair{&values[seq], &own_value}}) {
+      for (auto [all, own] :
+           {std::pair{&keys[seq], &own_key}, std::pair{&values[seq], &own_value}}) {
         const auto rows = host(*own);
         all->insert(all->end(), rows.begin(), rows.end());
       }
@@ -262,25 +323,37 @@ void shards_merge(Random& random, const Settings& settings, const typename Cache
   std::vector<gpu::DeviceArray<float>> memory;
   std::vector<gpu::StateView> states;
   for (int shard = 0; shard < 3; ++shard) {
-    for (const int size : {tokens * 8 * 64, tokens * 8, tokens * 8}) memory.push_back(poisoned(static_cast<std::size_t>(size)));
-    states.push_back({memory[memory.size() - 3].data(), memory[memory.size() - 2].data(), memory.back().data(), tokens, 8, 64});
-    shards[static_cast<std::size_t>(shard)]->attend_partial(seqs, {q.data(), tokens, 8, 64}, states.back(), shard == 2 ? gpu::QueryTokens::own : gpu::QueryTokens::elsewhere);
+    for (const int size : {tokens * 8 * 64, tokens * 8, tokens * 8})
+      memory.push_back(poisoned(static_cast<std::size_t>(size)));
+    states.push_back({memory[memory.size() - 3].data(), memory[memory.size() - 2].data(),
+                      memory.back().data(), tokens, 8, 64});
+    shards[static_cast<std::size_t>(shard)]->attend_partial(
+        seqs, {q.data(), tokens, 8, 64}, states.back(),
+        shard == 2 ? gpu::QueryTokens::own : gpu::QueryTokens::elsewhere);
   }
   const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(tokens * 8));
   gpu::merge_states(states, {out.data(), tokens, 8, 64}, {lse.data(), tokens, 8});
   const auto found = host(out), found_lse = host(lse);
   for (const SequenceId seq : {0, 1}) {
-    const auto part = [&](const std::vector<float>& all) { return std::vector<float>(all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(seq) * all.size() / 2), all.begin() + static_cast<std::ptrdiff_t>((static_cast<std::size_t>(seq) + 1) * all.size() / 2)); };
+    const auto part = [&](const std::vector<float>& all) {
+      return std::vector<float>(
+          all.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(seq) * all.size() / 2),
+          all.begin() +
+              static_cast<std::ptrdiff_t>((static_cast<std::size_t>(seq) + 1) * all.size() / 2));
+    };
     std::vector<double> expected, expected_lse;
-    support::attend_f64(config.shape, config.scale(), keys[seq], values[seq], part(query), expected, expected_lse);
+    support::attend_f64(config.shape, config.scale(), keys[seq], values[seq], part(query), expected,
+                        expected_lse);
     CHECK(distance(part(found), expected) < limit);
-    CHECK(furthest(part(found_lse), expected_lse) < limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
+    CHECK(furthest(part(found_lse), expected_lse) <
+          limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
   }
 }
 
 }  // namespace
 
-TEST_CASE("caches that hold parts of a sequence give states that merge to attention over all of it") {
+TEST_CASE(
+    "caches that hold parts of a sequence give states that merge to attention over all of it") {
   Random random(31);
   Settings settings;
   shards_merge<FullKV<Cuda>>(random, settings, {}, 2e-5);
@@ -289,7 +362,9 @@ TEST_CASE("caches that hold parts of a sequence give states that merge to attent
   shards_merge<Codes>(random, settings, {{}, {}, {4, 32}, {}}, 1e-3);
 }
 
-TEST_CASE("saved sequences whose epochs begin when values say so: hostile ones under a right checksum are refused, or do no harm") {
+TEST_CASE(
+    "saved sequences whose epochs begin when values say so: hostile ones under a right checksum "
+    "are refused, or do no harm") {
   Random random(53);
   Settings settings;
   settings.method = Method::subspace_a;
@@ -303,7 +378,9 @@ TEST_CASE("saved sequences whose epochs begin when values say so: hostile ones u
   device->create(1);
   device->ingest(1, layer.rows(random, 700, true), layer.rows(random, 700, false));
   const std::vector<std::byte> saved = device->save(1);
-  const auto load = [&](const std::vector<std::byte>& bytes) { return support::message_of([&] { device->load(2, support::with_checksum(bytes)); }); };
+  const auto load = [&](const std::vector<std::byte>& bytes) {
+    return support::message_of([&] { device->load(2, support::with_checksum(bytes)); });
+  };
   // From the end: states of the sketches, their rows.
   const std::size_t states = saved.size() - 4 * 16, rows = states - 4 * 32 * 64 * 4;
   const auto with = [&](std::size_t place, auto value) {
@@ -322,7 +399,8 @@ TEST_CASE("saved sequences whose epochs begin when values say so: hostile ones u
   int loaded = 0;
   for (int trial = 0; trial < (effort() == 0 ? 60 : 400); ++trial) {
     std::vector<std::byte> hostile = saved;
-    const std::size_t place = trial % 2 == 0 ? 24 + random() % 600 : saved.size() - 1 - random() % (saved.size() - rows);
+    const std::size_t place =
+        trial % 2 == 0 ? 24 + random() % 600 : saved.size() - 1 - random() % (saved.size() - rows);
     hostile[place] ^= static_cast<std::byte>(1U << random() % 8);
     if (load(hostile) != "nothing was raised") continue;
     ++loaded;
@@ -330,17 +408,22 @@ TEST_CASE("saved sequences whose epochs begin when values say so: hostile ones u
     std::vector<float> key, value, out, lse;
     device->reconstruct(seq, key, value);
     try {
-      for (int step = 0; step < 40; ++step) device->append_maintained(std::span(&seq, 1), layer.rows(random, 2, true), layer.rows(random, 2, false));
+      for (int step = 0; step < 40; ++step)
+        device->append_maintained(std::span(&seq, 1), layer.rows(random, 2, true),
+                                  layer.rows(random, 2, false));
     } catch (const CapacityError&) {  // its tail may be full
     }
-    if (device->tail_length(seq) > 0) device->attend(std::span(&seq, 1), layer.queries(random, 1), out, lse);
+    if (device->tail_length(seq) > 0)
+      device->attend(std::span(&seq, 1), layer.queries(random, 1), out, lse);
     device->erase(seq);
   }
   CHECK(loaded > 0);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
 
-TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile ones under a right checksum do no harm") {
+TEST_CASE(
+    "saved bytes that are damaged or belong elsewhere are refused, hostile ones under a right "
+    "checksum do no harm") {
   Random random(29);
   Settings settings;
   settings.method = Method::oja_snapkv;
@@ -352,7 +435,8 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
   const auto layer = support::random_layer(random, config.shape, settings, 16);
   const auto device = make_device(settings, config, layer.basis);
   device->create(1);
-  device->ingest(1, layer.rows(random, 300, true), layer.rows(random, 300, false), layer.queries(random, 32));
+  device->ingest(1, layer.rows(random, 300, true), layer.rows(random, 300, false),
+                 layer.queries(random, 32));
   const std::vector<std::byte> saved = device->save(1);
   const auto message = [&](DeviceSide& side, const std::vector<std::byte>& bytes) {
     try {
@@ -366,18 +450,24 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
   std::vector<std::byte> damaged = saved;
   damaged[saved.size() / 2] ^= std::byte{1};
   CHECK(message(*device, damaged).find("checksum") != std::string::npos);
-  CHECK(message(*device, {saved.begin(), saved.end() - 1}).find("bytes were saved") != std::string::npos);
+  CHECK(message(*device, {saved.begin(), saved.end() - 1}).find("bytes were saved") !=
+        std::string::npos);
   Settings other = settings;
   other.method = Method::codes;
-  CHECK(message(*make_device(other, config, layer.basis), saved).find("listed full rows: cache 0, saved 1") != std::string::npos);
+  CHECK(message(*make_device(other, config, layer.basis), saved)
+            .find("listed full rows: cache 0, saved 1") != std::string::npos);
   const auto stranger = support::random_layer(random, config.shape, settings, 16);
-  CHECK(message(*make_device(settings, config, stranger.basis), saved).find("calibrated maps") != std::string::npos);
+  CHECK(message(*make_device(settings, config, stranger.basis), saved).find("calibrated maps") !=
+        std::string::npos);
   config.max_tokens = 200;
-  CHECK(message(*make_device(settings, config, layer.basis), saved) == "max_tokens: 200, saved 300");
+  CHECK(message(*make_device(settings, config, layer.basis), saved) ==
+        "max_tokens: 200, saved 300");
   int loaded = 0;
   for (int trial = 0; trial < 600; ++trial) {
     std::vector<std::byte> hostile = saved;
-    const std::size_t place = trial % 2 == 0 ? 24 + random() % 400 : saved.size() - 1 - random() % 2000;  // counts and segments; positions
+    const std::size_t place =
+        trial % 2 == 0 ? 24 + random() % 400
+                       : saved.size() - 1 - random() % 2000;  // counts and segments; positions
     hostile[place] ^= static_cast<std::byte>(1U << random() % 8);
     try {
       device->load(2, support::with_checksum(hostile));
@@ -388,9 +478,11 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
     const SequenceId seq = 2;
     std::vector<float> key, value, out, lse;
     device->reconstruct(seq, key, value);
-    if (device->tail_length(seq) > 0) device->attend(std::span(&seq, 1), layer.queries(random, 1), out, lse);
+    if (device->tail_length(seq) > 0)
+      device->attend(std::span(&seq, 1), layer.queries(random, 1), out, lse);
     try {
-      device->append_maintained(std::span(&seq, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
+      device->append_maintained(std::span(&seq, 1), layer.rows(random, 1, true),
+                                layer.rows(random, 1, false));
     } catch (const CapacityError&) {  // its tail may be full
     }
     device->erase(seq);
@@ -399,7 +491,9 @@ TEST_CASE("saved bytes that are damaged or belong elsewhere are refused, hostile
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
 
-TEST_CASE("prefill is exact attention over the prompt's own rows and what is stored, and stores as ingest") {
+TEST_CASE(
+    "prefill is exact attention over the prompt's own rows and what is stored, and stores as "
+    "ingest") {
   Random random(11);
   for (int trial = 0; trial < 18; ++trial) {
     Settings settings;
@@ -435,12 +529,17 @@ TEST_CASE("prefill is exact attention over the prompt's own rows and what is sto
       before_key.insert(before_key.end(), key.begin(), key.end());
       before_value.insert(before_value.end(), value.begin(), value.end());
       std::vector<double> expected, expected_lse;
-      support::attend_f64(config.shape, config.scale(), support::rotated(config, before_key), before_value, query, expected, expected_lse);
+      support::attend_f64(config.shape, config.scale(), support::rotated(config, before_key),
+                          before_value, query, expected, expected_lse);
       CAPTURE(trial);
       CAPTURE(n);
-      const double limit = settings.unrotated ? 4e-3 : settings.method == Method::codes && part == 1 ? 1e-3 : 2e-5;
+      const double limit = settings.unrotated                              ? 4e-3
+                           : settings.method == Method::codes && part == 1 ? 1e-3
+                                                                           : 2e-5;
       CHECK(distance(out, expected) < limit);
-      CHECK(furthest(lse, expected_lse) < limit * std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
+      CHECK(furthest(lse, expected_lse) <
+            limit *
+                std::max(1.0, furthest(expected_lse, std::vector<double>(expected_lse.size()))));
       std::vector<float> keys[2], values[2];
       for (const SequenceId seq : {1, 2}) device->reconstruct(seq, keys[seq - 1], values[seq - 1]);
       CHECK(keys[0] == keys[1]);
@@ -469,12 +568,17 @@ TEST_CASE("layers work in memory that the caller lends, one after the other, as 
     }
     return std::string();
   };
-  CHECK(message(memory.data(), bytes - 1).find(std::to_string(bytes - 1) + " bytes lent, " + std::to_string(bytes) + " needed") != std::string::npos);
+  CHECK(message(memory.data(), bytes - 1)
+            .find(std::to_string(bytes - 1) + " bytes lent, " + std::to_string(bytes) +
+                  " needed") != std::string::npos);
   CHECK(message(memory.data() + 8, bytes).find("8 bytes off") != std::string::npos);
-  OjaKV<Cuda> own(config, layer.basis, policies), first(config, layer.basis, policies, nullptr, {memory.data(), bytes}), second(config, layer.basis, policies, nullptr, {memory.data(), bytes});
+  OjaKV<Cuda> own(config, layer.basis, policies),
+      first(config, layer.basis, policies, nullptr, {memory.data(), bytes}),
+      second(config, layer.basis, policies, nullptr, {memory.data(), bytes});
   CHECK(own.workspace_bytes() == bytes);
   CHECK(first.memory().reserved_bytes + bytes == own.memory().reserved_bytes);
-  const auto key = layer.rows(random, 2500, true), value = layer.rows(random, 2500, false), query = layer.queries(random, 32);
+  const auto key = layer.rows(random, 2500, true), value = layer.rows(random, 2500, false),
+             query = layer.queries(random, 32);
   const gpu::DeviceArray<float> k(key), v(value), q(query);
   std::vector<std::vector<float>> outputs;
   for (OjaKV<Cuda>* cache : {&own, &first, &second}) {
@@ -506,7 +610,8 @@ TEST_CASE("rows give the same whatever their type and strides") {
   for (auto* rows : {&key, &value}) {
     for (float& x : *rows) x = round_to(DType::f16, x);
   }
-  // As f32; as f16, aligned for wide loads; as f16 with the heads outside, which starts at an odd element.
+  // As f32; as f16, aligned for wide loads; as f16 with the heads outside, which starts at an odd
+  // element.
   const gpu::DeviceArray<float> key32(key), value32(value);
   std::vector<__half> halves[2], strided[2];
   for (int part = 0; part < 2; ++part) {
@@ -515,15 +620,20 @@ TEST_CASE("rows give the same whatever their type and strides") {
     strided[part].assign(rows.size() + 1, __half{});
     for (int token = 0; token < n; ++token) {
       for (int head = 0; head < 2; ++head) {
-        for (int i = 0; i < 96; ++i) strided[part][static_cast<std::size_t>(1 + (head * n + token) * 96 + i)] = halves[part][static_cast<std::size_t>((token * 2 + head) * 96 + i)];
+        for (int i = 0; i < 96; ++i)
+          strided[part][static_cast<std::size_t>(1 + (head * n + token) * 96 + i)] =
+              halves[part][static_cast<std::size_t>((token * 2 + head) * 96 + i)];
       }
     }
   }
-  const gpu::DeviceArray<__half> key16(halves[0]), value16(halves[1]), key_out(strided[0]), value_out(strided[1]);
+  const gpu::DeviceArray<__half> key16(halves[0]), value16(halves[1]), key_out(strided[0]),
+      value_out(strided[1]);
   for (const SequenceId seq : {1, 2, 3}) cache.create(seq);
   cache.ingest(1, {key32.data(), n, 2, 96}, {value32.data(), n, 2, 96});
-  cache.ingest(2, KeyView(key16.data(), DType::f16, n, 2, 96, 2 * 96, 96), ValueView(value16.data(), DType::f16, n, 2, 96, 2 * 96, 96));
-  cache.ingest(3, KeyView(key_out.data() + 1, DType::f16, n, 2, 96, 96, n * 96), ValueView(value_out.data() + 1, DType::f16, n, 2, 96, 96, n * 96));
+  cache.ingest(2, KeyView(key16.data(), DType::f16, n, 2, 96, 2 * 96, 96),
+               ValueView(value16.data(), DType::f16, n, 2, 96, 2 * 96, 96));
+  cache.ingest(3, KeyView(key_out.data() + 1, DType::f16, n, 2, 96, 96, n * 96),
+               ValueView(value_out.data() + 1, DType::f16, n, 2, 96, 96, n * 96));
   std::vector<float> keys[3], values[3];
   for (const SequenceId seq : {1, 2, 3}) {
     const gpu::DeviceArray<float> k(key.size()), v(key.size());
@@ -549,9 +659,11 @@ TEST_CASE("a state may hold no more full rows than the policies that load it wou
     result.token_policy.get<ResidualOutliers>().share = share;
     return result;
   };
-  Device<OjaKVv2<Cuda>> many(config, layer.basis, policies(0.45F)), few(config, layer.basis, policies(0.02F));
+  Device<OjaKVv2<Cuda>> many(config, layer.basis, policies(0.45F)),
+      few(config, layer.basis, policies(0.02F));
   many.create(1);
-  many.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false), layer.queries(random, 32));
+  many.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false),
+              layer.queries(random, 32));
   const std::vector<std::byte> saved = many.save(1);
   const std::int64_t free = few.free_pages();
   std::string message;
@@ -560,7 +672,8 @@ TEST_CASE("a state may hold no more full rows than the policies that load it wou
   } catch (const FormatError& error) {
     message = error.what();
   }
-  // 32 sinks, and of 368 rows behind which a window of 32 stays nearly a half, where a fiftieth is allowed, and as many again as heads may differ by.
+  // 32 sinks, and of 368 rows behind which a window of 32 stays nearly a half, where a fiftieth is
+  // allowed, and as many again as heads may differ by.
   CHECK(message.find("this cache's token policy keeps at most") != std::string::npos);
   CHECK(!few.cache().contains(5));
   CHECK(few.free_pages() == free);
@@ -576,15 +689,19 @@ TEST_CASE("maintain() demands the pages that it takes: with one less it changes 
   config.flush_interval = 16;
   config.tail_capacity = 256;
   const auto layer = support::random_layer(random, config.shape, {}, 16);
-  using Cache = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+  using Cache =
+      CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
   Cache::PolicySet policies;
   policies.token_policy.get<SinkRecent>() = {20, 32};
   policies.token_policy.get<ResidualOutliers>().share = 0.3F;
   const auto key = layer.rows(random, 250, true), value = layer.rows(random, 250, false);
   const gpu::DeviceArray<float> k(key), v(value);
   std::int64_t taken = 0;
-  for (const std::int64_t missing : {std::int64_t{-1000}, std::int64_t{1}, std::int64_t{0}}) {  // first with plenty, to learn how many it takes
-    const auto pool = std::make_shared<gpu::PagePool>(Cache::page_bytes(config, layer.basis, policies), missing < 0 ? 1000 : taken - missing);
+  for (const std::int64_t missing :
+       {std::int64_t{-1000}, std::int64_t{1},
+        std::int64_t{0}}) {  // first with plenty, to learn how many it takes
+    const auto pool = std::make_shared<gpu::PagePool>(
+        Cache::page_bytes(config, layer.basis, policies), missing < 0 ? 1000 : taken - missing);
     Cache cache(config, layer.basis, policies, pool);
     cache.create(1);
     cache.append(1, {k.data(), 250, 2, 64}, {v.data(), 250, 2, 64});
@@ -596,25 +713,30 @@ TEST_CASE("maintain() demands the pages that it takes: with one less it changes 
     }
     cache.maintain(1);
     CHECK(cache.tail_length(1) <= 48);
-    if (missing < 0) taken = 1000 - pool->allocator().num_free();
-    else CHECK(pool->allocator().num_free() == 0);
+    if (missing < 0)
+      taken = 1000 - pool->allocator().num_free();
+    else
+      CHECK(pool->allocator().num_free() == 0);
   }
   CHECK(taken > 2);
 }
 
-TEST_CASE("bases move in a batch as they do alone, even where all flushed rows of a sequence stay full") {
+TEST_CASE(
+    "bases move in a batch as they do alone, even where all flushed rows of a sequence stay full") {
   Random random(43);
   CacheConfig config;
   config.shape = {4, 2, 64};
   config.max_tokens = 600;
   config.max_sequences = 4;
-  config.flush_interval = 1;  // every other row is an outlier, here of one sequence, there of the other
+  config.flush_interval =
+      1;  // every other row is an outlier, here of one sequence, there of the other
   config.publish_interval = 8;
   const auto layer = support::random_layer(random, config.shape, {}, 16);
   OjaKVv2<Cuda>::PolicySet policies;
   policies.token_policy.get<SinkRecent>() = {0, 4};
   policies.token_policy.get<ResidualOutliers>().share = 0.5F;
-  Device<OjaKVv2<Cuda>> together(config, layer.basis, policies), apart(config, layer.basis, policies);
+  Device<OjaKVv2<Cuda>> together(config, layer.basis, policies),
+      apart(config, layer.basis, policies);
   const auto key = layer.rows(random, 1, true), value = layer.rows(random, 1, false);
   const std::vector<SequenceId> seqs{1, 2};
   for (DeviceSide* side : {static_cast<DeviceSide*>(&together), static_cast<DeviceSide*>(&apart)}) {
@@ -625,8 +747,11 @@ TEST_CASE("bases move in a batch as they do alone, even where all flushed rows o
     const auto keys = layer.rows(random, 2, true), values = layer.rows(random, 2, false);
     together.append_maintained(seqs, keys, values);
     for (std::size_t i = 0; i < 2; ++i) {
-      const std::ptrdiff_t from = static_cast<std::ptrdiff_t>(i * keys.size() / 2), to = from + static_cast<std::ptrdiff_t>(keys.size() / 2);
-      apart.append_maintained(std::span(seqs).subspan(i, 1), {keys.begin() + from, keys.begin() + to}, {values.begin() + from, values.begin() + to});
+      const std::ptrdiff_t from = static_cast<std::ptrdiff_t>(i * keys.size() / 2),
+                           to = from + static_cast<std::ptrdiff_t>(keys.size() / 2);
+      apart.append_maintained(std::span(seqs).subspan(i, 1),
+                              {keys.begin() + from, keys.begin() + to},
+                              {values.begin() + from, values.begin() + to});
     }
   }
   CHECK(together.publications() > 2);
@@ -672,8 +797,11 @@ TEST_CASE("heads whose keys, or values, or both have no bits at all") {
   config.epoch_type = DType::f32;
   config.max_tokens = 6000;
   config.max_query_tokens = 3;
-  const auto without = [](std::vector<std::uint8_t>& bits) { std::fill(bits.begin(), bits.end(), std::uint8_t{0}); };
-  for (const int which : {0, 1, 2}) {  // keys of one head and values of the other; both of one; both of both, of which nothing is read
+  const auto without = [](std::vector<std::uint8_t>& bits) {
+    std::fill(bits.begin(), bits.end(), std::uint8_t{0});
+  };
+  for (const int which : {0, 1, 2}) {  // keys of one head and values of the other; both of one;
+                                       // both of both, of which nothing is read
     auto layer = support::random_layer(random, config.shape, settings, 20);
     without(layer.basis.heads[0].key_bits);
     without(layer.basis.heads[which == 0 ? 1 : 0].value_bits);
@@ -704,20 +832,25 @@ TEST_CASE("heads whose keys, or values, or both have no bits at all") {
 
 namespace {
 
-/// A graph of append and attend, replayed, against plain calls: bit for bit, whatever maintain does in between.
+/// A graph of append and attend, replayed, against plain calls: bit for bit, whatever maintain does
+/// in between.
 template <class Cache>
-void replay_graph(const support::RandomLayer& layer, CacheConfig config, const typename Cache::PolicySet& policies, Random& random, std::int64_t& publications, std::int64_t& merges) {
+void replay_graph(const support::RandomLayer& layer, CacheConfig config,
+                  const typename Cache::PolicySet& policies, Random& random,
+                  std::int64_t& publications, std::int64_t& merges) {
   config.shape = layer.shape;
   config.max_tokens = 3000;
   config.max_sequences = 2;
   Cache cache(config, layer.basis, policies), plain(config, layer.basis, policies);
   const std::vector<SequenceId> seqs{5, 6};
-  const auto prompt_key = layer.rows(random, 700, true), prompt_value = layer.rows(random, 700, false), window = layer.queries(random, 32);
+  const auto prompt_key = layer.rows(random, 700, true),
+             prompt_value = layer.rows(random, 700, false), window = layer.queries(random, 32);
   const gpu::DeviceArray<float> pk(prompt_key), pv(prompt_value), pq(window);
   for (const SequenceId seq : seqs) {
     for (Cache* each : {&cache, &plain}) {
       each->create(seq);
-      each->ingest(seq, {pk.data(), 700, 2, 128}, {pv.data(), 700, 2, 128}, {pq.data(), 32, 8, 128});
+      each->ingest(seq, {pk.data(), 700, 2, 128}, {pv.data(), 700, 2, 128},
+                   {pq.data(), 32, 8, 128});
     }
   }
   const std::size_t row = 2 * 2 * 128, heads = 2 * 8 * 128;
@@ -733,10 +866,13 @@ void replay_graph(const support::RandomLayer& layer, CacheConfig config, const t
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   gpu::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
   for (int step = 0; step < (effort() == 0 ? 60 : 200); ++step) {
-    const auto k = layer.rows(random, 2, true), v = layer.rows(random, 2, false), q = layer.queries(random, 2);
+    const auto k = layer.rows(random, 2, true), v = layer.rows(random, 2, false),
+               q = layer.queries(random, 2);
     gpu::check(cudaMemcpy(key.data(), k.data(), key.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-    gpu::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-    gpu::check(cudaMemcpy(query.data(), q.data(), query.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    gpu::check(cudaMemcpy(value.data(), v.data(), value.bytes(), cudaMemcpyHostToDevice),
+               "cudaMemcpy");
+    gpu::check(cudaMemcpy(query.data(), q.data(), query.bytes(), cudaMemcpyHostToDevice),
+               "cudaMemcpy");
     cache.advance(seqs, 1);
     gpu::check(cudaGraphLaunch(replay, stream), "cudaGraphLaunch");
     cache.maintain(seqs, stream);
@@ -785,7 +921,8 @@ TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
   replay_graph<OjaKVv2<Cuda>>(narrow, config, policies, random, publications, merges);
 }
 
-TEST_CASE("bad input is refused with both values, and values that are not finite never reach the store") {
+TEST_CASE(
+    "bad input is refused with both values, and values that are not finite never reach the store") {
   CacheConfig config;
   config.shape = {4, 2, 64};
   config.max_tokens = 100;
@@ -800,20 +937,40 @@ TEST_CASE("bad input is refused with both values, and values that are not finite
     }
     return std::string("nothing was raised");
   };
-  CHECK(message([&] { cache.ingest(1, {rows.data(), 10, 2, 32}, {rows.data(), 10, 2, 32}); }) == "head_dim: cache 64, key 32");
-  CHECK(message([&] { cache.ingest(1, {rows.data(), 101, 2, 64}, {rows.data(), 101, 2, 64}); }) == "max_tokens: 100, sequence has 0, given 101");
-  CHECK(message([&] { cache.ingest(2, {rows.data(), 1, 2, 64}, {rows.data(), 1, 2, 64}); }) == "unknown sequence 2; 1 sequences exist");
-  CHECK(message([&] { cache.attend(1, {rows.data(), 1, 4, 64}, {out.data(), 1, 4, 64}); }) == "attend: 1 query tokens, sequence 1 has 0 tokens in its tail");
-  CHECK(message([&] { cache.append(1, {rows.data(), 97, 2, 64}, {rows.data(), 97, 2, 64}); }) == "tail_capacity: 96, sequence 1 has 0 rows in its tail, given 97; call maintain");
-  CHECK(message([&] { FullKV<Cuda> other({.shape = {4, 2, 40}}); }) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
+  CHECK(message([&] {
+          cache.ingest(1, {rows.data(), 10, 2, 32}, {rows.data(), 10, 2, 32});
+        }) == "head_dim: cache 64, key 32");
+  CHECK(message([&] {
+          cache.ingest(1, {rows.data(), 101, 2, 64}, {rows.data(), 101, 2, 64});
+        }) == "max_tokens: 100, sequence has 0, given 101");
+  CHECK(message([&] {
+          cache.ingest(2, {rows.data(), 1, 2, 64}, {rows.data(), 1, 2, 64});
+        }) == "unknown sequence 2; 1 sequences exist");
+  CHECK(message([&] {
+          cache.attend(1, {rows.data(), 1, 4, 64}, {out.data(), 1, 4, 64});
+        }) == "attend: 1 query tokens, sequence 1 has 0 tokens in its tail");
+  CHECK(message([&] {
+          cache.append(1, {rows.data(), 97, 2, 64}, {rows.data(), 97, 2, 64});
+        }) == "tail_capacity: 96, sequence 1 has 0 rows in its tail, given 97; call maintain");
+  CHECK(message([&] {
+          FullKV<Cuda> other({.shape = {4, 2, 40}});
+        }) == "head_dim: 40, a multiple of 16 up to 256 expected on this backend");
   CHECK(cache.num_tokens(1) == 0);
   cudaStream_t stream;
   cudaGraph_t graph;
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  CHECK(message([&] { cache.maintain(1, stream); }) == "maintain: the stream is capturing a graph; only append, attend and accumulate can be captured");
-  CHECK(message([&] { cache.create(3, stream); }) == "create: the stream is capturing a graph; only append, attend and accumulate can be captured");
-  CHECK(message([&] { cache.reconstruct(1, 0, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64}, stream); }) == "reconstruct: the stream is capturing a graph; only append, attend and accumulate can be captured");
+  CHECK(message([&] { cache.maintain(1, stream); }) ==
+        "maintain: the stream is capturing a graph; only append, attend and accumulate can be "
+        "captured");
+  CHECK(message([&] { cache.create(3, stream); }) ==
+        "create: the stream is capturing a graph; only append, attend and accumulate can be "
+        "captured");
+  CHECK(message([&] {
+          cache.reconstruct(1, 0, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64}, stream);
+        }) ==
+        "reconstruct: the stream is capturing a graph; only append, attend and accumulate can be "
+        "captured");
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
@@ -833,12 +990,16 @@ TEST_CASE("bad input is refused with both values, and values that are not finite
 
 namespace {
 
-/// Rows whose element (token, head, channel) is marked where the token is `special`, else nothing or a saw tooth over tokens.
-__global__ void fill_rows(__half* rows, std::int64_t tokens, int heads, int dim, bool saw, std::int64_t special, float mark) {
+/// Rows whose element (token, head, channel) is marked where the token is `special`, else nothing
+/// or a saw tooth over tokens.
+__global__ void fill_rows(__half* rows, std::int64_t tokens, int heads, int dim, bool saw,
+                          std::int64_t special, float mark) {
   for (std::int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
-    for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < heads * dim;
+         i += static_cast<int>(blockDim.x)) {
       const float plain = saw ? static_cast<float>(token % 8) - 3.5F : 0.0F;
-      rows[token * heads * dim + i] = __float2half(token == special && (saw || i % dim == 0) ? mark : plain);
+      rows[token * heads * dim + i] =
+          __float2half(token == special && (saw || i % dim == 0) ? mark : plain);
     }
   }
 }
@@ -860,19 +1021,29 @@ TEST_CASE("tokens leave the middle of a long sequence: rows behind them move up 
     values.push_back(__float2half(static_cast<float>(random() % 2048) / 64.0F));
   }
   const gpu::DeviceArray<__half> key(keys), value(values);
-  cache.ingest(1, KeyView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim), ValueView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
+  cache.ingest(1, KeyView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim),
+               ValueView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
   REQUIRE(static_cast<std::size_t>(tokens * heads * dim) * 4 > 2 * gpu::kShiftBytes);
-  for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{256, 512}, {101, 333}, {7000, 1}}) {  // whole tiles, and others
+  for (const auto& [first, count] : {std::pair<std::int64_t, std::int64_t>{256, 512},
+                                     {101, 333},
+                                     {7000, 1}}) {  // whole tiles, and others
     cache.remove(1, first, count);
-    for (std::vector<__half>* rows : {&keys, &values}) rows->erase(rows->begin() + first * heads * dim, rows->begin() + (first + count) * heads * dim);
+    for (std::vector<__half>* rows : {&keys, &values})
+      rows->erase(rows->begin() + first * heads * dim,
+                  rows->begin() + (first + count) * heads * dim);
     const std::int64_t left = cache.num_tokens(1);
     REQUIRE(left * heads * dim == static_cast<std::int64_t>(keys.size()));
     const gpu::DeviceArray<__half> key_out(keys.size()), value_out(keys.size());
-    for (const auto* out : {&key_out, &value_out}) gpu::check(cudaMemset(out->data(), 0xff, out->bytes()), "cudaMemset");
-    cache.reconstruct(1, 0, KeyTargetView(key_out.data(), DType::f16, left, heads, dim, heads * dim, dim), ValueTargetView(value_out.data(), DType::f16, left, heads, dim, heads * dim, dim));
+    for (const auto* out : {&key_out, &value_out})
+      gpu::check(cudaMemset(out->data(), 0xff, out->bytes()), "cudaMemset");
+    cache.reconstruct(
+        1, 0, KeyTargetView(key_out.data(), DType::f16, left, heads, dim, heads * dim, dim),
+        ValueTargetView(value_out.data(), DType::f16, left, heads, dim, heads * dim, dim));
     std::vector<__half> found(keys.size());
     for (const auto& [expected, stored] : {std::pair{&keys, &key_out}, {&values, &value_out}}) {
-      gpu::check(cudaMemcpy(found.data(), stored->data(), found.size() * sizeof(__half), cudaMemcpyDeviceToHost), "cudaMemcpy");
+      gpu::check(cudaMemcpy(found.data(), stored->data(), found.size() * sizeof(__half),
+                            cudaMemcpyDeviceToHost),
+                 "cudaMemcpy");
       CHECK(std::memcmp(found.data(), expected->data(), found.size() * sizeof(__half)) == 0);
     }
   }
@@ -894,32 +1065,47 @@ TEST_CASE("tensors and lists of more than 2^31 elements") {
   FullKV<Cuda> cache(config);
   cache.create(1);
   const std::int64_t special = tokens - 2000;
-  const gpu::DeviceArray<__half> key(static_cast<std::size_t>(tokens * heads * dim)), value(key.size());
+  const gpu::DeviceArray<__half> key(static_cast<std::size_t>(tokens * heads * dim)),
+      value(key.size());
   fill_rows<<<4096, 256>>>(key.data(), tokens, heads, dim, false, special, 8.0F);
   fill_rows<<<4096, 256>>>(value.data(), tokens, heads, dim, true, special, 100.0F);
-  cache.ingest(1, KeyView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim), ValueView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
+  cache.ingest(1, KeyView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim),
+               ValueView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
   std::vector<float> queries(static_cast<std::size_t>(heads * dim), 0.0F);
-  for (int head = 1; head < heads; head += 2) queries[static_cast<std::size_t>(head * dim)] = 50.0F;  // odd heads look for the special key: a logit of 35
+  for (int head = 1; head < heads; head += 2)
+    queries[static_cast<std::size_t>(head * dim)] =
+        50.0F;  // odd heads look for the special key: a logit of 35
   const gpu::DeviceArray<float> query(queries), out(queries.size());
   cache.attend(1, {query.data(), 1, heads, dim}, {out.data(), 1, heads, dim});
   const auto found = host(out);
   for (int head = 0; head < heads; ++head) {
     for (int i = 0; i < dim; ++i) {
       const float x = found[static_cast<std::size_t>(head * dim + i)];
-      if (head % 2 == 1) CHECK(std::abs(x - 100.0F) < 0.01F);
-      else CHECK(std::abs(x) < 1e-3F);  // the mean of whole teeth, and one in a million
+      if (head % 2 == 1)
+        CHECK(std::abs(x - 100.0F) < 0.01F);
+      else
+        CHECK(std::abs(x) < 1e-3F);  // the mean of whole teeth, and one in a million
     }
   }
   gpu::check(cudaMemset(key.data(), 0xff, key.bytes()), "cudaMemset");
   gpu::check(cudaMemset(value.data(), 0xff, value.bytes()), "cudaMemset");
-  cache.reconstruct(1, 0, KeyTargetView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim), ValueTargetView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
-  for (const std::int64_t token : {std::int64_t{0}, std::int64_t{12345}, special - 1, special, tokens - 1}) {
+  cache.reconstruct(
+      1, 0, KeyTargetView(key.data(), DType::f16, tokens, heads, dim, heads * dim, dim),
+      ValueTargetView(value.data(), DType::f16, tokens, heads, dim, heads * dim, dim));
+  for (const std::int64_t token :
+       {std::int64_t{0}, std::int64_t{12345}, special - 1, special, tokens - 1}) {
     std::vector<__half> k(static_cast<std::size_t>(heads * dim)), v(k.size());
-    gpu::check(cudaMemcpy(k.data(), key.data() + token * heads * dim, k.size() * sizeof(__half), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    gpu::check(cudaMemcpy(v.data(), value.data() + token * heads * dim, v.size() * sizeof(__half), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    gpu::check(cudaMemcpy(k.data(), key.data() + token * heads * dim, k.size() * sizeof(__half),
+                          cudaMemcpyDeviceToHost),
+               "cudaMemcpy");
+    gpu::check(cudaMemcpy(v.data(), value.data() + token * heads * dim, v.size() * sizeof(__half),
+                          cudaMemcpyDeviceToHost),
+               "cudaMemcpy");
     for (int i = 0; i < heads * dim; ++i) {
-      CHECK(__half2float(k[static_cast<std::size_t>(i)]) == (token == special && i % dim == 0 ? 8.0F : 0.0F));
-      CHECK(__half2float(v[static_cast<std::size_t>(i)]) == (token == special ? 100.0F : static_cast<float>(token % 8) - 3.5F));
+      CHECK(__half2float(k[static_cast<std::size_t>(i)]) ==
+            (token == special && i % dim == 0 ? 8.0F : 0.0F));
+      CHECK(__half2float(v[static_cast<std::size_t>(i)]) ==
+            (token == special ? 100.0F : static_cast<float>(token % 8) - 3.5F));
     }
   }
 }

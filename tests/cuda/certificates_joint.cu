@@ -9,18 +9,29 @@ namespace certificates_joint_tests {
 using namespace lowrankkv;
 
 TEST_CASE("certificates of joint values: never violated, and what float64 says they are") {
-  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1211);
-  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, TransformCode>>(DType::f16, 1217);
-  support::certificates<CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, ResidualOutliers>, BlockHadamard>>(DType::bf16, 1218);
-  support::certificates<CompressedKVCache<Cuda, JointValues, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>>(DType::f16, 1219);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(
+      DType::f16, 1211);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, TransformCode>>(
+      DType::f16, 1217);
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static,
+                                          Compose<SinkRecent, ResidualOutliers>, BlockHadamard>>(
+      DType::bf16, 1218);
+  support::certificates<CompressedKVCache<
+      Cuda, JointValues, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>>(
+      DType::f16, 1219);
 }
 
-TEST_CASE("certificates of joint values of unrotated keys: never violated, and what float64 says they are") {
-  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(DType::f16, 1215, true);
+TEST_CASE(
+    "certificates of joint values of unrotated keys: never violated, and what float64 says they "
+    "are") {
+  support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(
+      DType::f16, 1215, true);
   support::certificates<StarKV<Cuda>>(DType::f16, 1216, true);
 }
 
-TEST_CASE("certificates of heavy hitters with joint values in codes: never violated, and what float64 says they are") {
+TEST_CASE(
+    "certificates of heavy hitters with joint values in codes: never violated, and what float64 "
+    "says they are") {
   support::certificates<StarKVH2O<Cuda>>(DType::f16, 1212);
   support::certificates<StarKVH2O<Cuda>>(DType::bf16, 1213);
 }

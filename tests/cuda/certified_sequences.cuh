@@ -27,25 +27,35 @@ struct Certified {
 };
 
 template <class Cache>
-Certified certified(DeviceCache<Cache>& device, std::span<const SequenceId> seqs, const std::vector<float>& query, const Certificate& limit = kUnboundedCertificate) {
+Certified certified(DeviceCache<Cache>& device, std::span<const SequenceId> seqs,
+                    const std::vector<float>& query,
+                    const Certificate& limit = kUnboundedCertificate) {
   Certified result;
   const std::int64_t tokens = device.query_tokens(query);
   const int heads = device.shape.num_qo_heads;
   const gpu::DeviceArray<float> q(query);
-  const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(tokens * heads)), found = poisoned(3 * lse.size());
+  const auto out = poisoned(query.size()), lse = poisoned(static_cast<std::size_t>(tokens * heads)),
+             found = poisoned(3 * lse.size());
   const gpu::DeviceArray<std::uint32_t> exceeding(std::vector<std::uint32_t>{7});
   const LseView sums{lse.data(), tokens, heads};
-  device.cache.attend(seqs, device.queries(q, tokens), {out.data(), tokens, heads, device.shape.head_dim}, sums);
-  device.cache.certify(seqs, device.queries(q, tokens), sums, {reinterpret_cast<Certificate*>(found.data()), tokens, heads}, limit, exceeding.data());
+  device.cache.attend(seqs, device.queries(q, tokens),
+                      {out.data(), tokens, heads, device.shape.head_dim}, sums);
+  device.cache.certify(seqs, device.queries(q, tokens), sums,
+                       {reinterpret_cast<Certificate*>(found.data()), tokens, heads}, limit,
+                       exceeding.data());
   result.answer = {host(out), host(lse)};
   const std::vector<float> numbers = host(found);
-  for (std::size_t i = 0; i < numbers.size(); i += 3) result.certificates.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
+  for (std::size_t i = 0; i < numbers.size(); i += 3)
+    result.certificates.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
   result.exceeding = host(exceeding)[0] - 7;
   return result;
 }
 
 inline bool same(const std::vector<Certificate>& a, const std::vector<Certificate>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Certificate& x, const Certificate& y) { return x.logit == y.logit && x.softmax == y.softmax && x.output == y.output; });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Certificate& x, const Certificate& y) {
+                      return x.logit == y.logit && x.softmax == y.softmax && x.output == y.output;
+                    });
 }
 
 /// What a sequence was given, rounded to full_type: a row a token.
@@ -53,11 +63,16 @@ struct Given {
   std::vector<std::vector<float>> keys, values;
   double largest = 0.0;  ///< norm of a value of a head, of those that have gone too
 
-  void add(const CacheConfig& config, const std::vector<float>& key, const std::vector<float>& value) {
-    const std::size_t width = static_cast<std::size_t>(config.shape.num_kv_heads * config.shape.head_dim), dim = static_cast<std::size_t>(config.shape.head_dim);
+  void add(const CacheConfig& config, const std::vector<float>& key,
+           const std::vector<float>& value) {
+    const std::size_t width = static_cast<std::size_t>(config.shape.num_kv_heads *
+                                                       config.shape.head_dim),
+                      dim = static_cast<std::size_t>(config.shape.head_dim);
     const auto rounded = [&](const std::vector<float>& rows, std::size_t at) {
-      std::vector<float> row(rows.begin() + static_cast<std::ptrdiff_t>(at), rows.begin() + static_cast<std::ptrdiff_t>(at + width));
-      for (float& x : row) x = config.full_type == DType::f16 ? to_float(to_half(x)) : to_float(to_bfloat16(x));
+      std::vector<float> row(rows.begin() + static_cast<std::ptrdiff_t>(at),
+                             rows.begin() + static_cast<std::ptrdiff_t>(at + width));
+      for (float& x : row)
+        x = config.full_type == DType::f16 ? to_float(to_half(x)) : to_float(to_bfloat16(x));
       return row;
     };
     for (std::size_t at = 0; at < key.size(); at += width) {
@@ -65,7 +80,8 @@ struct Given {
       values.push_back(rounded(value, at));
       for (std::size_t head = 0; head < width; head += dim) {
         double energy = 0.0;
-        for (std::size_t i = head; i < head + dim; ++i) energy += std::pow(static_cast<double>(values.back()[i]), 2);
+        for (std::size_t i = head; i < head + dim; ++i)
+          energy += std::pow(static_cast<double>(values.back()[i]), 2);
         largest = std::max(largest, std::sqrt(energy));
       }
     }
@@ -83,10 +99,15 @@ struct Tightness {
   double logit = 0.0, softmax = 0.0, output = 0.0;
 };
 
-/// Checks the certificates of the last m tokens of a sequence against float64, of what came and of what is decoded. @param inexact  relative error of the device's own attention, which weights cover
+/// Checks the certificates of the last m tokens of a sequence against float64, of what came and of
+/// what is decoded. @param inexact  relative error of the device's own attention, which weights
+/// cover
 template <class Cache>
-void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq, const Given& given, const std::vector<float>& query, const Certified& found, std::size_t first, double inexact, Tightness& tight) {
-  const int dim = config.shape.head_dim, heads = config.shape.num_kv_heads, group = config.shape.group_size(), queries = config.shape.num_qo_heads;
+void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq,
+                        const Given& given, const std::vector<float>& query, const Certified& found,
+                        std::size_t first, double inexact, Tightness& tight) {
+  const int dim = config.shape.head_dim, heads = config.shape.num_kv_heads,
+            group = config.shape.group_size(), queries = config.shape.num_qo_heads;
   const std::int64_t tokens = device.cache.num_tokens(seq), m = device.query_tokens(query);
   REQUIRE(static_cast<std::int64_t>(given.keys.size()) == tokens);
   const bool merged = device.cache.statistics().merges > 0;
@@ -114,8 +135,10 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
         const float* exact_value = given.values[static_cast<std::size_t>(at)].data() + head * dim;
         double dots[2] = {}, differences[2] = {}, energies[2] = {};
         for (int i = 0; i < dim; ++i) {
-          const double k[2] = {static_cast<double>(exact_key[place + static_cast<std::size_t>(i)]), static_cast<double>(key[place + static_cast<std::size_t>(i)])};
-          const double v[2] = {static_cast<double>(exact_value[i]), static_cast<double>(value[place + static_cast<std::size_t>(i)])};
+          const double k[2] = {static_cast<double>(exact_key[place + static_cast<std::size_t>(i)]),
+                               static_cast<double>(key[place + static_cast<std::size_t>(i)])};
+          const double v[2] = {static_cast<double>(exact_value[i]),
+                               static_cast<double>(value[place + static_cast<std::size_t>(i)])};
           for (int which = 0; which < 2; ++which) {
             dots[which] += static_cast<double>(q[i]) * k[which];
             values[which].push_back(v[which]);
@@ -125,10 +148,13 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
           energies[0] += k[0] * k[0];
           energies[1] += v[0] * v[0];
         }
-        const bool kept = state == RowState::compressed || (config.full_row_bits == 8 && at < tokens - device.cache.tail_length(seq));
+        const bool kept =
+            state == RowState::compressed ||
+            (config.full_row_bits == 8 && at < tokens - device.cache.tail_length(seq));
         for (int which = 0; which < 2; ++which) {
           logits[which].push_back(dots[which] * config.scale());
-          lost[which].push_back(kept ? std::sqrt(differences[which]) + 1e-6 * std::sqrt(energies[which]) : 0.0);
+          lost[which].push_back(
+              kept ? std::sqrt(differences[which]) + 1e-6 * std::sqrt(energies[which]) : 0.0);
         }
         largest = std::max(largest, std::sqrt(energies[1]));
       }
@@ -140,7 +166,9 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
         outputs[which].assign(static_cast<std::size_t>(dim), 0.0);
         for (std::size_t i = 0; i < logits[which].size(); ++i) {
           weights[which].push_back(std::exp(logits[which][i] - top) / sum);
-          for (std::size_t c = 0; c < static_cast<std::size_t>(dim); ++c) outputs[which][c] += weights[which][i] * values[which][i * static_cast<std::size_t>(dim) + c];
+          for (std::size_t c = 0; c < static_cast<std::size_t>(dim); ++c)
+            outputs[which][c] +=
+                weights[which][i] * values[which][i * static_cast<std::size_t>(dim) + c];
         }
       }
       double logit = 0.0, moved = 0.0;
@@ -149,36 +177,53 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
         moved += std::abs(weights[0][i] - weights[1][i]);
       }
       const double off = norm_of_difference(outputs[0].data(), outputs[1].data(), dim);
-      const Certificate& bound = found.certificates[first + static_cast<std::size_t>(token * queries + query_head)];
+      const Certificate& bound =
+          found.certificates[first + static_cast<std::size_t>(token * queries + query_head)];
       CAPTURE(head);
       CAPTURE(query_head);
       CHECK(logit <= static_cast<double>(bound.logit) + 1e-5);
       CHECK(moved <= static_cast<double>(bound.softmax) + 1e-5);
       CHECK(off <= static_cast<double>(bound.output) + 1e-5);
       std::vector<double> own;
-      for (int i = 0; i < dim; ++i) own.push_back(static_cast<double>(found.answer.out[(first + static_cast<std::size_t>(token * queries + query_head)) * static_cast<std::size_t>(dim) + static_cast<std::size_t>(i)]));
+      for (int i = 0; i < dim; ++i)
+        own.push_back(static_cast<double>(
+            found.answer.out[(first + static_cast<std::size_t>(token * queries + query_head)) *
+                                 static_cast<std::size_t>(dim) +
+                             static_cast<std::size_t>(i)]));
       const std::vector<double> zeros(static_cast<std::size_t>(dim));
-      CHECK(norm_of_difference(outputs[0].data(), own.data(), dim) <= static_cast<double>(bound.output) + inexact * norm_of_difference(own.data(), zeros.data(), dim));
-      // What the formulas give, and what they give of residuals in f16 and of weights that are taken a little larger.
+      CHECK(norm_of_difference(outputs[0].data(), own.data(), dim) <=
+            static_cast<double>(bound.output) +
+                inexact * norm_of_difference(own.data(), zeros.data(), dim));
+      // What the formulas give, and what they give of residuals in f16 and of weights that are
+      // taken a little larger.
       const auto formula = [&](double more_lost, double more_weight, double largest_value) {
         double most = 0.0, growth = 0.0, decay = 0.0, part = 0.0;
         for (std::size_t i = 0; i < lost[0].size(); ++i) {
-          const double delta = more_lost * query_norm * lost[0][i], weight = more_weight * weights[1][i];
+          const double delta = more_lost * query_norm * lost[0][i],
+                       weight = more_weight * weights[1][i];
           most = std::max(most, delta);
           growth += weight * std::expm1(delta);
           decay += weight * -std::expm1(-delta);
           part += weight * more_lost * lost[1][i];
         }
-        const double softmax = std::min(diagnostics::weighted_softmax_error_bound(growth, decay), diagnostics::softmax_error_bound(most));
-        return std::array<double, 3>{most, softmax, diagnostics::output_error_bound(softmax, largest_value, part)};
+        const double softmax = std::min(diagnostics::weighted_softmax_error_bound(growth, decay),
+                                        diagnostics::softmax_error_bound(most));
+        return std::array<double, 3>{most, softmax,
+                                     diagnostics::output_error_bound(softmax, largest_value, part)};
       };
-      const double lse = std::max(1.0, std::abs(static_cast<double>(found.answer.lse[first + static_cast<std::size_t>(token * queries + query_head)])));
-      const auto least = formula(1.0, 1.0, largest), most = formula(1.003, std::exp(2.0 * inexact * lse), 1.003 * given.largest);
-      const double got[3] = {static_cast<double>(bound.logit), static_cast<double>(bound.softmax), static_cast<double>(bound.output)};
+      const double lse = std::max(
+          1.0,
+          std::abs(static_cast<double>(
+              found.answer.lse[first + static_cast<std::size_t>(token * queries + query_head)])));
+      const auto least = formula(1.0, 1.0, largest),
+                 most = formula(1.003, std::exp(2.0 * inexact * lse), 1.003 * given.largest);
+      const double got[3] = {static_cast<double>(bound.logit), static_cast<double>(bound.softmax),
+                             static_cast<double>(bound.output)};
       for (std::size_t i = 0; i < 3; ++i) {
         CAPTURE(i);
         CHECK(got[i] >= least[i] * (1.0 - 1e-6));
-        // Residuals below the smallest normal f16. What rows lost when they went to other epochs adds up, and may have turned back.
+        // Residuals below the smallest normal f16. What rows lost when they went to other epochs
+        // adds up, and may have turned back.
         if (!merged) CHECK(got[i] <= most[i] * (1.0 + 1e-5) + 2e-4);
       }
       if (logit > 1e-4) tight.logit = std::max(tight.logit, logit / got[0]);
@@ -188,19 +233,26 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
   }
 }
 
-/// Random sequences of a composition: prompts, steps, copies, saved states, tokens that go. Returns how often segments merged.
+/// Random sequences of a composition: prompts, steps, copies, saved states, tokens that go. Returns
+/// how often segments merged.
 template <class Cache>
-std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false, int full_row_bits = 0) {
+std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false,
+                          int full_row_bits = 0) {
   Random random(seed);
   Tightness tight;
   std::int64_t merges = 0;
   const double inexact = unrotated ? 4e-3 : 1e-3;
   using PolicySet = typename Cache::PolicySet;
   using Tokens = decltype(PolicySet{}.token_policy);
-  constexpr bool heavy = has_member<Tokens, HeavyHitters>, moves = std::is_same_v<decltype(PolicySet{}.updater), Oja>, scored = has_member<Tokens, SnapKV> || heavy || moves, joint = std::is_same_v<decltype(PolicySet{}.basis), JointValues>;
+  constexpr bool heavy = has_member<Tokens, HeavyHitters>,
+                 moves = std::is_same_v<decltype(PolicySet{}.updater), Oja>,
+                 scored = has_member<Tokens, SnapKV> || heavy || moves,
+                 joint = std::is_same_v<decltype(PolicySet{}.basis), JointValues>;
   for (int trial = 0; trial < (effort() == 0 ? 1 : 5 * effort()); ++trial) {
     CacheConfig config;
-    config.shape = random_shape(random, 3, {1, 2, 4, 5, 8}, effort() == 0 ? std::vector<int>{64, 80} : std::vector<int>{64, 80, 96, 128, 256});
+    config.shape = random_shape(
+        random, 3, {1, 2, 4, 5, 8},
+        effort() == 0 ? std::vector<int>{64, 80} : std::vector<int>{64, 80, 96, 128, 256});
     config.max_sequences = 3;
     config.max_tokens = 3000;
     config.max_query_tokens = 4;
@@ -214,17 +266,29 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     Settings settings;
     settings.sinks = static_cast<int>(random() % 9);
     settings.recent = 4 + static_cast<int>(random() % 30);
-    settings.outliers = {OutlierError::relative, 0.05F, trial % 2 == 0 && !std::is_same_v<decltype(PolicySet{}.updater), FrequentDirections> ? 0.25F : 0.0F};
+    settings.outliers = {
+        OutlierError::relative, 0.05F,
+        trial % 2 == 0 && !std::is_same_v<decltype(PolicySet{}.updater), FrequentDirections>
+            ? 0.25F
+            : 0.0F};
     settings.coefficients = type;
     settings.basis.centred = random() % 2 == 0;
-    const int rank = 8 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 8));
-    RandomLayer layer = joint ? joint_layer(random, config.shape, settings.basis, 0, rank, config.shape.head_dim) : random_layer(random, config.shape, settings, rank);
+    const int rank =
+        8 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 8));
+    RandomLayer layer =
+        joint ? joint_layer(random, config.shape, settings.basis, 0, rank, config.shape.head_dim)
+              : random_layer(random, config.shape, settings, rank);
     layer.scale = trial % 2 == 0 ? 0.3F : 2.0F;
     auto policies = configured(PolicySet{}, settings);
     if constexpr (joint) policies.basis = {0, settings.basis};
-    if constexpr (std::is_same_v<decltype(policies.updater), FrequentDirections>) policies.updater.chunk_length = 8 + static_cast<int>(random() % 24);
-    if constexpr (heavy) policies.token_policy.template get<HeavyHitters>() = {0.25F, 60 + static_cast<int>(random() % 200), settings.recent};
-    const auto rows = [&](std::int64_t n, bool key) { return joint ? joint_rows(random, layer, n, key) : layer.rows(random, n, key); };
+    if constexpr (std::is_same_v<decltype(policies.updater), FrequentDirections>)
+      policies.updater.chunk_length = 8 + static_cast<int>(random() % 24);
+    if constexpr (heavy)
+      policies.token_policy.template get<HeavyHitters>() = {
+          0.25F, 60 + static_cast<int>(random() % 200), settings.recent};
+    const auto rows = [&](std::int64_t n, bool key) {
+      return joint ? joint_rows(random, layer, n, key) : layer.rows(random, n, key);
+    };
     DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
     CAPTURE(trial);
     Given given;
@@ -243,14 +307,17 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
         if constexpr (heavy) {  // recent rows receive much, and take the places of others
           const std::int64_t tokens = device.cache.num_tokens(1), heads = config.shape.num_kv_heads;
           std::vector<float> accumulated(static_cast<std::size_t>(heads * tokens));
-          for (std::int64_t i = 0; i < heads * tokens; ++i) accumulated[static_cast<std::size_t>(i)] = i % tokens >= device.cache.rollback_limit(1) && random() % 2 == 0 ? 5.0F : 0.0F;
+          for (std::int64_t i = 0; i < heads * tokens; ++i)
+            accumulated[static_cast<std::size_t>(i)] =
+                i % tokens >= device.cache.rollback_limit(1) && random() % 2 == 0 ? 5.0F : 0.0F;
           const gpu::DeviceArray<float> received(accumulated);
           device.cache.accumulate(1, {received.data(), 1, config.shape.num_kv_heads, tokens});
         }
       }
     };
     const auto check = [&] {
-      const int m = 1 + static_cast<int>(random() % static_cast<unsigned>(std::min(3, device.cache.tail_length(1))));
+      const int m = 1 + static_cast<int>(random() % static_cast<unsigned>(
+                                                        std::min(3, device.cache.tail_length(1))));
       const auto query = layer.queries(random, m);
       const Certified found = certified(device, std::span(&one, 1), query);
       check_certificates(config, device, 1, given, query, found, 0, inexact, tight);
@@ -283,21 +350,36 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     }();
     if (device.cache.tail_length(1) >= 2) {
       const SequenceId seqs[] = {2, 1};
-      const Certified alone = certified(device, std::span(&one, 1), query), beside = certified(device, seqs, both), loaded = certified(other, std::span(&three, 1), query);
+      const Certified alone = certified(device, std::span(&one, 1), query),
+                      beside = certified(device, seqs, both),
+                      loaded = certified(other, std::span(&three, 1), query);
       CHECK(same(alone.certificates, loaded.certificates));
-      CHECK(same(alone.certificates, {beside.certificates.begin(), beside.certificates.begin() + static_cast<std::ptrdiff_t>(alone.certificates.size())}));
-      CHECK(same(alone.certificates, {beside.certificates.begin() + static_cast<std::ptrdiff_t>(alone.certificates.size()), beside.certificates.end()}));
+      CHECK(same(alone.certificates, {beside.certificates.begin(),
+                                      beside.certificates.begin() +
+                                          static_cast<std::ptrdiff_t>(alone.certificates.size())}));
+      CHECK(same(alone.certificates, {beside.certificates.begin() +
+                                          static_cast<std::ptrdiff_t>(alone.certificates.size()),
+                                      beside.certificates.end()}));
       // Those that exceed a limit are counted.
       const Certificate limit = alone.certificates[alone.certificates.size() / 2];
-      const auto exceeds = [&](const Certificate& found) { return !(found.logit <= limit.logit && found.softmax <= limit.softmax && found.output <= limit.output); };
-      CHECK(certified(device, std::span(&one, 1), query, limit).exceeding == static_cast<std::uint32_t>(std::count_if(alone.certificates.begin(), alone.certificates.end(), exceeds)));
+      const auto exceeds = [&](const Certificate& found) {
+        return !(found.logit <= limit.logit && found.softmax <= limit.softmax &&
+                 found.output <= limit.output);
+      };
+      CHECK(certified(device, std::span(&one, 1), query, limit).exceeding ==
+            static_cast<std::uint32_t>(
+                std::count_if(alone.certificates.begin(), alone.certificates.end(), exceeds)));
       CHECK(alone.exceeding == 0);
     }
     // Tokens of the middle go, then those at the end; others come.
-    const std::int64_t tokens = device.cache.num_tokens(1), first = tokens / 3 + 20, count = std::min<std::int64_t>(tokens / 4, 40);
+    const std::int64_t tokens = device.cache.num_tokens(1), first = tokens / 3 + 20,
+                       count = std::min<std::int64_t>(tokens / 4, 40);
     if (first + count < tokens) {
       device.cache.remove(1, first, count);
-      const auto erase = [&](auto& all) { all.erase(all.begin() + static_cast<std::ptrdiff_t>(first), all.begin() + static_cast<std::ptrdiff_t>(first + count)); };
+      const auto erase = [&](auto& all) {
+        all.erase(all.begin() + static_cast<std::ptrdiff_t>(first),
+                  all.begin() + static_cast<std::ptrdiff_t>(first + count));
+      };
       erase(given.keys);
       erase(given.values);
       append(1);
@@ -309,7 +391,9 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     given.values.resize(static_cast<std::size_t>(length));
     append(1 + static_cast<int>(random() % 60));
     check();
-    if (device.cache.tail_length(2) >= 2) CHECK(same(certified(device, std::span(&two, 1), query).certificates, certified(other, std::span(&three, 1), query).certificates));  // the copy stayed
+    if (device.cache.tail_length(2) >= 2)
+      CHECK(same(certified(device, std::span(&two, 1), query).certificates,
+                 certified(other, std::span(&three, 1), query).certificates));  // the copy stayed
     // A sequence anew knows nothing of the one before.
     device.cache.erase(1);
     device.cache.create(1);
@@ -319,7 +403,8 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     check();
     merges += device.cache.statistics().merges;
   }
-  MESSAGE("largest error / bound: logits " << tight.logit << ", weights " << tight.softmax << ", outputs " << tight.output);
+  MESSAGE("largest error / bound: logits " << tight.logit << ", weights " << tight.softmax
+                                           << ", outputs " << tight.output);
   if (effort() > 0) CHECK(tight.logit > 0.1);
   return merges;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that values choose: by scores and by errors at once; tokens go from among them, heads keep different numbers, and go on.
+// Rows that values choose: by scores and by errors at once; tokens go from among them, heads keep
+// different numbers, and go on.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,20 +26,32 @@ using support::Random;
 namespace {
 
 using ByErrors = Budgeted<Cuda>;
-using Evicting = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>;
-using Sketched = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, ResidualOutliers>, Int8>;
-using SketchedChosen = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV>, Int8>;
-using SketchedBoth = CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>, Int8>;
-using Moving = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>, NoQuantizer>;
+using Evicting = CompressedKVCache<Cuda, PerHead, Static,
+                                   Compose<SinkRecent, SnapKV, ResidualOutliers>, TransformCode>;
+using Sketched = CompressedKVCache<Cuda, PerHead, FrequentDirections,
+                                   Compose<SinkRecent, ResidualOutliers>, Int8>;
+using SketchedChosen =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, Compose<SinkRecent, SnapKV>, Int8>;
+using SketchedBoth = CompressedKVCache<Cuda, PerHead, FrequentDirections,
+                                       Compose<SinkRecent, SnapKV, ResidualOutliers>, Int8>;
+using Moving = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>,
+                                 NoQuantizer>;
 template <class Updater, class Tokens>
 using ThreeEpochs = CompressedKVCache<Cuda, PerHead, Updater, Tokens, Int8, KeepEpochs<3>>;
 
-std::unique_ptr<support::DeviceSide> make_device(const support::Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
-  const auto make = [&]<class Cache>() -> std::unique_ptr<support::DeviceSide> { return std::make_unique<support::Device<Cache>>(config, basis, support::configured(typename Cache::PolicySet{}, settings)); };
+std::unique_ptr<support::DeviceSide> make_device(const support::Settings& settings,
+                                                 const CacheConfig& config,
+                                                 const LayerBasis& basis) {
+  const auto make = [&]<class Cache>() -> std::unique_ptr<support::DeviceSide> {
+    return std::make_unique<support::Device<Cache>>(
+        config, basis, support::configured(typename Cache::PolicySet{}, settings));
+  };
   if (settings.method == support::Method::oja_evicting) return make.operator()<Moving>();
   if (settings.method == support::Method::directions_outliers) return make.operator()<Sketched>();
-  if (settings.method == support::Method::directions_snapkv) return make.operator()<SketchedChosen>();
-  if (settings.method == support::Method::directions_evicting) return make.operator()<SketchedBoth>();
+  if (settings.method == support::Method::directions_snapkv)
+    return make.operator()<SketchedChosen>();
+  if (settings.method == support::Method::directions_evicting)
+    return make.operator()<SketchedBoth>();
   return make.operator()<Evicting>();
 }
 
@@ -79,12 +92,14 @@ template <class Cache>
 double off(DeviceCache<Cache>& device, SequenceId seq, const std::vector<float>& query) {
   const Stored now = stored(device, seq);
   std::vector<double> out, lse;
-  support::attend_f64(device.shape, device.cache.config().scale(), now.key, now.value, query, out, lse, true);
+  support::attend_f64(device.shape, device.cache.config().scale(), now.key, now.value, query, out,
+                      lse, true);
   return support::distance(device.attend(std::span(&seq, 1), query).out, out);
 }
 
 template <class Cache>
-void append_maintained(DeviceCache<Cache>& device, SequenceId seq, const support::RandomLayer& layer, Random& random, int tokens) {
+void append_maintained(DeviceCache<Cache>& device, SequenceId seq,
+                       const support::RandomLayer& layer, Random& random, int tokens) {
   for (int i = 0; i < tokens; ++i) {
     device.append(std::span(&seq, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
     device.cache.maintain(std::span(&seq, 1));
@@ -111,14 +126,18 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   const SequenceId one = 1, two = 2, three = 3;
   const std::int64_t free_pages = device.cache.pool().allocator().num_free();
   device.cache.create(1);
-  const std::vector<float> key = layer.rows(random, 500, true), value = layer.rows(random, 500, false);
+  const std::vector<float> key = layer.rows(random, 500, true),
+                           value = layer.rows(random, 500, false);
   device.ingest(1, key, value, layer.queries(random, 32));
   append_maintained(device, 1, layer, random, 60);
   device.cache.fork(1, 2);
   const std::vector<float> query = layer.queries(random, 1);
   const support::gpu::DeviceArray<float> device_query(query);
   const auto captured_out = support::poisoned(query.size());
-  const support::CapturedStep step([&](cudaStream_t stream) { device.cache.attend(std::span(&two, 1), device.queries(device_query, 1), {captured_out.data(), 1, 6, 64}, {}, stream); });
+  const support::CapturedStep step([&](cudaStream_t stream) {
+    device.cache.attend(std::span(&two, 1), device.queries(device_query, 1),
+                        {captured_out.data(), 1, 6, 64}, {}, stream);
+  });
   const Stored before = stored(device, 1);
   const Answer answer = device.attend(std::span(&one, 1), query);
 
@@ -127,13 +146,19 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   CHECK(device.cache.num_tokens(2) == 333);
   CHECK(stored(device, 2) == before.without(333, 560 - 333));
   bool differ = false;
-  for (const auto& head : before.states) differ = differ || std::count(head.begin(), head.begin() + 333, RowState::full) != std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::full) ||
-                                                  std::count(head.begin(), head.begin() + 333, RowState::dropped) != std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::dropped);
+  for (const auto& head : before.states)
+    differ =
+        differ ||
+        std::count(head.begin(), head.begin() + 333, RowState::full) !=
+            std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::full) ||
+        std::count(head.begin(), head.begin() + 333, RowState::dropped) !=
+            std::count(before.states[0].begin(), before.states[0].begin() + 333, RowState::dropped);
   CHECK(differ);  // else this would test little
   append_maintained(device, 2, layer, random, 100);
   CHECK(off(device, 2, query) < 1e-3);
   const Stored longer = stored(device, 2);
-  CHECK(std::equal(longer.states[0].begin(), longer.states[0].begin() + 333, before.states[0].begin()));
+  CHECK(std::equal(longer.states[0].begin(), longer.states[0].begin() + 333,
+                   before.states[0].begin()));
 
   // Its middle, twice: from among listed rows, and what they left.
   device.cache.remove(2, 20, 100);
@@ -150,25 +175,33 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   CHECK(device.attend(std::span(&one, 1), query) == answer);
 
   // Bytes are those of the heads' own rows.
-  const std::int64_t tail = device.cache.tail_length(2), row_bytes = full_row_bits == 8 ? 128 + 4 : 256;  // codes and two steps
+  const std::int64_t tail = device.cache.tail_length(2),
+                     row_bytes = full_row_bits == 8 ? 128 + 4 : 256;  // codes and two steps
   std::int64_t full = 0;
-  for (const auto& head : shorter.states) full += std::count(head.begin(), head.end() - tail, RowState::full);
+  for (const auto& head : shorter.states)
+    full += std::count(head.begin(), head.end() - tail, RowState::full);
   CHECK(device.cache.memory(2).full_row_bytes == static_cast<std::size_t>(full * row_bytes));
 
-  // What heads have fewer than others is saved; hostile numbers of that under a right checksum are refused.
+  // What heads have fewer than others is saved; hostile numbers of that under a right checksum are
+  // refused.
   std::vector<HeadRows> missing;
   HeadRows most;
   for (const auto& head : shorter.states) {
-    const auto rows_in = [&](RowState state) { return static_cast<std::int32_t>(std::count(head.begin(), head.end() - tail, state)); };
+    const auto rows_in = [&](RowState state) {
+      return static_cast<std::int32_t>(std::count(head.begin(), head.end() - tail, state));
+    };
     missing.push_back({rows_in(RowState::full), rows_in(RowState::compressed)});
-    most = {std::max(most.num_full, missing.back().num_full), std::max(most.num_compressed, missing.back().num_compressed)};
+    most = {std::max(most.num_full, missing.back().num_full),
+            std::max(most.num_compressed, missing.back().num_compressed)};
   }
-  for (HeadRows& head : missing) head = {most.num_full - head.num_full, most.num_compressed - head.num_compressed};
+  for (HeadRows& head : missing)
+    head = {most.num_full - head.num_full, most.num_compressed - head.num_compressed};
   const std::vector<std::byte> saved = device.save(2);
   const auto pattern = std::as_bytes(std::span(missing));
   const auto found = std::search(saved.begin(), saved.end(), pattern.begin(), pattern.end());
   REQUIRE(found != saved.end());
-  for (const std::int32_t number : {-1, most.num_full + 1, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}) {
+  for (const std::int32_t number : {-1, most.num_full + 1, std::numeric_limits<std::int32_t>::max(),
+                                    std::numeric_limits<std::int32_t>::min()}) {
     std::vector<std::byte> hostile = saved;
     std::memcpy(hostile.data() + (found - saved.begin()), &number, sizeof number);
     CHECK_THROWS_AS(other.cache.load(3, support::with_checksum(hostile)), FormatError);
@@ -203,7 +236,9 @@ ByErrors::PolicySet by_errors(float share) {
 
 }  // namespace
 
-TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE(
+    "random sequences of rows that scores keep, or errors exempt, or both: rows as on the CPU, "
+    "answers as in float64, the same in any batch") {
   std::uint64_t seed = 45;
   using support::Method;
   struct Case {
@@ -211,9 +246,23 @@ TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both:
     DType type;
     bool unrotated = false;
   };
-  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16}, {Method::budgeted_evicting, DType::bf16}, {Method::budgeted_evicting, DType::f16, true}, {Method::oja_evicting, DType::f16}, {Method::oja_evicting, DType::bf16}, {Method::oja_evicting, DType::f16, true},
-                                               {Method::directions_outliers, DType::f16}, {Method::directions_outliers, DType::bf16, true}, {Method::directions_evicting, DType::f16}, {Method::directions_evicting, DType::bf16, true}, {Method::directions_snapkv, DType::f16}, {Method::directions_snapkv, DType::bf16, true}}) {
-    if (support::effort() == 0 && (support::device_epochs(method) ? unrotated || method == Method::directions_snapkv : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting))) continue;
+  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16},
+                                                {Method::budgeted_evicting, DType::bf16},
+                                                {Method::budgeted_evicting, DType::f16, true},
+                                                {Method::oja_evicting, DType::f16},
+                                                {Method::oja_evicting, DType::bf16},
+                                                {Method::oja_evicting, DType::f16, true},
+                                                {Method::directions_outliers, DType::f16},
+                                                {Method::directions_outliers, DType::bf16, true},
+                                                {Method::directions_evicting, DType::f16},
+                                                {Method::directions_evicting, DType::bf16, true},
+                                                {Method::directions_snapkv, DType::f16},
+                                                {Method::directions_snapkv, DType::bf16, true}}) {
+    if (support::effort() == 0 &&
+        (support::device_epochs(method)
+             ? unrotated || method == Method::directions_snapkv
+             : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting)))
+      continue;
     support::Settings settings;
     settings.method = method;
     settings.coefficients = type;
@@ -222,22 +271,36 @@ TEST_CASE("random sequences of rows that scores keep, or errors exempt, or both:
     CAPTURE(name);
     CAPTURE(std::string(name_of(type)));
     CAPTURE(unrotated);
-    const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 4 * support::effort()));
-    MESSAGE(name << " " << std::string(name_of(type)) << std::string(unrotated ? ", unrotated" : "") << ": outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
+    const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed,
+                                                           std::max(1, 4 * support::effort()));
+    MESSAGE(name << " " << std::string(name_of(type)) << std::string(unrotated ? ", unrotated" : "")
+                 << ": outputs " << worst.out << ", lse " << worst.lse
+                 << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
   }
 }
 
-TEST_CASE("tokens go from among rows that errors chose: each head keeps its own, copies go on as the original") {
+TEST_CASE(
+    "tokens go from among rows that errors chose: each head keeps its own, copies go on as the "
+    "original") {
   for (const int bits : {0, 8}) check_tokens_go<ByErrors>(by_errors(0.2F), bits);
 }
 
-TEST_CASE("tokens go from among rows that scores kept and errors exempted: each head keeps its own, copies go on as the original") {
-  for (const int bits : {0, 8}) check_tokens_go<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.4F}, ResidualOutliers{.share = 0.1F}), {}}, bits);
+TEST_CASE(
+    "tokens go from among rows that scores kept and errors exempted: each head keeps its own, "
+    "copies go on as the original") {
+  for (const int bits : {0, 8})
+    check_tokens_go<Evicting>(
+        {{},
+         {},
+         Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.4F}, ResidualOutliers{.share = 0.1F}),
+         {}},
+        bits);
 }
 
 namespace {
 
-/// A relative error that a share of the rows of check_tokens_go() exceeds, of those that are compressed without exemptions.
+/// A relative error that a share of the rows of check_tokens_go() exceeds, of those that are
+/// compressed without exemptions.
 template <class Cache>
 float error_exceeded_by(double share, typename Cache::PolicySet policies) {
   policies.token_policy.template get<ResidualOutliers>().share = 0.0F;
@@ -256,10 +319,14 @@ float error_exceeded_by(double share, typename Cache::PolicySet policies) {
   for (std::size_t row = 0; row < 500 * 3; ++row) {
     if (now.states[row % 3][row / 3] != RowState::compressed) continue;
     const HeadBasis& basis = layer.basis.heads[row % 3];
-    errors.push_back(support::row_error(basis.key_mean, key.data() + row * 64, now.key.data() + row * 64, 64, true) + support::row_error(basis.value_mean, value.data() + row * 64, now.value.data() + row * 64, 64, true));
+    errors.push_back(support::row_error(basis.key_mean, key.data() + row * 64,
+                                        now.key.data() + row * 64, 64, true) +
+                     support::row_error(basis.value_mean, value.data() + row * 64,
+                                        now.value.data() + row * 64, 64, true));
   }
   std::sort(errors.begin(), errors.end());
-  return static_cast<float>(errors[static_cast<std::size_t>((1.0 - share) * static_cast<double>(errors.size()))]);
+  return static_cast<float>(
+      errors[static_cast<std::size_t>((1.0 - share) * static_cast<double>(errors.size()))]);
 }
 
 template <class Cache>
@@ -273,15 +340,22 @@ void check_threshold(typename Cache::PolicySet policies, int full_row_bits) {
 
 }  // namespace
 
-TEST_CASE("rows stay full where errors exceed a threshold: each head keeps its own number of them, tokens go from among them, copies go on as the original") {
+TEST_CASE(
+    "rows stay full where errors exceed a threshold: each head keeps its own number of them, "
+    "tokens go from among them, copies go on as the original") {
   for (const int bits : {0, 8}) check_threshold<ByErrors>(by_errors(0.5F), bits);
-  check_threshold<Evicting>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
-  if (support::effort() == 0) return;  // on the host sketches take minutes; random sequences have them too
+  check_threshold<Evicting>(
+      {{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
+  if (support::effort() == 0)
+    return;  // on the host sketches take minutes; random sequences have them too
   check_threshold<Sketched>({{}, {}, Compose(SinkRecent{5, 20}, ResidualOutliers{}), {}}, 0);
-  check_threshold<SketchedBoth>({{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
+  check_threshold<SketchedBoth>(
+      {{}, {}, Compose(SinkRecent{5, 20}, SnapKV{.keep = 0.6F}, ResidualOutliers{}), {}}, 0);
 }
 
-TEST_CASE("full rows that were all early, and are kept when later ones go, have room for as many again; beyond that truncate() says so and changes nothing") {
+TEST_CASE(
+    "full rows that were all early, and are kept when later ones go, have room for as many again; "
+    "beyond that truncate() says so and changes nothing") {
   Random random(42);
   const CacheConfig config = config_of(800);
   const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 20);
@@ -294,9 +368,11 @@ TEST_CASE("full rows that were all early, and are kept when later ones go, have 
     const std::int64_t tokens = 780 - length, early = tokens / 4 + 30;
     REQUIRE(early < tokens);
     // Rows that no map holds come first, and are all that a head can keep.
-    std::vector<float> key = layer.rows(random, tokens, true), value = layer.rows(random, tokens, false);
+    std::vector<float> key = layer.rows(random, tokens, true),
+                       value = layer.rows(random, tokens, false);
     std::normal_distribution<float> normal;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(early * 3 * 64); ++i) key[i] = 30.0F * normal(random);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(early * 3 * 64); ++i)
+      key[i] = 30.0F * normal(random);
     device.ingest(1, key, value);
     const Stored before = stored(device, 1);
     const std::int64_t kept = length + tokens / 4 + 30;
@@ -312,17 +388,21 @@ TEST_CASE("full rows that were all early, and are kept when later ones go, have 
   }
   CHECK(length > 500);  // room was there before
   CHECK(refused.find("may come: at most") != std::string::npos);
-  CHECK(message_of([&] { device.cache.remove(1, 500, 250); }).find("may come: at most") != std::string::npos);
+  CHECK(message_of([&] { device.cache.remove(1, 500, 250); }).find("may come: at most") !=
+        std::string::npos);
   device.cache.remove(1, 0, 400);  // most of those rows
   append_maintained(device, one, layer, random, 100);
   CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
 }
 
-/// Tokens go from among rows that values chose, so that heads have other numbers of rows under every epoch, and others come: forks, saved states. Returns whether they had.
+/// Tokens go from among rows that values chose, so that heads have other numbers of rows under
+/// every epoch, and others come: forks, saved states. Returns whether they had.
 template <class Cache>
 bool tokens_go(DeviceCache<Cache>& device, const support::RandomLayer& layer, Random& random) {
   const Stored before = stored(device, 1);
-  const auto compressed = [](const Stored& all, std::size_t head) { return std::count(all.states[head].begin(), all.states[head].end(), RowState::compressed); };
+  const auto compressed = [](const Stored& all, std::size_t head) {
+    return std::count(all.states[head].begin(), all.states[head].end(), RowState::compressed);
+  };
   const auto differ = [&](const Stored& all) {
     for (std::size_t head = 1; head < all.states.size(); ++head) {
       if (compressed(all, head) != compressed(all, 0)) return true;
@@ -371,7 +451,8 @@ TEST_CASE("where bases move, tokens go from among rows that scores or errors cho
   const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 24);
   const auto fill = [&](auto& device) {
     device.cache.create(1);
-    device.ingest(1, layer.rows(random, 200, true), layer.rows(random, 200, false), layer.queries(random, 32));
+    device.ingest(1, layer.rows(random, 200, true), layer.rows(random, 200, false),
+                  layer.queries(random, 32));
     append_maintained(device, 1, layer, random, 130);
     CHECK(device.cache.statistics().publications > 2);
   };
@@ -386,12 +467,16 @@ TEST_CASE("where bases move, tokens go from among rows that scores or errors cho
   };
   const SnapKV scores{0.4F, 0, 32, 7, Pooling::average};
   const ResidualOutliers errors{.share = 0.1F};
-  check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>>>({{}, {}, Compose(SinkRecent{}, scores, errors), {}});
-  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>>>({{}, {}, Compose(SinkRecent{}, scores, errors), {}});
+  check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV, ResidualOutliers>>>(
+      {{}, {}, Compose(SinkRecent{}, scores, errors), {}});
+  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV, ResidualOutliers>>>(
+      {{}, {}, Compose(SinkRecent{}, scores, errors), {}});
   CHECK(apart == 2);
   if (support::effort() == 0) return;
-  check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV>>>({{}, {}, Compose(SinkRecent{}, scores), {}});
-  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV>>>({{}, {}, Compose(SinkRecent{}, scores), {}});
+  check.operator()<ThreeEpochs<Oja, Compose<SinkRecent, SnapKV>>>(
+      {{}, {}, Compose(SinkRecent{}, scores), {}});
+  check.operator()<ThreeEpochs<FrequentDirections, Compose<SinkRecent, SnapKV>>>(
+      {{}, {}, Compose(SinkRecent{}, scores), {}});
   CHECK(apart >= 3);
 }
 
@@ -402,9 +487,12 @@ TEST_CASE("where the segments of many heads begin, a loaded copy knows too") {
   config.publish_interval = 16;
   using Cache = ThreeEpochs<Oja, Compose<SinkRecent, SnapKV>>;
   const support::RandomLayer layer = support::random_layer(random, config.shape, {}, 8);
-  DeviceCache<Cache> device(config, layer.basis, {{}, {}, Compose(SinkRecent{2, 8}, SnapKV{0.5F, 0, 16, 3, Pooling::average}), {}});
+  DeviceCache<Cache> device(
+      config, layer.basis,
+      {{}, {}, Compose(SinkRecent{2, 8}, SnapKV{0.5F, 0, 16, 3, Pooling::average}), {}});
   device.cache.create(1);
-  device.ingest(1, layer.rows(random, 60, true), layer.rows(random, 60, false), layer.queries(random, 32));
+  device.ingest(1, layer.rows(random, 60, true), layer.rows(random, 60, false),
+                layer.queries(random, 32));
   append_maintained(device, 1, layer, random, 40);
   device.cache.remove(1, 10, 21);
   device.cache.load(2, device.save(1));
@@ -413,14 +501,19 @@ TEST_CASE("where the segments of many heads begin, a loaded copy knows too") {
   const auto query = layer.queries(random, 1);
   CHECK(off(device, 2, query) < 1e-3);
   const SequenceId one = 1, two = 2;
-  CHECK(device.attend(std::span(&two, 1), query).out == device.attend(std::span(&one, 1), query).out);
+  CHECK(device.attend(std::span(&two, 1), query).out ==
+        device.attend(std::span(&one, 1), query).out);
   // Boundaries that are none are refused: somewhere in the first bytes a number is one.
   const std::vector<std::byte> saved = device.save(1);
   int refused = 0;
   for (std::size_t at = 0; at < 6000 && refused < 20; at += 4) {
     std::vector<std::byte> hostile = saved;
     std::fill_n(hostile.begin() + static_cast<std::ptrdiff_t>(at), 4, std::byte{0xff});
-    refused += message_of([&] { device.cache.load(3, support::with_checksum(hostile)); }).find("saved state: segment ") == 0 ? 1 : 0;
+    refused += message_of([&] {
+                 device.cache.load(3, support::with_checksum(hostile));
+               }).find("saved state: segment ") == 0
+                   ? 1
+                   : 0;
     if (device.cache.contains(3)) device.cache.erase(3);
   }
   CHECK(refused == 20);
@@ -446,7 +539,9 @@ TEST_CASE("sketches and outliers: a batch may leave nothing to compress") {
   CHECK(device.cache.memory(1).coefficient_bytes == 0);
 }
 
-TEST_CASE("sketches, scores and errors: epochs all of whose rows errors exempt have no segment, as on the CPU") {
+TEST_CASE(
+    "sketches, scores and errors: epochs all of whose rows errors exempt have no segment, as on "
+    "the CPU") {
   Random random(48);
   support::Settings settings;
   settings.method = support::Method::directions_evicting;
@@ -460,7 +555,8 @@ TEST_CASE("sketches, scores and errors: epochs all of whose rows errors exempt h
     config.epoch_type = DType::f32;
     config.flush_interval = 32;
     const int rank = 4 + trial % 3;
-    settings.snapkv = {0.08F + 0.02F * static_cast<float>(trial % 3), 0, 16, 1, Pooling::average};  // about as many rows of a part as stay full
+    settings.snapkv = {0.08F + 0.02F * static_cast<float>(trial % 3), 0, 16, 1,
+                       Pooling::average};  // about as many rows of a part as stay full
     settings.directions = {2.0F, rank + 2 * (trial % 4), 1.0F};
     const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank);
     const auto device = make_device(settings, config, layer.basis);
@@ -488,7 +584,8 @@ TEST_CASE("sketches, scores and errors: epochs all of whose rows errors exempt h
     device->reconstruct(1, key, value);
     cpu->reconstruct(cpu_key, cpu_value);
     const std::size_t few = 2 + key.size() / 64 / 200;
-    CHECK(std::max(support::distance_of_most(key, cpu_key, 64, few), support::distance_of_most(value, cpu_value, 64, few)) < 0.03);
+    CHECK(std::max(support::distance_of_most(key, cpu_key, 64, few),
+                   support::distance_of_most(value, cpu_value, 64, few)) < 0.03);
     merges += cpu->merges();
   }
   CHECK(merges > 0);
@@ -505,7 +602,8 @@ TEST_CASE("a prompt that enters sketches batch by batch demands the pages that i
   policies.token_policy.get<ResidualOutliers>().share = 0.1F;
   int apart = 0;
   for (std::int64_t n = 90; n < 130; n += support::effort() == 0 ? 7 : 1) {
-    const std::vector<float> key = layer.rows(random, n, true), value = layer.rows(random, n, false);
+    const std::vector<float> key = layer.rows(random, n, true),
+                             value = layer.rows(random, n, false);
     config.num_pages = 0;
     DeviceCache<Sketched> roomy(config, layer.basis, policies);
     const std::int64_t all = roomy.cache.pool().allocator().num_free();
@@ -519,7 +617,8 @@ TEST_CASE("a prompt that enters sketches batch by batch demands the pages that i
     if (--config.num_pages == 0) continue;
     DeviceCache<Sketched> tight(config, layer.basis, policies);
     tight.cache.create(1);
-    CHECK(message_of([&] { tight.ingest(1, key, value); }).find("pages needed") != std::string::npos);
+    CHECK(message_of([&] { tight.ingest(1, key, value); }).find("pages needed") !=
+          std::string::npos);
     CHECK(tight.cache.num_tokens(1) == 0);
     CHECK(tight.cache.pool().allocator().num_free() == config.num_pages);
     ++apart;

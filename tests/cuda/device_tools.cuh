@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CUDA tests share: device memory to the host and back, how hard to try, what was raised, how far two answers are apart.
+// What the CUDA tests share: device memory to the host and back, how hard to try, what was raised,
+// how far two answers are apart.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -24,7 +25,8 @@ namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda 
 template <class T>
 std::vector<T> host(const gpu::DeviceArray<T>& array) {
   std::vector<T> values(array.size());
-  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost),
+             "cudaMemcpy");
   return values;
 }
 /// Device memory that no result may be taken from: every bit set.
@@ -33,7 +35,8 @@ inline gpu::DeviceArray<float> poisoned(std::size_t size) {
   if (size > 0) gpu::check(cudaMemset(array.data(), 0xff, array.bytes()), "cudaMemset");
   return array;
 }
-/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch every access want.
+/// LOWRANKKV_TEST_EFFORT: so many times the usual trials; 0: as few steps as the tools that watch
+/// every access want.
 inline int effort() {
   const char* wished = std::getenv("LOWRANKKV_TEST_EFFORT");
   return wished == nullptr ? 1 : std::atoi(wished);
@@ -47,7 +50,8 @@ std::string message_of(Call&& call) {
   }
   return "nothing was raised";
 }
-/// A saved state that was changed, as one that was saved: what a load refuses is what it says, not that it was damaged.
+/// A saved state that was changed, as one that was saved: what a load refuses is what it says, not
+/// that it was damaged.
 inline std::vector<std::byte> with_checksum(std::vector<std::byte> saved) {
   const std::uint64_t sum = lowrankkv::checksum(std::span<const std::byte>(saved).subspan(24));
   std::memcpy(saved.data() + 16, &sum, sizeof sum);
@@ -77,8 +81,10 @@ double furthest(const std::vector<A>& a, const std::vector<B>& b) {
   return worst;
 }
 
-/// How many rows are not the same up to sums in another order: a code, or a scale, that lies on a boundary may go to the next.
-inline std::size_t different_rows(const std::vector<float>& own, const std::vector<float>& other, int dim) {
+/// How many rows are not the same up to sums in another order: a code, or a scale, that lies on a
+/// boundary may go to the next.
+inline std::size_t different_rows(const std::vector<float>& own, const std::vector<float>& other,
+                                  int dim) {
   REQUIRE(own.size() == other.size());
   double energy = 0.0;
   for (const float x : other) energy += static_cast<double>(x) * x;
@@ -91,7 +97,8 @@ inline std::size_t different_rows(const std::vector<float>& own, const std::vect
       error += d * d;
       norm += static_cast<double>(other[i]) * other[i];
     }
-    if (!(error <= 1e-6 * std::max(norm, 0.1 * typical))) ++different;  // of rows of zeros nothing differs
+    if (!(error <= 1e-6 * std::max(norm, 0.1 * typical)))
+      ++different;  // of rows of zeros nothing differs
   }
   return different;
 }

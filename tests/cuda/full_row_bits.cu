@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Full rows in 8 bits: codes as the CPU's, attention as float64 over what they stand for, bytes as promised. Other compositions: cache.cu.
+// Full rows in 8 bits: codes as the CPU's, attention as float64 over what they stand for, bytes as
+// promised. Other compositions: cache.cu.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -26,30 +27,42 @@ using support::Settings;
 
 namespace {
 
-std::unique_ptr<support::DeviceSide> make_device(const Settings& settings, const CacheConfig& config, const LayerBasis& basis) {
-  const auto make = [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<support::DeviceSide> {
-    return std::make_unique<support::Device<Cache>>(config, basis, support::configured(policies, settings));
+std::unique_ptr<support::DeviceSide> make_device(const Settings& settings,
+                                                 const CacheConfig& config,
+                                                 const LayerBasis& basis) {
+  const auto make =
+      [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<support::DeviceSide> {
+    return std::make_unique<support::Device<Cache>>(config, basis,
+                                                    support::configured(policies, settings));
   };
   switch (settings.method) {
-    case Method::full: return make.operator()<FullKV<Cuda>>({});
-    case Method::budgeted: return make.operator()<Budgeted<Cuda>>({});
-    default: return nullptr;
+    case Method::full:
+      return make.operator()<FullKV<Cuda>>({});
+    case Method::budgeted:
+      return make.operator()<Budgeted<Cuda>>({});
+    default:
+      return nullptr;
   }
 }
 
 /// How far attention is from float64 over what is stored.
 template <class Cache>
-double off(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq, const std::vector<float>& query, const Answer& answer) {
+double off(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq,
+           const std::vector<float>& query, const Answer& answer) {
   std::vector<float> key, value;
   device.reconstruct(seq, key, value);
   std::vector<double> expected, lse;
   support::attend_f64(config.shape, config.scale(), key, value, query, expected, lse);
-  return std::max(distance(answer.out, expected), support::furthest(answer.lse, lse) / std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
+  return std::max(distance(answer.out, expected),
+                  support::furthest(answer.lse, lse) /
+                      std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
 }
 
 }  // namespace
 
-TEST_CASE("random sequences with full rows in 8 bits: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE(
+    "random sequences with full rows in 8 bits: rows as on the CPU, answers as in float64, the "
+    "same in any batch") {
   std::uint64_t seed = 700;
   for (const Method method : {Method::full, Method::budgeted, Method::full, Method::budgeted}) {
     for (const DType type : {DType::f16, DType::bf16}) {
@@ -61,13 +74,19 @@ TEST_CASE("random sequences with full rows in 8 bits: rows as on the CPU, answer
       const std::string name = support::kMethodNames[static_cast<int>(method)];
       CAPTURE(name);
       CAPTURE(std::string(name_of(type)));
-      const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
-      MESSAGE(name << " " << std::string(name_of(type)) << std::string(settings.unrotated ? ", unrotated" : "") << ", full rows in 8 bits: outputs " << worst.out << ", lse " << worst.lse << ", stored rows and the CPU's " << worst.rows);
+      const support::Worst worst =
+          support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
+      MESSAGE(name << " " << std::string(name_of(type))
+                   << std::string(settings.unrotated ? ", unrotated" : "")
+                   << ", full rows in 8 bits: outputs " << worst.out << ", lse " << worst.lse
+                   << ", stored rows and the CPU's " << worst.rows);
     }
   }
 }
 
-TEST_CASE("rows of any size in 8 bits: within half a step of what came, attention to them as in float64; copies and saved states go on as the original") {
+TEST_CASE(
+    "rows of any size in 8 bits: within half a step of what came, attention to them as in float64; "
+    "copies and saved states go on as the original") {
   Random random(711);
   std::normal_distribution<float> normal;
   double worst = 0.0, worst_code = 0.0;
@@ -87,8 +106,13 @@ TEST_CASE("rows of any size in 8 bits: within half a step of what came, attentio
         std::vector<float> all;
         for (std::int64_t token = 0; token < tokens; ++token) {
           const std::uint64_t kind = random() % 8;
-          const float size = kind == 0 ? 0.0F : kind == 1 ? 1e-7F : kind == 2 ? 1e-4F : kind == 3 && !key ? 2000.0F : 1.0F;
-          for (std::size_t i = 0; i < row; ++i) all.push_back(round_to(type, size * normal(random)));
+          const float size = kind == 0           ? 0.0F
+                             : kind == 1         ? 1e-7F
+                             : kind == 2         ? 1e-4F
+                             : kind == 3 && !key ? 2000.0F
+                                                 : 1.0F;
+          for (std::size_t i = 0; i < row; ++i)
+            all.push_back(round_to(type, size * normal(random)));
         }
         return all;
       };
@@ -103,36 +127,49 @@ TEST_CASE("rows of any size in 8 bits: within half a step of what came, attentio
         came[1].insert(came[1].end(), value.begin(), value.end());
       }
       device.reconstruct(1, stored[0], stored[1]);
-      const std::size_t in_pages = (came[0].size() / row - static_cast<std::size_t>(device.cache.tail_length(1))) * row;
+      const std::size_t in_pages =
+          (came[0].size() / row - static_cast<std::size_t>(device.cache.tail_length(1))) * row;
       REQUIRE(in_pages > 0);
       for (int part = 0; part < 2; ++part) {
-        for (std::size_t first = 0; first < stored[part].size(); first += static_cast<std::size_t>(dim)) {
+        for (std::size_t first = 0; first < stored[part].size();
+             first += static_cast<std::size_t>(dim)) {
           float largest = 0.0F;
-          for (std::size_t i = first; i < first + static_cast<std::size_t>(dim); ++i) largest = std::max(largest, std::abs(came[part][i]));
-          const float step = first < in_pages ? std::max(largest / 128.0F * (1.0F + 0x1p-10F), largest / 128.0F + 0x1p-24F) : 0.0F;  // rounded up to f16
+          for (std::size_t i = first; i < first + static_cast<std::size_t>(dim); ++i)
+            largest = std::max(largest, std::abs(came[part][i]));
+          const float step = first < in_pages ? std::max(largest / 128.0F * (1.0F + 0x1p-10F),
+                                                         largest / 128.0F + 0x1p-24F)
+                                              : 0.0F;  // rounded up to f16
           for (std::size_t i = first; i < first + static_cast<std::size_t>(dim); ++i) {
             CHECK(std::abs(stored[part][i] - came[part][i]) <= 0.5001F * step);
-            if (largest > 0.01F && step > 0.0F) worst_code = std::max(worst_code, static_cast<double>(std::abs(stored[part][i] - came[part][i]) / largest));
+            if (largest > 0.01F && step > 0.0F)
+              worst_code = std::max(
+                  worst_code,
+                  static_cast<double>(std::abs(stored[part][i] - came[part][i]) / largest));
           }
         }
       }
       std::vector<float> query(static_cast<std::size_t>(3 * 6 * dim));
       for (float& x : query) x = 0.2F * normal(random);
-      const auto last = [&](std::int64_t tokens) { return std::vector<float>(query.begin(), query.begin() + static_cast<std::ptrdiff_t>(tokens * 6 * dim)); };
+      const auto last = [&](std::int64_t tokens) {
+        return std::vector<float>(query.begin(),
+                                  query.begin() + static_cast<std::ptrdiff_t>(tokens * 6 * dim));
+      };
       const double limit = type == DType::f16 ? 3e-5 : 3e-4;
       for (const std::int64_t m : {1, 3}) {
         const Answer answer = device.attend(std::span(&one, 1), last(m));
         worst = std::max(worst, off(config, device, 1, last(m), answer));
         CHECK(off(config, device, 1, last(m), answer) < limit);
       }
-      // A fork goes its own way from rows that share a tile with the original's; a loaded sequence goes on.
+      // A fork goes its own way from rows that share a tile with the original's; a loaded sequence
+      // goes on.
       const Answer before = device.attend(std::span(&one, 1), last(1));
       device.cache.fork(1, 2);
       device.ingest(2, rows(50, true), rows(50, false));
       CHECK(device.attend(std::span(&one, 1), last(1)) == before);
       CHECK(off(config, device, 2, last(1), device.attend(std::span(&two, 1), last(1))) < limit);
       other.cache.load(3, device.save(2));
-      CHECK(other.attend(std::span(&three, 1), last(1)) == device.attend(std::span(&two, 1), last(1)));
+      CHECK(other.attend(std::span(&three, 1), last(1)) ==
+            device.attend(std::span(&two, 1), last(1)));
       for (DeviceCache<FullKV<Cuda>>* side : {&device, &other}) {
         const SequenceId seq = side == &device ? two : three;
         side->cache.truncate(seq, 70);
@@ -142,7 +179,8 @@ TEST_CASE("rows of any size in 8 bits: within half a step of what came, attentio
         side->ingest(seq, more, more);
         side->cache.remove(seq, 20, 33);
       }
-      CHECK(other.attend(std::span(&three, 1), last(1)) == device.attend(std::span(&two, 1), last(1)));
+      CHECK(other.attend(std::span(&three, 1), last(1)) ==
+            device.attend(std::span(&two, 1), last(1)));
       CHECK(off(config, device, 2, last(1), device.attend(std::span(&two, 1), last(1))) < limit);
       CHECK(other.save(3) == device.save(2));
     }
@@ -177,7 +215,8 @@ TEST_CASE("full rows in 8 bits take half of the bytes, and states of 16 bits are
   // A row of a head: 256 codes and two steps; sixteen of them fill up to a multiple of 128 bytes.
   const std::int64_t in_pages = 4000 - coded.cache.tail_length(1);
   const MemoryUsage usage = coded.cache.memory(1), before = plain.cache.memory(1);
-  const double of_plain = static_cast<double>(usage.full_row_bytes) / static_cast<double>(before.full_row_bytes);
+  const double of_plain =
+      static_cast<double>(usage.full_row_bytes) / static_cast<double>(before.full_row_bytes);
   CHECK(of_plain == (16 * 256 + 128.0) / (16 * 512));
   CHECK(in_pages > 3900);
   const std::string refused = message_of([&] { coded.cache.load(2, plain.save(1)); });

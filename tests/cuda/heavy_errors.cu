@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters of which errors say which are full: masses choose among the rows of both lists, and how many each has only the device knows.
+// Heavy hitters of which errors say which are full: masses choose among the rows of both lists, and
+// how many each has only the device knows.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -22,11 +23,14 @@ using Plain = CompressedKVCache<Cuda, PerHead, Static, Tokens, NoQuantizer>;
 using Codes = CompressedKVCache<Cuda, PerHead, Static, Tokens, TransformCode>;
 using JointCodes = CompressedKVCache<Cuda, JointValues, Static, Tokens, TransformCode>;
 using OjaPlain = CompressedKVCache<Cuda, PerHead, Oja, Tokens, NoQuantizer, KeepEpochs<2>>;
-using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
+using Directions =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
 
 }  // namespace
 
-TEST_CASE("heavy hitters with outliers: accumulated_scores are those of float64 attention over what is stored, of full rows and compressed ones; the same bits in any batch") {
+TEST_CASE(
+    "heavy hitters with outliers: accumulated_scores are those of float64 attention over what is "
+    "stored, of full rows and compressed ones; the same bits in any batch") {
   Random random(271);
   const int trials = effort() == 0 ? 1 : 4 * effort();
   check_scores<Plain>(random, DType::f16, trials);
@@ -34,7 +38,9 @@ TEST_CASE("heavy hitters with outliers: accumulated_scores are those of float64 
   check_scores<Codes>(random, DType::f16, trials, true);
 }
 
-TEST_CASE("heavy hitters with outliers: rows that prompts and steps keep are those that float64 accumulated_scores choose, and some of them are full") {
+TEST_CASE(
+    "heavy hitters with outliers: rows that prompts and steps keep are those that float64 "
+    "accumulated_scores choose, and some of them are full") {
   Random random(277);
   const int trials = effort() == 0 ? 1 : 4 * effort();
   check_kept<Plain>(random, trials);
@@ -43,7 +49,9 @@ TEST_CASE("heavy hitters with outliers: rows that prompts and steps keep are tho
   if (effort() > 0) check_kept<Codes>(random, trials, true);
 }
 
-TEST_CASE("heavy hitters with outliers: the CPU's rows, as full or compressed as there, after flushes, prompts, cuts and removals") {
+TEST_CASE(
+    "heavy hitters with outliers: the CPU's rows, as full or compressed as there, after flushes, "
+    "prompts, cuts and removals") {
   Random random(281);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   check_parity<Plain>(random, effort() == 0 ? 2 : trials);
@@ -53,31 +61,41 @@ TEST_CASE("heavy hitters with outliers: the CPU's rows, as full or compressed as
   check_parity<Directions>(random, effort() == 0 ? 3 : trials);
 }
 
-TEST_CASE("heavy hitters with outliers: forks and loaded copies go on as the original, bit for bit; steps in a CUDA graph, maintain between its replays") {
+TEST_CASE(
+    "heavy hitters with outliers: forks and loaded copies go on as the original, bit for bit; "
+    "steps in a CUDA graph, maintain between its replays") {
   Random random(283);
   check_copies<Codes>(random, 8);
   check_copies<Directions>(random);
   check_replays<Codes>(random);
 }
 
-TEST_CASE("heavy hitters with outliers: certificates are never violated, of full rows in 8 bits and where rows go to other epochs too") {
+TEST_CASE(
+    "heavy hitters with outliers: certificates are never violated, of full rows in 8 bits and "
+    "where rows go to other epochs too") {
   support::certificates<Codes>(DType::f16, 311, false, 8);
   support::certificates<Directions>(DType::f16, 313);
   if (effort() > 0) support::certificates<OjaPlain>(DType::bf16, 317);
 }
 
-TEST_CASE("heavy hitters with outliers: heads have other numbers of full rows, the batch that a sequence is in does not matter, and pages come back") {
+TEST_CASE(
+    "heavy hitters with outliers: heads have other numbers of full rows, the batch that a sequence "
+    "is in does not matter, and pages come back") {
   Random random(293);
   HeavySettings settings{{0.4F, 0, 8}, {3, 0}};
   const CacheConfig config = config_of({4, 2, 64}, 900, 3, 16);
   const RandomLayer layer = layer_of<Plain>(random, config.shape, settings);
   settings.outliers.share = 0.5F;
-  settings.outliers.threshold = 2.0F - static_cast<float>(layer.basis.heads[0].key_rank + layer.basis.heads[0].value_rank) / 64.0F;  // about as many rows lose more as less
+  settings.outliers.threshold =
+      2.0F - static_cast<float>(layer.basis.heads[0].key_rank + layer.basis.heads[0].value_rank) /
+                 64.0F;  // about as many rows lose more as less
   Side<Plain> together(config, layer, settings), alone(config, layer, settings);
   const std::vector<SequenceId> seqs{1, 2, 3};
   for (const SequenceId seq : seqs) {
     const int prompt = 40 * static_cast<int>(seq);
-    const auto key = random_rows(random, prompt, 2, 64, DType::f16), value = random_rows(random, prompt, 2, 64, DType::f16), query = random_rows(random, prompt, 4, 64, DType::f32);
+    const auto key = random_rows(random, prompt, 2, 64, DType::f16),
+               value = random_rows(random, prompt, 2, 64, DType::f16),
+               query = random_rows(random, prompt, 4, 64, DType::f32);
     for (auto* each : {&together, &alone}) {
       each->cache.create(seq);
       each->prefill(seq, query, key, value);
@@ -85,7 +103,9 @@ TEST_CASE("heavy hitters with outliers: heads have other numbers of full rows, t
   }
   bool differ = false;
   for (int step = 0; step < (effort() == 0 ? 60 : 300); ++step) {
-    const auto key = random_rows(random, 3, 2, 64, DType::f16), value = random_rows(random, 3, 2, 64, DType::f16), query = random_rows(random, 3, 4, 64, DType::f32);
+    const auto key = random_rows(random, 3, 2, 64, DType::f16),
+               value = random_rows(random, 3, 2, 64, DType::f16),
+               query = random_rows(random, 3, 4, 64, DType::f32);
     together.append(seqs, key, value);
     const ScoredList all = together.accumulate(seqs, query);
     together.accumulate(seqs, all.accumulated, all.positions);
@@ -109,10 +129,13 @@ TEST_CASE("heavy hitters with outliers: heads have other numbers of full rows, t
   CHECK(together.cache.faults() == 0);
   for (const SequenceId seq : seqs) together.cache.erase(seq);
   CHECK(together.cache.memory().total() == 0);
-  CHECK(together.cache.pool().allocator().num_free() == together.cache.pool().allocator().num_pages());
+  CHECK(together.cache.pool().allocator().num_free() ==
+        together.cache.pool().allocator().num_pages());
 }
 
-TEST_CASE("heavy hitters with outliers: saved states of positions that are nobody's, or two lists', are refused; those that load go on") {
+TEST_CASE(
+    "heavy hitters with outliers: saved states of positions that are nobody's, or two lists', are "
+    "refused; those that load go on") {
   Random random(307);
   HeavySettings settings{{0.4F, 0, 8}, {3, 0}};
   settings.outliers.share = 0.15F;
@@ -120,20 +143,31 @@ TEST_CASE("heavy hitters with outliers: saved states of positions that are nobod
   const RandomLayer layer = layer_of<Plain>(random, config.shape, settings);
   Side<Plain> side(config, layer, settings);
   side.cache.create(1);
-  side.prefill(1, random_rows(random, 300, 4, 64, DType::f32), random_rows(random, 300, 2, 64, DType::f16), random_rows(random, 300, 2, 64, DType::f16));
+  side.prefill(1, random_rows(random, 300, 4, 64, DType::f32),
+               random_rows(random, 300, 2, 64, DType::f16),
+               random_rows(random, 300, 2, 64, DType::f16));
   Growth(random, config.shape, 20).grow(side, 1);
   const std::vector<std::byte> saved = side.save(1);
-  const auto load = [&](const std::vector<std::byte>& bytes) { return support::message_of([&] { side.cache.load(2, support::with_checksum(bytes)); }); };
-  // From the end: masses of the ring [head, place], of compressed rows [head, row], of full ones, positions of compressed rows, of full ones.
+  const auto load = [&](const std::vector<std::byte>& bytes) {
+    return support::message_of([&] { side.cache.load(2, support::with_checksum(bytes)); });
+  };
+  // From the end: masses of the ring [head, place], of compressed rows [head, row], of full ones,
+  // positions of compressed rows, of full ones.
   std::size_t most[2] = {};
   for (int head = 0; head < 2; ++head) {
     const std::vector<RowState> states = side.states(1, head);
     const auto end = states.begin() + static_cast<std::ptrdiff_t>(side.cache.rollback_limit(1));
-    most[0] = std::max(most[0], static_cast<std::size_t>(std::count(states.begin(), end, RowState::full)));
-    most[1] = std::max(most[1], static_cast<std::size_t>(std::count(states.begin(), end, RowState::compressed)));
+    most[0] = std::max(most[0],
+                       static_cast<std::size_t>(std::count(states.begin(), end, RowState::full)));
+    most[1] = std::max(
+        most[1], static_cast<std::size_t>(std::count(states.begin(), end, RowState::compressed)));
   }
   const auto padded = [](std::size_t rows) { return (2 * rows * 4 + 15) / 16 * 16; };
-  const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 * 32), tail_scores = saved.size() - 2 * ring * 4, accumulated_scores = tail_scores - padded(most[1]), full_scores = accumulated_scores - padded(most[0]);
+  const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 *
+                                                    32),
+                    tail_scores = saved.size() - 2 * ring * 4,
+                    accumulated_scores = tail_scores - padded(most[1]),
+                    full_scores = accumulated_scores - padded(most[0]);
   const std::size_t compressed = full_scores - padded(most[1]), full = compressed - padded(most[0]);
   for (const std::size_t place : {tail_scores + 4, accumulated_scores + 8, full_scores + 4}) {
     auto hostile = saved;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters among the rows of prompts that scores keep: SnapKV chooses first, masses among what is left and what is stored.
+// Heavy hitters among the rows of prompts that scores keep: SnapKV chooses first, masses among what
+// is left and what is stored.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -16,19 +17,24 @@ using namespace heavy;
 namespace {
 
 using Tokens = Compose<SinkRecent, SnapKV, HeavyHitters>;
-using Full = CompressedKVCache<Cuda, PerHead, Static, Compose<KeepFull, SinkRecent, SnapKV, HeavyHitters>, NoQuantizer>;
+using Full = CompressedKVCache<Cuda, PerHead, Static,
+                               Compose<KeepFull, SinkRecent, SnapKV, HeavyHitters>, NoQuantizer>;
 using Plain = CompressedKVCache<Cuda, PerHead, Static, Tokens, NoQuantizer>;
 using Star = CompressedKVCache<Cuda, JointValues, Static, Tokens, BlockHadamard>;
 using OjaCodes = CompressedKVCache<Cuda, PerHead, Oja, Tokens, TransformCode, KeepEpochs<3>>;
-using Directions = CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
+using Directions =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, Tokens, NoQuantizer, RotateNow>;
 using Outliers = Compose<SinkRecent, SnapKV, ResidualOutliers, HeavyHitters>;
 using PlainOutliers = CompressedKVCache<Cuda, PerHead, Static, Outliers, NoQuantizer>;
-using DirectionsOutliers = CompressedKVCache<Cuda, PerHead, FrequentDirections, Outliers, NoQuantizer, RotateNow>;
+using DirectionsOutliers =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, Outliers, NoQuantizer, RotateNow>;
 
-/// Trials [first, last): prompts and steps keep the CPU's rows, as many in every head, and the same but for few whose scores or masses are almost equal. Copies go on as the original.
+/// Trials [first, last): prompts and steps keep the CPU's rows, as many in every head, and the same
+/// but for few whose scores or masses are almost equal. Copies go on as the original.
 template <class Cache>
 void check_scored(Random& random, int first_trial, int last_trial, bool unrotated = false) {
-  std::int64_t scarce = 0, plenty = 0;  // prompts that left fewer rows than heavy hitters may be, and more
+  std::int64_t scarce = 0,
+               plenty = 0;  // prompts that left fewer rows than heavy hitters may be, and more
   for (int trial = first_trial; trial < last_trial; ++trial) {
     const int heads = joins<Cache> ? 4 : 2, dim = trial % 2 == 0 ? 64 : 128;
     CacheConfig config = config_of({2 * heads, heads, dim}, 1500, 2, 16);
@@ -54,7 +60,8 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
     CAPTURE(trial);
     const auto counts_of = [&](const std::vector<bool>& kept) {
       std::vector<std::int64_t> counts(static_cast<std::size_t>(heads), 0);
-      for (std::size_t i = 0; i < kept.size(); ++i) counts[i % static_cast<std::size_t>(heads)] += kept[i] ? 1 : 0;
+      for (std::size_t i = 0; i < kept.size(); ++i)
+        counts[i % static_cast<std::size_t>(heads)] += kept[i] ? 1 : 0;
       return counts;
     };
     const auto compare = [&](const char* when) {
@@ -62,7 +69,8 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
       std::vector<float> key, value, cpu_key, cpu_value;
       side.reconstruct(1, key, value);
       cpu->reconstruct(cpu_key, cpu_value);
-      const std::vector<bool> own = kept_rows_of(config.shape, key), others = kept_rows_of(config.shape, cpu_key);
+      const std::vector<bool> own = kept_rows_of(config.shape, key),
+                              others = kept_rows_of(config.shape, cpu_key);
       CHECK(side.cache.tail_length(1) == cpu->tail_length());
       CHECK(counts_of(own) == counts_of(others));
       int different = 0;
@@ -70,21 +78,26 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
       CHECK(different <= 4 * heads);
       int other_states = 0;
       for (int head = 0; head < heads; ++head) {
-        const std::vector<RowState> own_states = side.states(1, head), cpu_states = cpu->states(head);
-        for (std::size_t t = 0; t < own_states.size(); ++t) other_states += own_states[t] != cpu_states[t] ? 1 : 0;
+        const std::vector<RowState> own_states = side.states(1, head),
+                                    cpu_states = cpu->states(head);
+        for (std::size_t t = 0; t < own_states.size(); ++t)
+          other_states += own_states[t] != cpu_states[t] ? 1 : 0;
       }
       CHECK(other_states <= different + (exempts<Cache> ? 4 * heads : 0));
       return counts_of(own).front();
     };
     const auto prompt = [&](int tokens, const char* when) {
-      const auto key = random_rows(random, tokens, heads, dim, DType::f16), value = random_rows(random, tokens, heads, dim, DType::f16), query = random_rows(random, tokens, 2 * heads, dim, DType::f16);
+      const auto key = random_rows(random, tokens, heads, dim, DType::f16),
+                 value = random_rows(random, tokens, heads, dim, DType::f16),
+                 query = random_rows(random, tokens, 2 * heads, dim, DType::f16);
       side.ingest(1, key, value, query);
       cpu->ingest(query, key, value);
       return compare(when);
     };
     const auto steps = [&](int count) {
       for (int step = 0; step < count; ++step) {
-        const auto key = random_rows(random, 1, heads, dim, DType::f16), value = random_rows(random, 1, heads, dim, DType::f16);
+        const auto key = random_rows(random, 1, heads, dim, DType::f16),
+                   value = random_rows(random, 1, heads, dim, DType::f16);
         const std::vector<SequenceId> one{1};
         side.append(one, key, value);
         cpu->append(key, value);
@@ -98,7 +111,10 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
       }
       compare("steps");
     };
-    const std::int64_t first = prompt(130, "a prompt"), left = side.cache.rollback_limit(1), most = heavy_rows(settings.heavy, left) + std::min<std::int64_t>(settings.sinks.sinks, left) + side.cache.tail_length(1);
+    const std::int64_t first = prompt(130, "a prompt"), left = side.cache.rollback_limit(1),
+                       most = heavy_rows(settings.heavy, left) +
+                              std::min<std::int64_t>(settings.sinks.sinks, left) +
+                              side.cache.tail_length(1);
     (first < most ? scarce : plenty) += 1;
     steps(40);
     prompt(110, "another prompt");
@@ -111,7 +127,9 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
     side.cache.erase(1);
     const std::vector<std::byte> saved = side.save(2);
     side.cache.load(1, saved);
-    const auto key = random_rows(random, 90, heads, dim, DType::f16), value = random_rows(random, 90, heads, dim, DType::f16), query = random_rows(random, 90, 2 * heads, dim, DType::f16);
+    const auto key = random_rows(random, 90, heads, dim, DType::f16),
+               value = random_rows(random, 90, heads, dim, DType::f16),
+               query = random_rows(random, 90, 2 * heads, dim, DType::f16);
     for (const SequenceId seq : {1, 2}) side.ingest(seq, key, value, query);
     CHECK(side.save(1) == side.save(2));
   }
@@ -119,7 +137,8 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
   CHECK((plenty > 0 || last_trial - first_trial < 2));
 }
 
-/// Of a prompt of which scores keep no row none is stored, whatever the masses; what was stored before stays as far as masses keep it.
+/// Of a prompt of which scores keep no row none is stored, whatever the masses; what was stored
+/// before stays as far as masses keep it.
 template <class Cache>
 void check_none(Random& random) {
   const int heads = 4;
@@ -132,19 +151,25 @@ void check_none(Random& random) {
   side.cache.create(1);
   const std::vector<SequenceId> one{1};
   for (int step = 0; step < 60; ++step) {
-    side.append(one, random_rows(random, 1, heads, 64, DType::f16), random_rows(random, 1, heads, 64, DType::f16));
+    side.append(one, random_rows(random, 1, heads, 64, DType::f16),
+                random_rows(random, 1, heads, 64, DType::f16));
     side.cache.maintain(one);
   }
-  const std::int64_t before = side.cache.rollback_limit(1);  // those behind leave the tail with the prompt's
+  const std::int64_t before =
+      side.cache.rollback_limit(1);  // those behind leave the tail with the prompt's
   CHECK(before > 20);
   std::vector<float> key, value;
-  side.ingest(1, random_rows(random, 200, heads, 64, DType::f16), random_rows(random, 200, heads, 64, DType::f16), random_rows(random, 200, heads, 64, DType::f16));
+  side.ingest(1, random_rows(random, 200, heads, 64, DType::f16),
+              random_rows(random, 200, heads, 64, DType::f16),
+              random_rows(random, 200, heads, 64, DType::f16));
   side.reconstruct(1, key, value);
   const std::vector<bool> kept = kept_rows_of(config.shape, key);
   bool none = true, stored = true;
   for (std::int64_t row = 0; row < side.cache.rollback_limit(1) * heads; ++row) {
-    if (row / heads < before) stored = stored && kept[static_cast<std::size_t>(row)];
-    else none = none && !kept[static_cast<std::size_t>(row)];
+    if (row / heads < before)
+      stored = stored && kept[static_cast<std::size_t>(row)];
+    else
+      none = none && !kept[static_cast<std::size_t>(row)];
   }
   CHECK(none);
   CHECK(stored);
@@ -152,7 +177,9 @@ void check_none(Random& random) {
 
 }  // namespace
 
-TEST_CASE("heavy hitters among rows that scores keep: the CPU's rows, in prompts and steps, and copies go on") {
+TEST_CASE(
+    "heavy hitters among rows that scores keep: the CPU's rows, in prompts and steps, and copies "
+    "go on") {
   Random random(251);
   const auto last = [](int least) { return effort() == 0 ? least : 6 * effort(); };
   const auto first = [](int wanted) { return effort() == 0 ? wanted : 0; };
@@ -167,7 +194,9 @@ TEST_CASE("heavy hitters among rows that scores keep: the CPU's rows, in prompts
   if (effort() > 0) check_scored<Star>(random, 0, last(1), true);
 }
 
-TEST_CASE("heavy hitters among rows that scores keep: of a prompt of which they keep none, none is stored") {
+TEST_CASE(
+    "heavy hitters among rows that scores keep: of a prompt of which they keep none, none is "
+    "stored") {
   Random random(257);
   check_none<Plain>(random);
   check_none<Full>(random);

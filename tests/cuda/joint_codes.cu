@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joint values in codes whose channels have their own bits, against the CPU backend and against float64 attention over what is stored.
+// Joint values in codes whose channels have their own bits, against the CPU backend and against
+// float64 attention over what is stored.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,18 +19,25 @@ using support::Answer;
 using support::Random;
 using support::StarSettings;
 
-TEST_CASE("random sequences of joint values in codes of their own bits: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE(
+    "random sequences of joint values in codes of their own bits: rows as on the CPU, answers as "
+    "in float64, the same in any batch") {
   const int trials = effort() == 0 ? 2 : 4 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     CAPTURE(std::string(name_of(type)));
-    const double worst = random_joint<JointCodes>(true, type, type == DType::f16 ? 201 : 202, trials);
+    const double worst =
+        random_joint<JointCodes>(true, type, type == DType::f16 ? 201 : 202, trials);
     MESSAGE(std::string(name_of(type)) << ": outputs " << worst);
   }
 }
 
 TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
   Random random(203);
-  const std::vector<std::vector<std::pair<int, int>>> allocations{{{0, 40}}, {{8, 40}}, {{1, 40}}, {{8, 1}, {7, 1}, {6, 1}, {5, 1}, {4, 1}, {3, 1}, {2, 1}, {1, 1}, {0, 32}}, {{7, 33}, {5, 7}}, {{6, 32}, {3, 8}}, {{2, 5}, {0, 35}}};
+  const std::vector<std::vector<std::pair<int, int>>> allocations{
+      {{0, 40}},         {{8, 40}},
+      {{1, 40}},         {{8, 1}, {7, 1}, {6, 1}, {5, 1}, {4, 1}, {3, 1}, {2, 1}, {1, 1}, {0, 32}},
+      {{7, 33}, {5, 7}}, {{6, 32}, {3, 8}},
+      {{2, 5}, {0, 35}}};
   for (const auto& allocation : allocations) {
     for (const bool unrotated : {false, true}) {
       StarSettings settings;
@@ -45,7 +53,9 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       support::RandomLayer layer = joint_layer(random, config.shape, settings, 30, 40);
       for (HeadBasis& head : layer.basis.heads) {
         head.value_bits.clear();
-        for (const auto& [bits, channels] : allocation) head.value_bits.insert(head.value_bits.end(), static_cast<std::size_t>(channels), static_cast<std::uint8_t>(bits));
+        for (const auto& [bits, channels] : allocation)
+          head.value_bits.insert(head.value_bits.end(), static_cast<std::size_t>(channels),
+                                 static_cast<std::uint8_t>(bits));
       }
       CAPTURE(allocation.front().first);
       CAPTURE(allocation.size());
@@ -53,7 +63,8 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       Side<JointCodes> side(config, layer.basis, settings);
       const auto cpu = support::make_star_side(settings, config, layer.basis);
       side.cache.create(1);
-      const auto key = joint_rows(random, layer, 150, true), value = joint_rows(random, layer, 150, false);
+      const auto key = joint_rows(random, layer, 150, true),
+                 value = joint_rows(random, layer, 150, false);
       side.ingest(1, key, value);
       cpu->ingest(key, value, {});
       const std::vector<SequenceId> one{1};
@@ -69,7 +80,9 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
   }
 }
 
-TEST_CASE("joint values in codes of their own bits: a captured step replayed between calls that compress is what the same calls make") {
+TEST_CASE(
+    "joint values in codes of their own bits: a captured step replayed between calls that compress "
+    "is what the same calls make") {
   StarSettings settings;
   settings.joint = settings.allocated = true;
   check_captured_joint_steps<JointCodes>(204, settings, 100);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joint values with rows that errors keep full: those of a group's heads are the same, as on the CPU, and as float64 errors choose.
+// Joint values with rows that errors keep full: those of a group's heads are the same, as on the
+// CPU, and as float64 errors choose.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,20 +19,29 @@ using support::Answer;
 using support::Random;
 using support::StarSettings;
 
-TEST_CASE("random sequences of joint values with outliers: rows as on the CPU, answers as in float64, the same in any batch") {
+TEST_CASE(
+    "random sequences of joint values with outliers: rows as on the CPU, answers as in float64, "
+    "the same in any batch") {
   const int trials = effort() == 0 ? 2 : 3 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     CAPTURE(std::string(name_of(type)));
     const std::uint64_t seed = type == DType::f16 ? 231 : 232;
-    const double plain = random_joint<JointAndOutliers<NoQuantizer>>(false, type, seed, trials), blocks = random_joint<JointAndOutliers<BlockHadamard>>(true, type, seed + 10, trials),
-                 codes = random_joint<JointAndOutliers<TransformCode>>(true, type, seed + 20, trials);
-    MESSAGE(std::string(name_of(type)) << ": outputs, coefficients in f16 " << plain << ", codes of two blocks " << blocks << ", of their own bits " << codes);
+    const double plain = random_joint<JointAndOutliers<NoQuantizer>>(false, type, seed, trials),
+                 blocks =
+                     random_joint<JointAndOutliers<BlockHadamard>>(true, type, seed + 10, trials),
+                 codes =
+                     random_joint<JointAndOutliers<TransformCode>>(true, type, seed + 20, trials);
+    MESSAGE(std::string(name_of(type))
+            << ": outputs, coefficients in f16 " << plain << ", codes of two blocks " << blocks
+            << ", of their own bits " << codes);
   }
 }
 
 namespace {
 
-/// The rows that stay full are those of the largest errors in float64, if those exceed the threshold, of what a cache without outliers makes of the same rows; those of all heads of a group. Returns an error that half of those rows exceed.
+/// The rows that stay full are those of the largest errors in float64, if those exceed the
+/// threshold, of what a cache without outliers makes of the same rows; those of all heads of a
+/// group. Returns an error that half of those rows exceed.
 template <class Quantizer>
 float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
   Random random(seed);
@@ -46,7 +56,9 @@ float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
   config.max_sequences = 1;
   config.flush_interval = 40;
   config.epoch_type = seed % 2 == 0 ? DType::f16 : DType::f32;
-  const support::RandomLayer layer = joint_layer(random, config.shape, settings, 40, seed == 241 ? 300 : 160);  // also more channels than are operands at a time
+  const support::RandomLayer layer =
+      joint_layer(random, config.shape, settings, 40,
+                  seed == 241 ? 300 : 160);  // also more channels than are operands at a time
   using Without = CompressedKVCache<Cuda, JointValues, Static, SinkRecent, Quantizer>;
   Side<JointAndOutliers<Quantizer>> side(config, layer.basis, settings);
   Side<Without> without(config, layer.basis, settings);
@@ -55,15 +67,19 @@ float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
   const std::vector<SequenceId> one{1};
   std::vector<float> exact[2];
   const auto add = [&](std::int64_t n, bool prompt) {
-    const auto key = joint_rows(random, layer, n, true), value = joint_rows(random, layer, n, false);
+    const auto key = joint_rows(random, layer, n, true),
+               value = joint_rows(random, layer, n, false);
     const auto store = [&](auto& own) {
-      if (prompt) own.ingest(1, key, value);
-      else own.append(one, key, value);
+      if (prompt)
+        own.ingest(1, key, value);
+      else
+        own.append(one, key, value);
     };
     store(side);
     store(without);
     for (const bool is_key : {true, false}) {
-      for (const float x : is_key ? key : value) exact[is_key ? 0 : 1].push_back(round_to(config.full_type, x));
+      for (const float x : is_key ? key : value)
+        exact[is_key ? 0 : 1].push_back(round_to(config.full_type, x));
     }
   };
   std::vector<float> stored[2];
@@ -85,18 +101,25 @@ float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
           for (int part = 0; part < 2; ++part) {
             const HeadBasis& basis = layer.basis.heads[static_cast<std::size_t>(head)];
             const std::size_t at = static_cast<std::size_t>((token * heads + head) * dim);
-            sum += support::row_error(part == 0 ? basis.key_mean : basis.value_mean, exact[part].data() + at, stored[part].data() + at, dim, error == OutlierError::relative);
+            sum += support::row_error(part == 0 ? basis.key_mean : basis.value_mean,
+                                      exact[part].data() + at, stored[part].data() + at, dim,
+                                      error == OutlierError::relative);
           }
         }
         const bool full = states[static_cast<std::size_t>(token - first)] == RowState::full;
         full_rows += full ? 1 : 0;
         if (full) errors_of_full.push_back(sum);
-        if (full) least_full = std::min(least_full, sum);
-        else most_compressed = std::max(most_compressed, sum);
+        if (full)
+          least_full = std::min(least_full, sum);
+        else
+          most_compressed = std::max(most_compressed, sum);
       }
-      CHECK(least_full > most_compressed * (1.0 - 2e-3));  // of f32 sums, and of codes that are one apart where a coefficient is between two
+      CHECK(least_full >
+            most_compressed * (1.0 - 2e-3));  // of f32 sums, and of codes that are one apart where
+                                              // a coefficient is between two
       CHECK(least_full > static_cast<double>(threshold) * (1.0 - 2e-3));
-      if (most_compressed > static_cast<double>(threshold) * (1.0 + 2e-3)) CHECK(full_rows == share_of_rows(settings.errors.share, first, end - first));
+      if (most_compressed > static_cast<double>(threshold) * (1.0 + 2e-3))
+        CHECK(full_rows == share_of_rows(settings.errors.share, first, end - first));
       kept += full_rows;
     }
     first = end;
@@ -116,8 +139,12 @@ float check_chosen(std::uint64_t seed, OutlierError error, float threshold) {
 
 }  // namespace
 
-TEST_CASE("outliers of joint values are the rows of the largest errors in float64, if those exceed the threshold, the same in all heads of a group") {
-  const auto check = []<class Quantizer>(std::uint64_t seed, OutlierError error, Quantizer) { check_chosen<Quantizer>(seed, error, check_chosen<Quantizer>(seed, error, 0.0F)); };
+TEST_CASE(
+    "outliers of joint values are the rows of the largest errors in float64, if those exceed the "
+    "threshold, the same in all heads of a group") {
+  const auto check = []<class Quantizer>(std::uint64_t seed, OutlierError error, Quantizer) {
+    check_chosen<Quantizer>(seed, error, check_chosen<Quantizer>(seed, error, 0.0F));
+  };
   check(241, OutlierError::relative, NoQuantizer{});
   check(242, OutlierError::absolute, BlockHadamard{});
   check(243, OutlierError::relative, TransformCode{});

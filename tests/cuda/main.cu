@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point of the tests that need a GPU: without one they are skipped (exit code 77), or fail where
-// LOWRANKKV_REQUIRE_GPU is set.
+// Entry point of the tests that need a GPU: without one they are skipped (exit code 77), or fail
+// where LOWRANKKV_REQUIRE_GPU is set.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bases that move over codes of principal axes: turned to the axes of the rows written under them, as on the CPU.
+// Bases that move over codes of principal axes: turned to the axes of the rows written under them,
+// as on the CPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -22,21 +23,25 @@ using support::Random;
 
 namespace {
 
-using OjaCodes = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, TransformCode, KeepEpochs<2>>;
+using OjaCodes = CompressedKVCache<Cuda, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>,
+                                   TransformCode, KeepEpochs<2>>;
 using OjaBlocks = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, BlockHadamard, RotateNow>;
-using DirectionsCodes = CompressedKVCache<Cuda, PerHead, FrequentDirections, SinkRecent, TransformCode, KeepEpochs<3>>;
+using DirectionsCodes =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, SinkRecent, TransformCode, KeepEpochs<3>>;
 
 /// Mean squares of what is lost, of keys and of values, of rows [first, end), and of those rows.
 struct Loss {
   double lost[2] = {}, whole[2] = {};
   double share(int part) const { return lost[part] / whole[part]; }
 };
-Loss loss_of(const CacheShape& shape, const std::vector<float> (&exact)[2], const std::vector<float> (&stored)[2], std::int64_t first, std::int64_t end) {
+Loss loss_of(const CacheShape& shape, const std::vector<float> (&exact)[2],
+             const std::vector<float> (&stored)[2], std::int64_t first, std::int64_t end) {
   Loss loss;
   const std::int64_t width = shape.num_kv_heads * shape.head_dim;
   for (int part = 0; part < 2; ++part) {
     for (std::int64_t i = first * width; i < end * width; ++i) {
-      const double x = static_cast<double>(exact[part][static_cast<std::size_t>(i)]), away = x - static_cast<double>(stored[part][static_cast<std::size_t>(i)]);
+      const double x = static_cast<double>(exact[part][static_cast<std::size_t>(i)]),
+                   away = x - static_cast<double>(stored[part][static_cast<std::size_t>(i)]);
       loss.lost[part] += away * away;
       loss.whole[part] += x * x;
     }
@@ -44,9 +49,11 @@ Loss loss_of(const CacheShape& shape, const std::vector<float> (&exact)[2], cons
   return loss;
 }
 
-/// Sequences whose rows leave the calibrated axes: what is lost is what the CPU loses, answers are those of float64, copies go on as the original.
+/// Sequences whose rows leave the calibrated axes: what is lost is what the CPU loses, answers are
+/// those of float64, copies go on as the original.
 template <class Cache>
-void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int group, DType epoch_type, bool metrics, bool unrotated = false) {
+void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int group,
+                     DType epoch_type, bool metrics, bool unrotated = false) {
   CAPTURE(seed);
   Random random(seed);
   support::Settings settings;
@@ -69,7 +76,8 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
   config.epoch_type = epoch_type;
   config.publish_interval = 40;
   if (unrotated) config.rope.keys = Rope::pre;
-  const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank), other = support::random_layer(random, config.shape, settings, rank);
+  const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank),
+                             other = support::random_layer(random, config.shape, settings, rank);
   using Device = support::DeviceCache<Cache>;
   const auto policies = support::configured(typename Device::PolicySet{}, settings);
   Device device(config, layer.basis, policies);
@@ -77,7 +85,8 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
   device.cache.create(1);
   const std::vector<SequenceId> one{1}, two{2}, three{3};
   std::vector<float> exact[2], stored[2], cpu_stored[2];
-  const auto rows = [&](const support::RandomLayer& from, std::int64_t n, std::vector<float>& key, std::vector<float>& value) {
+  const auto rows = [&](const support::RandomLayer& from, std::int64_t n, std::vector<float>& key,
+                        std::vector<float>& value) {
     key = from.rows(random, n, true);
     value = from.rows(random, n, false);
     for (std::vector<float>* all : {&key, &value}) {
@@ -94,14 +103,16 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
     device.reconstruct(1, stored[0], stored[1]);
     cpu->reconstruct(cpu_stored[0], cpu_stored[1]);
     const std::int64_t end = device.cache.rollback_limit(1);
-    const Loss own = loss_of(config.shape, exact, stored, first, end), others = loss_of(config.shape, exact, cpu_stored, first, end);
+    const Loss own = loss_of(config.shape, exact, stored, first, end),
+               others = loss_of(config.shape, exact, cpu_stored, first, end);
     for (int part = 0; part < 2; ++part) {
       CAPTURE(part);
       CHECK(own.share(part) < 1.04 * others.share(part) + 1e-5);
       CHECK(own.share(part) > 0.96 * others.share(part) - 1e-5);
     }
     std::vector<double> expected, lse;
-    const std::vector<float> keys = support::rotated(config, stored[0], [&](std::int64_t token) { return device.cache.position(1, token); });
+    const std::vector<float> keys = support::rotated(
+        config, stored[0], [&](std::int64_t token) { return device.cache.position(1, token); });
     support::attend_f64(config.shape, config.scale(), keys, stored[1], query, expected, lse);
     CHECK(support::distance(answer.out, expected) < (unrotated ? 4e-3 : 1e-3));
     return own;
@@ -148,7 +159,8 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
   const std::vector<SequenceId> all{1, 2, 3};
   std::vector<float> queries;
   for (int i = 0; i < 3; ++i) queries.insert(queries.end(), query.begin(), query.end());
-  CHECK(support::part_of(device.attend(all, queries).out, 2, 3) == later.out);  // whatever the batch
+  CHECK(support::part_of(device.attend(all, queries).out, 2, 3) ==
+        later.out);  // whatever the batch
   check("in the end", settings.sinks);
   device.cache.truncate(1, std::is_same_v<Cache, OjaCodes> ? device.cache.rollback_limit(1) : 500);
   rows(other, 1, key, value);
@@ -158,7 +170,9 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
 
 }  // namespace
 
-TEST_CASE("bases that move over codes of principal axes: what is lost is what the CPU loses, answers are those of float64") {
+TEST_CASE(
+    "bases that move over codes of principal axes: what is lost is what the CPU loses, answers are "
+    "those of float64") {
   check_sequences<OjaCodes>(Method::oja_codes, 301, 64, 30, 1, DType::f16, false);
   check_sequences<OjaBlocks>(Method::oja_blocks, 302, 64, 40, 3, DType::f16, false);
   check_sequences<DirectionsCodes>(Method::directions_codes, 303, 64, 33, 2, DType::f32, false);
@@ -175,11 +189,14 @@ TEST_CASE("bases that move over codes of principal axes, of unrotated keys") {
   check_sequences<OjaCodes>(Method::oja_codes, 321, 64, 30, 1, DType::f16, false, true);
   if (effort() == 0) return;
   check_sequences<OjaBlocks>(Method::oja_blocks, 322, 64, 40, 3, DType::f16, false, true);
-  check_sequences<DirectionsCodes>(Method::directions_codes, 323, 128, 64, 4, DType::f32, false, true);
+  check_sequences<DirectionsCodes>(Method::directions_codes, 323, 128, 64, 4, DType::f32, false,
+                                   true);
   check_sequences<OjaCodes>(Method::oja_codes, 324, 128, 128, 4, DType::f32, true, true);
 }
 
-TEST_CASE("bases that move: prompts of which an updater sees nothing publish nothing, as on the CPU, in copies too") {
+TEST_CASE(
+    "bases that move: prompts of which an updater sees nothing publish nothing, as on the CPU, in "
+    "copies too") {
   Random random(331);
   support::Settings settings;
   settings.method = Method::oja_codes;
@@ -193,7 +210,8 @@ TEST_CASE("bases that move: prompts of which an updater sees nothing publish not
   config.flush_interval = 8;
   config.publish_interval = 12;
   const support::RandomLayer layer = support::random_layer(random, config.shape, settings, 20);
-  support::DeviceCache<OjaCodes> device(config, layer.basis, support::configured(OjaCodes::PolicySet{}, settings));
+  support::DeviceCache<OjaCodes> device(config, layer.basis,
+                                        support::configured(OjaCodes::PolicySet{}, settings));
   const auto cpu = support::make_cpu_side(settings, config, layer.basis);
   SequenceId now = 1;
   device.cache.create(now);
@@ -205,7 +223,8 @@ TEST_CASE("bases that move: prompts of which an updater sees nothing publish not
     publications = cpu->publications();
   };
   const auto prompt = [&] {
-    const auto key = layer.rows(random, 300, true), value = layer.rows(random, 300, false), window = layer.queries(random, 32);
+    const auto key = layer.rows(random, 300, true), value = layer.rows(random, 300, false),
+               window = layer.queries(random, 32);
     device.ingest(now, key, value, window);
     cpu->ingest(key, value, window);
   };
@@ -219,13 +238,19 @@ TEST_CASE("bases that move: prompts of which an updater sees nothing publish not
   };
   prompt();
   check("a prompt", 0);
-  // Bases cannot have moved since they were published if they never did: somewhere in the first bytes a number says so.
+  // Bases cannot have moved since they were published if they never did: somewhere in the first
+  // bytes a number says so.
   int refused = 0;
   const std::vector<std::byte> still = device.save(now);
   for (std::size_t at = 0; at < 2000; at += 4) {
     std::vector<std::byte> hostile = still;
     std::fill_n(hostile.begin() + static_cast<std::ptrdiff_t>(at), 4, std::byte{1});
-    refused += support::message_of([&] { device.cache.load(2, support::with_checksum(hostile)); }).find("bases moved since they were published: 16843009, moved at all: 0") != std::string::npos ? 1 : 0;
+    refused += support::message_of([&] {
+                 device.cache.load(2, support::with_checksum(hostile));
+               }).find("bases moved since they were published: 16843009, moved at all: 0") !=
+                       std::string::npos
+                   ? 1
+                   : 0;
     if (device.cache.contains(2)) device.cache.erase(2);
   }
   CHECK(refused == 1);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens that move to other positions, of keys that are stored before their rotary embedding: against float64, in forks, cuts, saved states and captured steps.
+// Tokens that move to other positions, of keys that are stored before their rotary embedding:
+// against float64, in forks, cuts, saved states and captured steps.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -31,7 +32,8 @@ namespace {
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 using Moving = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
 using MovingCodes = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>;
-using Outliers = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+using Outliers =
+    CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
 
 CacheConfig random_config(Random& random, DType type) {
   CacheConfig config;
@@ -45,18 +47,27 @@ CacheConfig random_config(Random& random, DType type) {
   return config;
 }
 
-/// How far an answer of a sequence's last token is from float64, its keys turned to where the cache says they stand.
+/// How far an answer of a sequence's last token is from float64, its keys turned to where the cache
+/// says they stand.
 template <class Cache>
-double off(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq, const std::vector<float>& query, const Answer& answer) {
+double off(const CacheConfig& config, const DeviceCache<Cache>& device, SequenceId seq,
+           const std::vector<float>& query, const Answer& answer) {
   std::vector<float> key, value;
   device.reconstruct(seq, key, value);
   std::vector<double> expected, lse;
-  support::attend_f64(config.shape, config.scale(), support::rotated(config, key, [&](std::int64_t token) { return device.cache.position(seq, token); }), value, query, expected, lse);
-  return std::max(distance(answer.out, expected), support::furthest(answer.lse, lse) / std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
+  support::attend_f64(
+      config.shape, config.scale(),
+      support::rotated(config, key,
+                       [&](std::int64_t token) { return device.cache.position(seq, token); }),
+      value, query, expected, lse);
+  return std::max(distance(answer.out, expected),
+                  support::furthest(answer.lse, lse) /
+                      std::max(1.0, support::furthest(lse, std::vector<double>(lse.size()))));
 }
 
 template <class Cache>
-void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = false, int most_rows = 500) {
+void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = false,
+                  int most_rows = 500) {
   Random random(seed);
   double worst = 0.0;
   std::int64_t publications = 0;
@@ -67,8 +78,11 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
     settings.recent = 1 + static_cast<int>(random() % 40);
     settings.outliers = {OutlierError::relative, 0.05F, 0.0F};
     settings.directions.chunk_length = 60;
-    if (moves && (seed + static_cast<std::uint64_t>(trial)) % 2 == 1) settings.basis = {KeyMetric::query_aware, ValueMetric::output_aware};
-    const support::RandomLayer layer = support::random_layer(random, config.shape, settings, 16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
+    if (moves && (seed + static_cast<std::uint64_t>(trial)) % 2 == 1)
+      settings.basis = {KeyMetric::query_aware, ValueMetric::output_aware};
+    const support::RandomLayer layer = support::random_layer(
+        random, config.shape, settings,
+        16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
     const auto policies = support::configured(typename Cache::PolicySet{}, settings);
     DeviceCache<Cache> device(config, layer.basis, policies), other(config, layer.basis, policies);
     CAPTURE(trial);
@@ -81,22 +95,30 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
       return at;
     };
     for (int part = 0; part < 4; ++part) {
-      const std::int64_t n = 1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(most_rows));
+      const std::int64_t n =
+          1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(most_rows));
       device.ingest(1, layer.rows(random, n, true), layer.rows(random, n, false));
       for (int shift = 0; shift < 2; ++shift) {
-        const std::int64_t first = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(device.cache.num_tokens(1) + 1));
+        const std::int64_t first = static_cast<std::int64_t>(
+            random() % static_cast<std::uint64_t>(device.cache.num_tokens(1) + 1));
         const std::int64_t deltas[] = {-3, 40, -700, 5000, 300000};
         said.push_back({first, deltas[random() % 5]});
         device.cache.shift_positions(1, first, said.back().offset);
       }
-      const std::int64_t tokens = device.cache.num_tokens(1), count = std::min<std::int64_t>(tokens / 4, 30);  // tokens of the middle go, those behind stay where they are
+      const std::int64_t tokens = device.cache.num_tokens(1),
+                         count = std::min<std::int64_t>(
+                             tokens / 4,
+                             30);  // tokens of the middle go, those behind stay where they are
       if constexpr (!std::is_same_v<Cache, Outliers>) {
         const std::int64_t first = tokens / 3 + settings.sinks;
         if (part > 0 && first + count < tokens) {
           std::vector<std::int64_t> stood;
-          for (std::int64_t token = first + count; token <= tokens; ++token) stood.push_back(device.cache.position(1, token));
+          for (std::int64_t token = first + count; token <= tokens; ++token)
+            stood.push_back(device.cache.position(1, token));
           device.cache.remove(1, first, count);
-          for (std::int64_t token = first; token <= tokens - count; ++token) CHECK(device.cache.position(1, token) == stood[static_cast<std::size_t>(token - first)]);
+          for (std::int64_t token = first; token <= tokens - count; ++token)
+            CHECK(device.cache.position(1, token) ==
+                  stood[static_cast<std::size_t>(token - first)]);
           said = {};
           std::int64_t last = 0;
           for (std::int64_t token = 0; token <= tokens - count; ++token) {
@@ -107,13 +129,18 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
         }
       }
       device.append(std::span(&one, 1), layer.rows(random, 1, true), layer.rows(random, 1, false));
-      for (std::int64_t token = 0; token <= device.cache.num_tokens(1); token += 7) CHECK(device.cache.position(1, token) == position(token));
+      for (std::int64_t token = 0; token <= device.cache.num_tokens(1); token += 7)
+        CHECK(device.cache.position(1, token) == position(token));
       if (part == 3) {  // several tokens share a position
-        const std::int64_t length = device.cache.num_tokens(1), first = length / 5, divided = length / 3 + 1;
+        const std::int64_t length = device.cache.num_tokens(1), first = length / 5,
+                           divided = length / 3 + 1;
         device.cache.divide_positions(1, first, divided, 3);
         for (std::int64_t token = 0; token <= length; token += 5) {
           const bool shares = token >= first && token < first + divided;
-          CHECK(device.cache.position(1, token) == (shares ? static_cast<std::int64_t>(std::floor(static_cast<double>(position(token)) / 3.0)) : position(token)));
+          CHECK(device.cache.position(1, token) ==
+                (shares ? static_cast<std::int64_t>(
+                              std::floor(static_cast<double>(position(token)) / 3.0))
+                        : position(token)));
         }
       }
       const auto query = layer.queries(random, 1);
@@ -173,7 +200,9 @@ TEST_CASE("tokens that move are attended to where they stand, under bases that s
   moved_tokens<SubSpaceA<Cuda>>(DType::f16, 961, 4e-3, true, effort() == 0 ? 100 : 500);
 }
 
-TEST_CASE("bases move in a metric of any spread: what they decode is not clipped, and states of another metric are not theirs") {
+TEST_CASE(
+    "bases move in a metric of any spread: what they decode is not clipped, and states of another "
+    "metric are not theirs") {
   Random random(962);
   constexpr int dim = 64, rank = 24, tokens = 400, strong = 40;
   // R U and R^-1 U are the same axes whatever `rest` is, until the basis moves.
@@ -184,9 +213,11 @@ TEST_CASE("bases move in a metric of any spread: what they decode is not clipped
       map->assign(dim * rank, 0.0F);
       for (int i = 0; i < rank; ++i) (*map)[static_cast<std::size_t>(i * rank + i)] = 1.0F;
     }
-    for (const auto& [matrix, value] : {std::pair{&head.key_metric, rest}, std::pair{&head.key_metric_inverse, 1.0F / rest}}) {
+    for (const auto& [matrix, value] :
+         {std::pair{&head.key_metric, rest}, std::pair{&head.key_metric_inverse, 1.0F / rest}}) {
       matrix->assign(dim * dim, 0.0F);
-      for (int i = 0; i < dim; ++i) (*matrix)[static_cast<std::size_t>(i * dim + i)] = i < 32 ? 1.0F : value;
+      for (int i = 0; i < dim; ++i)
+        (*matrix)[static_cast<std::size_t>(i * dim + i)] = i < 32 ? 1.0F : value;
     }
     LayerBasis basis;
     basis.heads.push_back(head);
@@ -202,15 +233,18 @@ TEST_CASE("bases move in a metric of any spread: what they decode is not clipped
     policies.basis.key_metric = KeyMetric::query_aware;
     policies.token_policy = {4, 20};
     policies.updater.prefill_share = 1.0F;
-    policies.updater.prefill_rate = 1e6F;  // all that is left of the first basis is where the new one begins
-    DeviceCache<Moving> device(config, basis_of(0.0005F), policies), other(config, basis_of(1.0F), policies);
+    policies.updater.prefill_rate =
+        1e6F;  // all that is left of the first basis is where the new one begins
+    DeviceCache<Moving> device(config, basis_of(0.0005F), policies),
+        other(config, basis_of(1.0F), policies);
     std::normal_distribution<float> normal;
     std::vector<float> key, value, query;
     for (int i = 0; i < (tokens + 1) * dim; ++i) {
       key.push_back(0.1F * normal(random));
       value.push_back(normal(random));
     }
-    for (int i = 0; i < 2 * dim; ++i) query.push_back(i % dim == strong ? 1e-4F * normal(random) : normal(random));
+    for (int i = 0; i < 2 * dim; ++i)
+      query.push_back(i % dim == strong ? 1e-4F * normal(random) : normal(random));
     for (int token = 0; token <= tokens; ++token) {
       const float along = normal(random);
       key[static_cast<std::size_t>(token * dim)] += along;
@@ -219,7 +253,8 @@ TEST_CASE("bases move in a metric of any spread: what they decode is not clipped
     device.cache.create(1);
     device.ingest(1, {key.begin(), key.end() - dim}, {value.begin(), value.end() - dim});
     const SequenceId one = 1;
-    device.append(std::span(&one, 1), {key.end() - dim, key.end()}, {value.end() - dim, value.end()});
+    device.append(std::span(&one, 1), {key.end() - dim, key.end()},
+                  {value.end() - dim, value.end()});
     CHECK(device.cache.statistics().publications == 1);
     std::vector<float> own_key, own_value;
     device.reconstruct(1, own_key, own_value);
@@ -230,7 +265,9 @@ TEST_CASE("bases move in a metric of any spread: what they decode is not clipped
     }
     CHECK(std::sqrt(error / energy) < 5e-3);
     CHECK(off(config, device, 1, query, device.attend(std::span(&one, 1), query)) < 4e-3);
-    CHECK(message_of([&] { other.cache.load(1, device.save(1)); }).find("metrics that bases move in") != std::string::npos);
+    CHECK(message_of([&] {
+            other.cache.load(1, device.save(1));
+          }).find("metrics that bases move in") != std::string::npos);
     CHECK(!other.cache.contains(1));
   }
 }
@@ -243,13 +280,18 @@ TEST_CASE("a captured step sees positions that move between replays") {
   const SequenceId one = 1;
   device.cache.create(1);
   device.ingest(1, layer.rows(random, 300, true), layer.rows(random, 300, false));
-  const std::size_t row = static_cast<std::size_t>(config.shape.num_kv_heads * config.shape.head_dim);
+  const std::size_t row =
+      static_cast<std::size_t>(config.shape.num_kv_heads * config.shape.head_dim);
   const auto query = layer.queries(random, 1);
-  const gpu::DeviceArray<float> q(query), k(layer.rows(random, 1, true)), v(layer.rows(random, 1, false)), out(query.size()), lse(static_cast<std::size_t>(config.shape.num_qo_heads));
+  const gpu::DeviceArray<float> q(query), k(layer.rows(random, 1, true)),
+      v(layer.rows(random, 1, false)), out(query.size()),
+      lse(static_cast<std::size_t>(config.shape.num_qo_heads));
   REQUIRE(k.size() == row);
   const support::CapturedStep step([&](cudaStream_t stream) {
     device.cache.append(1, device.keys(k, 1), device.values(v, 1), stream);
-    device.cache.attend(1, device.queries(q, 1), {out.data(), 1, config.shape.num_qo_heads, config.shape.head_dim}, {lse.data(), 1, config.shape.num_qo_heads}, stream);
+    device.cache.attend(1, device.queries(q, 1),
+                        {out.data(), 1, config.shape.num_qo_heads, config.shape.head_dim},
+                        {lse.data(), 1, config.shape.num_qo_heads}, stream);
   });
   for (int replay = 0; replay < 5; ++replay) {
     device.cache.shift_positions(1, 50 * replay, replay % 2 == 0 ? 17 : -30, step.stream);
@@ -266,38 +308,63 @@ TEST_CASE("positions that cannot be moved stay") {
   device.cache.create(1);
   device.ingest(1, layer.rows(random, 200, true), layer.rows(random, 200, false));
   const std::int64_t limit = (std::int64_t{1} << 30) - 1 - config.max_tokens;
-  CHECK(message_of([&] { device.cache.shift_positions(1, 201, 1); }) == "shift_positions: token 201, sequence has 200 tokens");
-  CHECK(message_of([&] { device.cache.shift_positions(1, -1, 1); }) == "shift_positions: token -1, sequence has 200 tokens");
+  CHECK(message_of([&] { device.cache.shift_positions(1, 201, 1); }) ==
+        "shift_positions: token 201, sequence has 200 tokens");
+  CHECK(message_of([&] { device.cache.shift_positions(1, -1, 1); }) ==
+        "shift_positions: token -1, sequence has 200 tokens");
   device.cache.shift_positions(1, 100, limit);
-  CHECK(message_of([&] { device.cache.shift_positions(1, 50, 1); }) == "shift_positions: by 1 after " + std::to_string(limit) + ", at most " + std::to_string(limit) + " in all");
-  CHECK(message_of([&] { device.cache.check_shift_positions(1, 0, std::numeric_limits<std::int64_t>::min()); }).find("shift_positions: by ") == 0);
+  CHECK(message_of([&] { device.cache.shift_positions(1, 50, 1); }) ==
+        "shift_positions: by 1 after " + std::to_string(limit) + ", at most " +
+            std::to_string(limit) + " in all");
+  CHECK(message_of([&] {
+          device.cache.check_shift_positions(1, 0, std::numeric_limits<std::int64_t>::min());
+        }).find("shift_positions: by ") == 0);
   CHECK(device.cache.position(1, 50) == 50);
   CHECK(device.cache.position(1, 150) == 150 + limit);
   device.cache.shift_positions(1, 100, -limit);
-  for (std::int64_t piece = 0; piece < 32; ++piece) device.cache.shift_positions(1, 3 * piece + 1, 1);
-  CHECK(message_of([&] { device.cache.shift_positions(1, 199, 1); }) == "shift_positions: positions in 33 pieces, at most 32 on this backend");
+  for (std::int64_t piece = 0; piece < 32; ++piece)
+    device.cache.shift_positions(1, 3 * piece + 1, 1);
+  CHECK(message_of([&] { device.cache.shift_positions(1, 199, 1); }) ==
+        "shift_positions: positions in 33 pieces, at most 32 on this backend");
   CHECK(device.cache.position_shifts(1).pieces().size() == 32);
-  CHECK(message_of([&] { device.cache.divide_positions(1, 198, 1, 2); }) == "divide_positions: positions in 34 pieces, at most 32 on this backend");
-  CHECK(message_of([&] { device.cache.divide_positions(1, 100, 101, 2); }) == "divide_positions: 101 tokens from token 100 on, sequence has 200 tokens");
+  CHECK(message_of([&] { device.cache.divide_positions(1, 198, 1, 2); }) ==
+        "divide_positions: positions in 34 pieces, at most 32 on this backend");
+  CHECK(message_of([&] { device.cache.divide_positions(1, 100, 101, 2); }) ==
+        "divide_positions: 101 tokens from token 100 on, sequence has 200 tokens");
   CHECK(device.cache.memory(1).position_bytes == 32 * 24);
   const auto saved = device.save(1);
-  CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) == "position: token 201, sequence has 200 tokens");
+  CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) ==
+        "position: token 201, sequence has 200 tokens");
   // Saved states are believed less. The last piece is token 94, moved by 32.
   const PositionShift piece{94, 32};
-  const auto last = std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece), reinterpret_cast<const std::byte*>(&piece) + sizeof piece) - saved.begin();
+  const auto last =
+      std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece),
+                  reinterpret_cast<const std::byte*>(&piece) + sizeof piece) -
+      saved.begin();
   REQUIRE(last < static_cast<std::ptrdiff_t>(saved.size()));
   const std::ptrdiff_t at = last - 31 * static_cast<std::ptrdiff_t>(sizeof piece);
   const auto with = [&](std::int64_t number, PositionShift other) {
     auto changed = saved;
-    std::memcpy(changed.data() + at + number * static_cast<std::int64_t>(sizeof other), &other, sizeof other);
+    std::memcpy(changed.data() + at + number * static_cast<std::int64_t>(sizeof other), &other,
+                sizeof other);
     return message_of([&] { device.cache.load(7, support::with_checksum(changed)); });
   };
-  CHECK(with(0, {4, 1}) == "saved state: positions move by 2 and are divided by 1 from token 4 on, in a sequence of 200 tokens");
-  CHECK(with(0, {-1, 1}) == "saved state: positions move by 1 and are divided by 1 from token -1 on, in a sequence of 200 tokens");
-  CHECK(with(31, {201, 1}) == "saved state: positions move by 1 and are divided by 1 from token 201 on, in a sequence of 200 tokens");
-  CHECK(with(0, {1, 1, 0}) == "saved state: positions move by 1 and are divided by 0 from token 1 on, in a sequence of 200 tokens");
-  CHECK(with(31, {94, 1, 2}) == "saved state: positions of tokens to come are divided by 2, 1 expected");
-  CHECK(with(31, {94, limit + 1}) == "positions: moved by " + std::to_string(limit + 1) + ", at most " + std::to_string(limit) + " expected");
+  CHECK(with(0, {4, 1}) ==
+        "saved state: positions move by 2 and are divided by 1 from token 4 on, in a sequence of "
+        "200 tokens");
+  CHECK(with(0, {-1, 1}) ==
+        "saved state: positions move by 1 and are divided by 1 from token -1 on, in a sequence of "
+        "200 tokens");
+  CHECK(with(31, {201, 1}) ==
+        "saved state: positions move by 1 and are divided by 1 from token 201 on, in a sequence of "
+        "200 tokens");
+  CHECK(with(0, {1, 1, 0}) ==
+        "saved state: positions move by 1 and are divided by 0 from token 1 on, in a sequence of "
+        "200 tokens");
+  CHECK(with(31, {94, 1, 2}) ==
+        "saved state: positions of tokens to come are divided by 2, 1 expected");
+  CHECK(with(31, {94, limit + 1}) == "positions: moved by " + std::to_string(limit + 1) +
+                                         ", at most " + std::to_string(limit) + " expected");
   CHECK(!device.cache.contains(7));
   config.max_tokens = 1000;
   DeviceCache<FullKV<Cuda>> other(config, {}, {});
@@ -306,7 +373,9 @@ TEST_CASE("positions that cannot be moved stay") {
   config.rope = {};
   DeviceCache<FullKV<Cuda>> rotated(config, {}, {});
   rotated.cache.create(1);
-  CHECK(message_of([&] { rotated.cache.shift_positions(1, 0, 3); }) == "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3");
+  CHECK(message_of([&] { rotated.cache.shift_positions(1, 0, 3); }) ==
+        "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them "
+        "by 3");
 }
 
 }  // namespace positions_tests

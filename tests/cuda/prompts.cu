@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prompts in chunks, and chunks in several calls: against float64, the CPU, and the same prompt in one call. What is refused meanwhile; rows by the state they are in; pages that calls take.
+// Prompts in chunks, and chunks in several calls: against float64, the CPU, and the same prompt in
+// one call. What is refused meanwhile; rows by the state they are in; pages that calls take.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -30,13 +31,17 @@ using support::Settings;
 namespace {
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
-using HeavyCodes = CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>;
+using HeavyCodes =
+    CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>;
 
 /// Rows [first, first + count) of so many numbers each.
-std::vector<float> some_rows(const std::vector<float>& all, std::int64_t first, std::int64_t count, int width) {
+std::vector<float> some_rows(const std::vector<float>& all, std::int64_t first, std::int64_t count,
+                             int width) {
   return {all.begin() + first * width, all.begin() + (first + count) * width};
 }
-void append_rows(std::vector<float>& all, const std::vector<float>& more) { all.insert(all.end(), more.begin(), more.end()); }
+void append_rows(std::vector<float>& all, const std::vector<float>& more) {
+  all.insert(all.end(), more.begin(), more.end());
+}
 
 /// A layer, a prompt of it, and where the prompt is cut.
 struct Case {
@@ -51,9 +56,12 @@ struct Case {
     if (settings.unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
     settings.sinks = static_cast<int>(random() % 30);
     settings.recent = 1 + static_cast<int>(random() % 60);
-    settings.snapkv = {0.25F + 0.25F * static_cast<float>(random() % 3), 0, 8 + static_cast<int>(random() % 25), 5, Pooling::maximum};
+    settings.snapkv = {0.25F + 0.25F * static_cast<float>(random() % 3), 0,
+                       8 + static_cast<int>(random() % 25), 5, Pooling::maximum};
     settings.share = 0.3F;
-    layer = support::random_layer(random, config.shape, settings, 16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
+    layer = support::random_layer(
+        random, config.shape, settings,
+        16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));
     for (HeadBasis& head : layer.basis.heads) {
       if (!head.key_bits.empty()) head.key_bits[0] = head.value_bits[0] = 8;
     }
@@ -72,9 +80,15 @@ struct Case {
   }
   int row_width() const { return config.shape.num_kv_heads * config.shape.head_dim; }
   int query_width() const { return config.shape.num_qo_heads * config.shape.head_dim; }
-  std::vector<float> keys(std::int64_t first, std::int64_t count) const { return some_rows(key, first, count, row_width()); }
-  std::vector<float> values(std::int64_t first, std::int64_t count) const { return some_rows(value, first, count, row_width()); }
-  std::vector<float> queries(std::int64_t first, std::int64_t count) const { return some_rows(query, first, count, query_width()); }
+  std::vector<float> keys(std::int64_t first, std::int64_t count) const {
+    return some_rows(key, first, count, row_width());
+  }
+  std::vector<float> values(std::int64_t first, std::int64_t count) const {
+    return some_rows(value, first, count, row_width());
+  }
+  std::vector<float> queries(std::int64_t first, std::int64_t count) const {
+    return some_rows(query, first, count, query_width());
+  }
 
   CacheConfig config;
   support::RandomLayer layer;
@@ -83,9 +97,11 @@ struct Case {
   std::vector<std::int64_t> cuts;  ///< tokens of the calls
 };
 
-/// The prompt in one call; chunk by chunk, each against float64; and in calls that end anywhere, attended to or not.
+/// The prompt in one call; chunk by chunk, each against float64; and in calls that end anywhere,
+/// attended to or not.
 template <class Cache>
-void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, double limit, bool against_cpu) {
+void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, double limit,
+               bool against_cpu) {
   Random random(seed);
   double worst = 0.0;
   for (int trial = 0; trial < trials; ++trial) {
@@ -94,8 +110,11 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     CAPTURE(prompt.tokens);
     CAPTURE(prompt.config.prefill_chunk);
     const auto policies = support::configured(typename Cache::PolicySet{}, settings);
-    constexpr bool has_scores = requires(DeviceCache<Cache>& device) { device.cache.accumulate(1, ScoreView{}); };
-    DeviceCache<Cache> whole(prompt.config, prompt.layer.basis, policies), cut(prompt.config, prompt.layer.basis, policies);
+    constexpr bool has_scores = requires(DeviceCache<Cache> & device) {
+      device.cache.accumulate(1, ScoreView{});
+    };
+    DeviceCache<Cache> whole(prompt.config, prompt.layer.basis, policies),
+        cut(prompt.config, prompt.layer.basis, policies);
     CacheConfig by_calls = prompt.config;
     by_calls.prefill_chunk = 0;
     DeviceCache<Cache> chunked(by_calls, prompt.layer.basis, policies);
@@ -109,9 +128,12 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
       if (first > 0) chunked.reconstruct(1, key, value);
       append_rows(key, prompt.keys(first, count));
       append_rows(value, prompt.values(first, count));
-      const Answer own = chunked.prefill(1, prompt.queries(first, count), prompt.keys(first, count), prompt.values(first, count));
+      const Answer own = chunked.prefill(1, prompt.queries(first, count), prompt.keys(first, count),
+                                         prompt.values(first, count));
       std::vector<double> expected, expected_lse;
-      support::attend_f64(prompt.config.shape, prompt.config.scale(), support::rotated(prompt.config, key), value, prompt.queries(first, count), expected, expected_lse, support::drops(settings.method) || has_scores);
+      support::attend_f64(prompt.config.shape, prompt.config.scale(),
+                          support::rotated(prompt.config, key), value, prompt.queries(first, count),
+                          expected, expected_lse, support::drops(settings.method) || has_scores);
       worst = std::max(worst, distance(own.out, expected));
       CHECK(distance(own.out, expected) < limit);
       append_rows(chunks.out, own.out);
@@ -126,12 +148,17 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     const int window = settings.snapkv.window > 32 ? settings.snapkv.window : 32;
     const bool finishes = random() % 2 == 0;
     for (const std::int64_t count : prompt.cuts) {
-      const Prompt goes_on = first + count == prompt.tokens && !finishes ? Prompt::complete : Prompt::continues;
-      const Answer own = cut.prefill(1, prompt.queries(first, count), prompt.keys(first, count), prompt.values(first, count), goes_on);
+      const Prompt goes_on =
+          first + count == prompt.tokens && !finishes ? Prompt::complete : Prompt::continues;
+      const Answer own = cut.prefill(1, prompt.queries(first, count), prompt.keys(first, count),
+                                     prompt.values(first, count), goes_on);
       append_rows(parts.out, own.out);
       append_rows(parts.lse, own.lse);
-      const std::int64_t queries = has_scores || count >= chunk || (first % chunk) + count > chunk ? count : std::min(count, std::int64_t{window});
-      cut.ingest(2, prompt.keys(first, count), prompt.values(first, count), prompt.queries(first + count - queries, queries), goes_on);
+      const std::int64_t queries = has_scores || count >= chunk || (first % chunk) + count > chunk
+                                       ? count
+                                       : std::min(count, std::int64_t{window});
+      cut.ingest(2, prompt.keys(first, count), prompt.values(first, count),
+                 prompt.queries(first + count - queries, queries), goes_on);
       first += count;
       CHECK(cut.cache.num_tokens(1) == first);
     }
@@ -147,7 +174,8 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
       CAPTURE(seq);
       if constexpr (has_scores) {  // masses, and what they choose among equals, are such sums too
         cut.reconstruct(seq, own_key, own_value);
-        CHECK(support::different_rows(own_key, key, prompt.config.shape.head_dim) <= 2 + own_key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 100);
+        CHECK(support::different_rows(own_key, key, prompt.config.shape.head_dim) <=
+              2 + own_key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 100);
       } else {
         CHECK(cut.save(seq) == whole.save(1));
       }
@@ -157,16 +185,20 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     const auto cpu = support::make_cpu_side(settings, prompt.config, prompt.layer.basis);
     first = 0;
     for (const std::int64_t count : prompt.cuts) {
-      cpu->ingest(prompt.keys(first, count), prompt.values(first, count), prompt.queries(first, count), first + count == prompt.tokens ? Prompt::complete : Prompt::continues);
+      cpu->ingest(prompt.keys(first, count), prompt.values(first, count),
+                  prompt.queries(first, count),
+                  first + count == prompt.tokens ? Prompt::complete : Prompt::continues);
       first += count;
     }
     std::vector<float> cpu_key, cpu_value;
     cpu->reconstruct(cpu_key, cpu_value);
     CHECK(cut.cache.tail_length(1) == cpu->tail_length());
-    if (support::adapts(settings.method)) {  // of rows whose scores are almost equal one may be observed here and the other there
+    if (support::adapts(settings.method)) {  // of rows whose scores are almost equal one may be
+                                             // observed here and the other there
       CHECK(std::max(distance(key, cpu_key), distance(value, cpu_value)) < 0.2);
     } else {
-      CHECK(support::different_rows(key, cpu_key, prompt.config.shape.head_dim) <= 2 + key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 200);
+      CHECK(support::different_rows(key, cpu_key, prompt.config.shape.head_dim) <=
+            2 + key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 200);
     }
   }
   MESSAGE("chunks: outputs " << worst);
@@ -176,7 +208,8 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
 struct Memory : gpu::DeviceMemory {
   void* allocate(std::size_t bytes) override {
     void* memory = nullptr;
-    if (live + bytes > most || left == 0 || cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
+    if (live + bytes > most || left == 0 || cudaMalloc(&memory, bytes) != cudaSuccess)
+      return nullptr;
     --left;
     live += bytes;
     return memory;
@@ -203,7 +236,8 @@ TEST_CASE("a prompt in chunks, of which calls may take any part") {
   for (const DType type : {DType::f16, DType::bf16}) {
     Settings settings;
     settings.method = Method::oja_snapkv;
-    in_chunks<OjaKVSnapKV<Cuda>>(settings, type, 901, trials, type == DType::f16 ? 2e-5 : 2e-4, true);
+    in_chunks<OjaKVSnapKV<Cuda>>(settings, type, 901, trials, type == DType::f16 ? 2e-5 : 2e-4,
+                                 true);
     settings.method = Method::codes;
     in_chunks<Codes>(settings, type, 902, trials, 1e-3, true);
     settings.unrotated = true;
@@ -229,11 +263,14 @@ TEST_CASE("what a prompt that goes on refuses, and what stays as it was") {
   DeviceCache<Cache> device(config, layer.basis, policies);
   device.cache.create(1);
   const auto rows = [&](std::int64_t n) { return layer.rows(random, n, true); };
-  const int wanted = std::max(policies.token_policy.get<SnapKV>().window, policies.updater.importance_window);
+  const int wanted =
+      std::max(policies.token_policy.get<SnapKV>().window, policies.updater.importance_window);
   device.ingest(1, rows(60), rows(60), layer.queries(random, wanted), Prompt::continues);
   CHECK(device.cache.num_tokens(1) == 60);
   CHECK(device.cache.tail_length(1) == 0);
-  const std::string open = "sequence 1: its prompt of 60 tokens so far continues, a complete one is expected; call finish_prompt";
+  const std::string open =
+      "sequence 1: its prompt of 60 tokens so far continues, a complete one is expected; call "
+      "finish_prompt";
   const SequenceId one = 1;
   CHECK(message_of([&] { device.append(std::span(&one, 1), rows(1), rows(1)); }) == open);
   CHECK(message_of([&] { device.attend(std::span(&one, 1), layer.queries(random, 1)); }) == open);
@@ -244,8 +281,12 @@ TEST_CASE("what a prompt that goes on refuses, and what stays as it was") {
   CHECK(message_of([&] { static_cast<void>(device.save(1)); }) == open);
   CHECK(message_of([&] { static_cast<void>(device.cache.rollback_limit(1)); }) == open);
   // A chunk ends inside this call: all of its queries may be needed.
-  CHECK(message_of([&] { device.ingest(1, rows(70), rows(70), layer.queries(random, wanted), Prompt::continues); }) == "q_window: prompt rows are chosen by the attention of 70 queries, given " + std::to_string(wanted));
-  CHECK(message_of([&] { device.ingest(1, rows(241), rows(241), layer.queries(random, 241)); }) == "max_tokens: 300, sequence has 60, given 241");
+  CHECK(message_of([&] {
+          device.ingest(1, rows(70), rows(70), layer.queries(random, wanted), Prompt::continues);
+        }) == "q_window: prompt rows are chosen by the attention of 70 queries, given " +
+                  std::to_string(wanted));
+  CHECK(message_of([&] { device.ingest(1, rows(241), rows(241), layer.queries(random, 241)); }) ==
+        "max_tokens: 300, sequence has 60, given 241");
   CHECK(device.cache.num_tokens(1) == 60);
   device.ingest(1, rows(70), rows(70), layer.queries(random, 70));
   CHECK(device.cache.num_tokens(1) == 130);
@@ -266,7 +307,8 @@ TEST_CASE("what a prompt that goes on refuses, and what stays as it was") {
   // Nothing came: the prompt is open, and complete.
   device.cache.create(3);
   device.ingest(3, {}, {}, {}, Prompt::continues);
-  CHECK(message_of([&] { device.cache.maintain(3); }).find("its prompt of 0 tokens so far") != std::string::npos);
+  CHECK(message_of([&] { device.cache.maintain(3); }).find("its prompt of 0 tokens so far") !=
+        std::string::npos);
   device.ingest(3, {}, {}, {});
   device.cache.maintain(3);
 }
@@ -281,12 +323,16 @@ TEST_CASE("what is stored and what waits of a prompt that goes on can be looked 
     const support::RandomLayer layer = support::random_layer(random, shape, settings, 24);
     CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 600, .prefill_chunk = 100};
     config.full_type = type;
-    DeviceCache<StaticPCAHybrid<Cuda>> device(config, layer.basis, support::configured(StaticPCAHybrid<Cuda>::PolicySet{}, settings));
+    DeviceCache<StaticPCAHybrid<Cuda>> device(
+        config, layer.basis, support::configured(StaticPCAHybrid<Cuda>::PolicySet{}, settings));
     const auto key = layer.rows(random, 270, true), value = layer.rows(random, 270, false);
-    const auto part = [&](const std::vector<float>& all, std::int64_t first, std::int64_t count) { return std::vector<float>(all.begin() + 128 * first, all.begin() + 128 * (first + count)); };
+    const auto part = [&](const std::vector<float>& all, std::int64_t first, std::int64_t count) {
+      return std::vector<float>(all.begin() + 128 * first, all.begin() + 128 * (first + count));
+    };
     device.cache.create(1);
     device.cache.create(2);
-    device.ingest(1, part(key, 0, 250), part(value, 0, 250), {}, Prompt::continues);  // two chunks, and 50 rows that wait
+    device.ingest(1, part(key, 0, 250), part(value, 0, 250), {},
+                  Prompt::continues);  // two chunks, and 50 rows that wait
     device.ingest(2, part(key, 0, 200), part(value, 0, 200));
     CHECK(device.cache.num_tokens(1) == 250);
     std::vector<float> own_key, own_value, other_key, other_value;
@@ -295,24 +341,34 @@ TEST_CASE("what is stored and what waits of a prompt that goes on can be looked 
     CHECK(part(own_key, 0, 200) == other_key);  // as a prompt of two chunks stored them
     CHECK(part(own_value, 0, 200) == other_value);
     for (const auto& [given, own] : {std::pair{&key, &own_key}, std::pair{&value, &own_value}}) {
-      for (std::size_t i = 128 * 180; i < 128 * 250; ++i) CHECK((*own)[i] == round_to(type, (*given)[i]));  // the tail, then what waits
+      for (std::size_t i = 128 * 180; i < 128 * 250; ++i)
+        CHECK((*own)[i] == round_to(type, (*given)[i]));  // the tail, then what waits
     }
     std::vector<RowState> states(250);
     device.cache.row_states(1, 1, 0, states);
-    for (std::size_t i = 0; i < 250; ++i) CHECK(states[i] == (i < 4 || i >= 180 ? RowState::full : RowState::compressed));
-    CHECK(message_of([&] { device.cache.row_states(1, 1, 1, states); }) == "row_states: 250 positions from 1 on, sequence has 250 tokens");
-    // A part that begins among the stored ones, one of what waits alone; into another type, head by head.
-    for (const auto& [first, count] : {std::pair{std::int64_t{150}, std::int64_t{90}}, std::pair{std::int64_t{220}, std::int64_t{30}}}) {
+    for (std::size_t i = 0; i < 250; ++i)
+      CHECK(states[i] == (i < 4 || i >= 180 ? RowState::full : RowState::compressed));
+    CHECK(message_of([&] { device.cache.row_states(1, 1, 1, states); }) ==
+          "row_states: 250 positions from 1 on, sequence has 250 tokens");
+    // A part that begins among the stored ones, one of what waits alone; into another type, head by
+    // head.
+    for (const auto& [first, count] : {std::pair{std::int64_t{150}, std::int64_t{90}},
+                                       std::pair{std::int64_t{220}, std::int64_t{30}}}) {
       for (const DType target : {DType::f16, DType::bf16}) {
         const gpu::DeviceArray<std::uint16_t> k(static_cast<std::size_t>(128 * count)), v(k.size());
-        device.cache.reconstruct(1, first, KeyTargetView(k.data(), target, count, 2, 64, 64, count * 64), ValueTargetView(v.data(), target, count, 2, 64, 64, count * 64));
+        device.cache.reconstruct(1, first,
+                                 KeyTargetView(k.data(), target, count, 2, 64, 64, count * 64),
+                                 ValueTargetView(v.data(), target, count, 2, 64, 64, count * 64));
         for (const auto& [from, all] : {std::pair{&k, &own_key}, std::pair{&v, &own_value}}) {
           const std::vector<std::uint16_t> bits = support::host(*from);
           for (std::int64_t i = 0; i < 128 * count; ++i) {
             const std::int64_t head = i / (64 * count), token = i / 64 % count;
-            const float expected = round_to(target, (*all)[static_cast<std::size_t>((first + token) * 128 + head * 64 + i % 64)]);
+            const float expected = round_to(
+                target,
+                (*all)[static_cast<std::size_t>((first + token) * 128 + head * 64 + i % 64)]);
             const std::uint16_t own = bits[static_cast<std::size_t>(i)];
-            CHECK((target == DType::f16 ? to_float(Half{own}) : to_float(BFloat16{own})) == expected);
+            CHECK((target == DType::f16 ? to_float(Half{own}) : to_float(BFloat16{own})) ==
+                  expected);
           }
         }
       }
@@ -326,7 +382,9 @@ TEST_CASE("what is stored and what waits of a prompt that goes on can be looked 
   }
 }
 
-TEST_CASE("rows of a prompt that goes on are refused once, and pages that are not there before anything changes") {
+TEST_CASE(
+    "rows of a prompt that goes on are refused once, and pages that are not there before anything "
+    "changes") {
   Random random(906);
   const CacheShape shape{2, 1, 64};
   const support::RandomLayer layer = support::random_layer(random, shape, {}, 32);
@@ -336,12 +394,17 @@ TEST_CASE("rows of a prompt that goes on are refused once, and pages that are no
   auto key = layer.rows(random, 30, true);
   key[5 * 64 + 3] = std::numeric_limits<float>::quiet_NaN();
   for (int call = 0; call < 3; ++call) {
-    static_cast<void>(device.prefill(1, layer.queries(random, 30), key, layer.rows(random, 30, false), call == 2 ? Prompt::complete : Prompt::continues));
+    static_cast<void>(device.prefill(1, layer.queries(random, 30), key,
+                                     layer.rows(random, 30, false),
+                                     call == 2 ? Prompt::complete : Prompt::continues));
     CHECK(device.cache.faults() == static_cast<std::uint32_t>(call + 1));
   }
   std::vector<float> stored_key, stored_value;
   device.reconstruct(1, stored_key, stored_value);
-  for (int call = 0; call < 3; ++call) CHECK(std::all_of(stored_value.begin() + (30 * call + 5) * 64, stored_value.begin() + (30 * call + 6) * 64, [](float x) { return std::abs(x) < 1.0F; }));
+  for (int call = 0; call < 3; ++call)
+    CHECK(std::all_of(stored_value.begin() + (30 * call + 5) * 64,
+                      stored_value.begin() + (30 * call + 6) * 64,
+                      [](float x) { return std::abs(x) < 1.0F; }));
 
   config.num_pages = 3;
   DeviceCache<FullKV<Cuda>> poor(config, {}, {});
@@ -349,8 +412,12 @@ TEST_CASE("rows of a prompt that goes on are refused once, and pages that are no
   const std::int64_t rows = poor.cache.tokens_per_page(0);
   const int recent = poor.cache.config().tail_capacity - 2 * poor.cache.config().flush_interval;
   const std::int64_t most = 3 * rows + recent;
-  poor.ingest(1, layer.rows(random, most - 5, true), layer.rows(random, most - 5, false), {}, Prompt::continues);
-  CHECK(message_of([&] { poor.ingest(1, layer.rows(random, 6, true), layer.rows(random, 6, false), {}, Prompt::continues); }) == "page pool: 4 pages needed, 3 free");
+  poor.ingest(1, layer.rows(random, most - 5, true), layer.rows(random, most - 5, false), {},
+              Prompt::continues);
+  CHECK(message_of([&] {
+          poor.ingest(1, layer.rows(random, 6, true), layer.rows(random, 6, false), {},
+                      Prompt::continues);
+        }) == "page pool: 4 pages needed, 3 free");
   CHECK(poor.cache.num_tokens(1) == most - 5);
   poor.ingest(1, layer.rows(random, 5, true), layer.rows(random, 5, false), {}, Prompt::continues);
   poor.cache.create(2);
@@ -369,13 +436,15 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
   settings.recent = 20;
   const CacheShape shape{4, 2, 64};
   const support::RandomLayer layer = support::random_layer(random, shape, settings, 32);
-  const CacheConfig config{.shape = shape, .max_sequences = 3, .max_tokens = 2000, .flush_interval = 16};
+  const CacheConfig config{
+      .shape = shape, .max_sequences = 3, .max_tokens = 2000, .flush_interval = 16};
   const auto check = [&]<class Cache>(typename Cache::PolicySet policies) {
     policies = support::configured(policies, settings);
     DeviceCache<Cache> device(config, layer.basis, policies);
     device.cache.create(1);
     const std::int64_t free = device.cache.pool().allocator().num_free();
-    device.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false), layer.queries(random, 400));
+    device.ingest(1, layer.rows(random, 400, true), layer.rows(random, 400, false),
+                  layer.queries(random, 400));
     std::vector<float> key, value;
     device.reconstruct(1, key, value);
     for (int head = 0; head < 2; ++head) {
@@ -383,7 +452,9 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
       device.cache.row_states(1, head, 10, states);
       for (std::int64_t i = 0; i < 390; ++i) {
         const std::size_t first = static_cast<std::size_t>(((i + 10) * 2 + head) * 64);
-        const bool zeros = std::all_of(value.begin() + static_cast<std::ptrdiff_t>(first), value.begin() + static_cast<std::ptrdiff_t>(first + 64), [](float x) { return x == 0.0F; });
+        const bool zeros = std::all_of(value.begin() + static_cast<std::ptrdiff_t>(first),
+                                       value.begin() + static_cast<std::ptrdiff_t>(first + 64),
+                                       [](float x) { return x == 0.0F; });
         CHECK((states[static_cast<std::size_t>(i)] == RowState::dropped) == zeros);
         if (i >= 370) CHECK(states[static_cast<std::size_t>(i)] == RowState::full);
       }
@@ -392,23 +463,31 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
       CHECK(states[2] == RowState::full);
     }
     std::vector<RowState> states(3);
-    CHECK(message_of([&] { device.cache.row_states(1, 2, 0, states); }) == "row_states: kv_head 2, num_kv_heads 2");
-    CHECK(message_of([&] { device.cache.row_states(1, 0, 398, states); }) == "row_states: 3 positions from 398 on, sequence has 400 tokens");
+    CHECK(message_of([&] { device.cache.row_states(1, 2, 0, states); }) ==
+          "row_states: kv_head 2, num_kv_heads 2");
+    CHECK(message_of([&] { device.cache.row_states(1, 0, 398, states); }) ==
+          "row_states: 3 positions from 398 on, sequence has 400 tokens");
     CHECK(device.cache.num_free_sequences() == 2);
     if (std::is_same_v<Cache, Codes>) {  // 3 tokens at full rank, 377 compressed
-      CHECK(free - device.cache.pool().allocator().num_free() == 2 + static_cast<std::int64_t>(device.cache.bytes_for(377) / device.cache.pool().page_bytes()));
-      CHECK(device.cache.bytes_for(device.cache.tokens_per_page(0)) == 2 * device.cache.pool().page_bytes());
+      CHECK(free - device.cache.pool().allocator().num_free() ==
+            2 + static_cast<std::int64_t>(device.cache.bytes_for(377) /
+                                          device.cache.pool().page_bytes()));
+      CHECK(device.cache.bytes_for(device.cache.tokens_per_page(0)) ==
+            2 * device.cache.pool().page_bytes());
     }
     // Many tokens in one call, and a few at a time.
     for (const SequenceId seq : {2, 3}) device.cache.create(seq);
     for (const std::int64_t m : {1, 7, 150, 33}) {
-      const auto more_key = layer.rows(random, 2 * m, true), more_value = layer.rows(random, 2 * m, false);
+      const auto more_key = layer.rows(random, 2 * m, true),
+                 more_value = layer.rows(random, 2 * m, false);
       const gpu::DeviceArray<float> k(more_key), v(more_value);
       const SequenceId two[] = {1, 2}, last = 3;
       device.cache.append_maintained(two, device.keys(k, 2 * m), device.values(v, 2 * m));
       for (std::int64_t i = m; i < 2 * m; ++i) {
-        device.cache.append(3, device.keys(k, 2 * m).tokens(i, 1), device.values(v, 2 * m).tokens(i, 1));
-        const std::int64_t before = device.cache.pool().allocator().num_free(), needed = device.cache.pages_to_maintain(std::span(&last, 1));
+        device.cache.append(3, device.keys(k, 2 * m).tokens(i, 1),
+                            device.values(v, 2 * m).tokens(i, 1));
+        const std::int64_t before = device.cache.pool().allocator().num_free(),
+                           needed = device.cache.pages_to_maintain(std::span(&last, 1));
         device.cache.maintain(3);
         CHECK(before - device.cache.pool().allocator().num_free() <= needed);
       }
@@ -417,7 +496,9 @@ TEST_CASE("what has become of rows, what they take of pages, and many tokens at 
     CHECK(device.save(2) == device.save(3));
     const auto too_many = layer.rows(random, 2000, true);
     const gpu::DeviceArray<float> k(too_many);
-    CHECK(message_of([&] { device.cache.append_maintained(3, device.keys(k, 2000), device.values(k, 2000)); }) == "max_tokens: 2000, sequence 3 has 191, given 2000");
+    CHECK(message_of([&] {
+            device.cache.append_maintained(3, device.keys(k, 2000), device.values(k, 2000));
+          }) == "max_tokens: 2000, sequence 3 has 191, given 2000");
   };
   check.template operator()<Codes>({});
   check.template operator()<OjaKVSnapKV<Cuda>>({});
@@ -430,7 +511,8 @@ TEST_CASE("device memory that runs out leaves a prompt, and appended tokens, as 
   settings.share = 0.3F;
   const CacheShape shape{4, 2, 64};
   const support::RandomLayer layer = support::random_layer(random, shape, settings, 40);
-  const CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 2000, .prefill_chunk = 150};
+  const CacheConfig config{
+      .shape = shape, .max_sequences = 2, .max_tokens = 2000, .prefill_chunk = 150};
   const std::vector<std::int64_t> parts{60, 190, 70, 400};
   std::vector<std::vector<float>> keys, values, queries;
   for (const std::int64_t n : parts) {
@@ -454,8 +536,11 @@ TEST_CASE("device memory that runs out leaves a prompt, and appended tokens, as 
         memory.left += 3;  // the rows that are given
         const gpu::DeviceArray<float> k(keys[part]), v(values[part]), q(queries[part]);
         const auto call = [&] {
-          if (part == 3) device.cache.append_maintained(1, device.keys(k, n), device.values(v, n));
-          else device.cache.ingest(1, device.keys(k, n), device.values(v, n), device.queries(q, n), part < 2 ? Prompt::continues : Prompt::complete);
+          if (part == 3)
+            device.cache.append_maintained(1, device.keys(k, n), device.values(v, n));
+          else
+            device.cache.ingest(1, device.keys(k, n), device.values(v, n), device.queries(q, n),
+                                part < 2 ? Prompt::continues : Prompt::complete);
         };
         const std::string message = message_of(call);
         if (message == "nothing was raised") continue;
@@ -489,7 +574,8 @@ TEST_CASE("pages from an engine's block manager, device memory from its allocato
   const support::RandomLayer layer = support::random_layer(random, shape, settings, 40);
   const CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 2000};
   const auto policies = support::configured(Codes::PolicySet{}, settings);
-  const auto key = layer.rows(random, 1200, true), value = layer.rows(random, 1200, false), query = layer.queries(random, 1), more = layer.rows(random, 1, true);
+  const auto key = layer.rows(random, 1200, true), value = layer.rows(random, 1200, false),
+             query = layer.queries(random, 1), more = layer.rows(random, 1, true);
   const SequenceId one = 1;
   const auto fill = [&](DeviceCache<Codes>& device) {
     device.cache.create(1);
@@ -499,7 +585,8 @@ TEST_CASE("pages from an engine's block manager, device memory from its allocato
   };
   DeviceCache<Codes> own(config, layer.basis, policies);
   const auto expected = fill(own);
-  const std::int32_t pages = 2 * static_cast<std::int32_t>(own.cache.pool().allocator().num_pages());
+  const std::int32_t pages =
+      2 * static_cast<std::int32_t>(own.cache.pool().allocator().num_pages());
   std::vector<std::int32_t> free_pages(static_cast<std::size_t>(pages));
   std::iota(free_pages.begin(), free_pages.end(), 0);
   std::shuffle(free_pages.begin(), free_pages.end(), random);
@@ -517,7 +604,9 @@ TEST_CASE("pages from an engine's block manager, device memory from its allocato
     lent.cache.erase(1);
     CHECK(blocks->num_free() == free);
     memory.most = memory.live + 1000;
-    CHECK(message_of([&] { DeviceCache<Codes> another(config, layer.basis, policies); }).find("device memory: ") == 0);
+    CHECK(message_of([&] {
+            DeviceCache<Codes> another(config, layer.basis, policies);
+          }).find("device memory: ") == 0);
     CHECK(memory.live == memory.most - 1000);
   }
   CHECK(memory.live == 0);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows are chosen by value: scores of a prompt against float64, and the selection against a plain sort.
+// How rows are chosen by value: scores of a prompt against float64, and the selection against a
+// plain sort.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -21,7 +22,8 @@ namespace {
 template <class T>
 std::vector<T> host(const gpu::DeviceArray<T>& array) {
   std::vector<T> values(array.size());
-  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  gpu::check(cudaMemcpy(values.data(), array.data(), array.bytes(), cudaMemcpyDeviceToHost),
+             "cudaMemcpy");
   return values;
 }
 
@@ -30,13 +32,19 @@ std::vector<T> host(const gpu::DeviceArray<T>& array) {
 TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists ascending") {
   std::mt19937_64 random(3);
   for (int trial = 0; trial < 40; ++trial) {
-    const int lists = 3, stride = 1 + static_cast<int>(random() % 5000), first = static_cast<int>(random() % static_cast<unsigned>(stride)), end = first + static_cast<int>(random() % static_cast<unsigned>(stride - first + 1));
-    const int wanted = end == first ? 0 : static_cast<int>(random() % static_cast<unsigned>(end - first + 1));
+    const int lists = 3, stride = 1 + static_cast<int>(random() % 5000),
+              first = static_cast<int>(random() % static_cast<unsigned>(stride)),
+              end = first + static_cast<int>(random() % static_cast<unsigned>(stride - first + 1));
+    const int wanted =
+        end == first ? 0 : static_cast<int>(random() % static_cast<unsigned>(end - first + 1));
     std::vector<float> scores(static_cast<std::size_t>(lists * stride));
     const int levels = trial % 3 == 0 ? 4 : 1 << 20;  // few: many are equal
-    for (float& score : scores) score = static_cast<float>(random() % static_cast<unsigned>(levels)) * (trial % 2 == 0 ? 1e-7F : 3.0F);
+    for (float& score : scores)
+      score = static_cast<float>(random() % static_cast<unsigned>(levels)) *
+              (trial % 2 == 0 ? 1e-7F : 3.0F);
     const gpu::DeviceArray<float> device(scores);
-    const gpu::DeviceArray<std::int32_t> chosen(std::vector<std::int32_t>(scores.size(), -1)), rest(std::vector<std::int32_t>(scores.size(), -1));
+    const gpu::DeviceArray<std::int32_t> chosen(std::vector<std::int32_t>(scores.size(), -1)),
+        rest(std::vector<std::int32_t>(scores.size(), -1));
     gpu::Candidates candidates{device.data(), stride, false, {first}, {end}, {wanted}};
     gpu::top_rows_kernel<><<<lists, gpu::kSelectThreads>>>(candidates, chosen.data(), rest.data());
     gpu::check(cudaDeviceSynchronize(), "top_rows_kernel");
@@ -45,11 +53,13 @@ TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists a
       const float* own = scores.data() + list * stride;
       std::vector<std::int32_t> order(static_cast<std::size_t>(end - first));
       std::iota(order.begin(), order.end(), first);
-      std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return own[a] > own[b]; });
+      std::stable_sort(order.begin(), order.end(),
+                       [&](std::int32_t a, std::int32_t b) { return own[a] > own[b]; });
       std::sort(order.begin(), order.begin() + wanted);
       std::sort(order.begin() + wanted, order.end());
       order.resize(static_cast<std::size_t>(stride), -1);
-      std::vector<std::int32_t> expected(order.begin(), order.begin() + wanted), expected_rest(order.begin() + wanted, order.begin() + (end - first));
+      std::vector<std::int32_t> expected(order.begin(), order.begin() + wanted),
+          expected_rest(order.begin() + wanted, order.begin() + (end - first));
       expected.resize(static_cast<std::size_t>(stride), -1);
       expected_rest.resize(static_cast<std::size_t>(stride), -1);
       CHECK(std::equal(expected.begin(), expected.end(), found.begin() + list * stride));
@@ -58,12 +68,14 @@ TEST_CASE("top rows: the largest scores, of equal ones the earlier, both lists a
   }
 }
 
-TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its keys come rotated or not") {
+TEST_CASE(
+    "SnapKV scores of a packed prompt are those of float64, whether its keys come rotated or not") {
   support::Random random(5);
   std::normal_distribution<float> normal;
   for (const DType type : {DType::f16, DType::bf16}) {
     for (int trial = 0; trial < 16; ++trial) {
-      const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7}, lengths[] = {1, 20, 130, 700, 1600};
+      const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7},
+                lengths[] = {1, 20, 130, 700, 1600};
       CacheConfig config;
       const int group = groups[random() % 3], heads = 2;
       config.shape = {group * heads, heads, dims[trial % 4]};
@@ -72,13 +84,15 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
       const bool unrotated = trial >= 8;
       if (unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
       config.max_tokens = 4000;
-      const int dim = config.shape.head_dim, n = lengths[random() % 5], w = std::min(n, 1 + static_cast<int>(random() % 40));
+      const int dim = config.shape.head_dim, n = lengths[random() % 5],
+                w = std::min(n, 1 + static_cast<int>(random() % 40));
       gpu::LayerTiles tiles;
       tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), unrotated);
       tiles.listed = tiles.full;
       tiles.listed.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
-      const int slot = 1, position = unrotated ? static_cast<int>(random() % 3000) : 0;  // of the first row's token
+      const int slot = 1, position = unrotated ? static_cast<int>(random() % 3000)
+                                               : 0;  // of the first row's token
       PositionShifts shifts;
       if (trial % 4 == 3) {
         shifts.add(position + n / 3, -77);
@@ -86,26 +100,39 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
       }
       gpu::LayerState layer(config, tiles, {}, {100, 0}, {}, {}, nullptr);
       if (unrotated) layer.rotary().write_shifts(slot, shifts, nullptr);
-      std::vector<float> key(static_cast<std::size_t>(n * heads * dim)), query(static_cast<std::size_t>(w * heads * group * dim));
+      std::vector<float> key(static_cast<std::size_t>(n * heads * dim)),
+          query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
       for (float& x : query) x = 2.0F * normal(random);
       const gpu::DeviceArray<float> k(key), q(query);
-      const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1}, w, group, n, config.scale() * 1.44269504F};
-      const gpu::CompressScratch scratch = gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0, 0);
+      const gpu::ScoreQueries queries{{q.data(), DType::f32, heads * group * dim, dim, 1},
+                                      w,
+                                      group,
+                                      n,
+                                      config.scale() * 1.44269504F};
+      const gpu::CompressScratch scratch =
+          gpu::compress_scratch(layer, n, queries.columns(), heads, n, 0, 0);
       const gpu::DeviceRows rows{k.data(), DType::f32, heads * dim, dim, 1};
-      gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>, dim3(static_cast<unsigned>((n + 63) / 64), heads), gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr, layer.tables(), slot, rows, rows, 0,
-                                std::int64_t{n}, scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);
+      gpu::detail::launch_kernel(gpu::pack_rows_kernel<gpu::DeviceRows>,
+                                 dim3(static_cast<unsigned>((n + 63) / 64), heads),
+                                 gpu::kStoreThreads, gpu::pack_rows_bytes(dim), "pack", nullptr,
+                                 layer.tables(), slot, rows, rows, 0, std::int64_t{n},
+                                 scratch.packed, static_cast<int>(layer.packed_tiles(n)), 1e30F);
       const int flushed = std::max(1, n - 3);
-      const AttentionScores wanted{w, trial % 2 == 0 ? 1 : 5, trial % 4 == 1 ? Pooling::maximum : Pooling::average};
+      const AttentionScores wanted{w, trial % 2 == 0 ? 1 : 5,
+                                   trial % 4 == 1 ? Pooling::maximum : Pooling::average};
       gpu::FlushBatch all{};
       all.count = 1;
       all.slots[0] = slot;
       all.rows[0] = flushed;
       all.position[0] = position;
       const float* scores = gpu::enqueue_scores(layer, scratch, queries, wanted, all, nullptr);
-      const std::vector<float> met = support::rotated(config, key, [&](std::int64_t row) { return shifts.position(position + row); });
+      const std::vector<float> met = support::rotated(
+          config, key, [&](std::int64_t row) { return shifts.position(position + row); });
       std::vector<float> found(static_cast<std::size_t>(heads * n));
-      gpu::check(cudaMemcpy(found.data(), scores, found.size() * sizeof(float), cudaMemcpyDeviceToHost), "scores");
+      gpu::check(
+          cudaMemcpy(found.data(), scores, found.size() * sizeof(float), cudaMemcpyDeviceToHost),
+          "scores");
       for (int head = 0; head < heads; ++head) {
         std::vector<double> plain(static_cast<std::size_t>(n), 0.0);
         for (int column = 0; column < w * group; ++column) {
@@ -114,19 +141,26 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
           double top = -1e300, sum = 0.0;
           for (int row = 0; row < seen; ++row) {
             double dot = 0.0;
-            for (int d = 0; d < dim; ++d) dot += static_cast<double>(query[static_cast<std::size_t>((i * heads * group + head * group + column % group) * dim + d)]) * met[static_cast<std::size_t>((row * heads + head) * dim + d)];
+            for (int d = 0; d < dim; ++d)
+              dot += static_cast<double>(query[static_cast<std::size_t>(
+                         (i * heads * group + head * group + column % group) * dim + d)]) *
+                     met[static_cast<std::size_t>((row * heads + head) * dim + d)];
             logits[static_cast<std::size_t>(row)] = dot * config.scale();
             top = std::max(top, logits[static_cast<std::size_t>(row)]);
           }
           for (double& logit : logits) sum += logit = std::exp(logit - top);
-          for (int row = 0; row < seen; ++row) plain[static_cast<std::size_t>(row)] += logits[static_cast<std::size_t>(row)] / sum;
+          for (int row = 0; row < seen; ++row)
+            plain[static_cast<std::size_t>(row)] += logits[static_cast<std::size_t>(row)] / sum;
         }
         double error = 0.0, norm = 0.0;
         for (int row = 0; row < flushed; ++row) {
           double expected = wanted.pooling == Pooling::maximum && wanted.kernel > 1 ? -1.0 : 0.0;
-          for (int other = std::max(0, row - wanted.kernel / 2); other < std::min(flushed, row + wanted.kernel / 2 + 1); ++other) {
-            if (wanted.pooling == Pooling::maximum && wanted.kernel > 1) expected = std::max(expected, plain[static_cast<std::size_t>(other)]);
-            else expected += plain[static_cast<std::size_t>(other)] / wanted.kernel;
+          for (int other = std::max(0, row - wanted.kernel / 2);
+               other < std::min(flushed, row + wanted.kernel / 2 + 1); ++other) {
+            if (wanted.pooling == Pooling::maximum && wanted.kernel > 1)
+              expected = std::max(expected, plain[static_cast<std::size_t>(other)]);
+            else
+              expected += plain[static_cast<std::size_t>(other)] / wanted.kernel;
           }
           const double difference = found[static_cast<std::size_t>(head * n + row)] - expected;
           error += difference * difference;
@@ -136,7 +170,8 @@ TEST_CASE("SnapKV scores of a packed prompt are those of float64, whether its ke
         CAPTURE(w);
         CAPTURE(dim);
         CAPTURE(unrotated);
-        // Queries are rounded to the rows' type, and so are keys once they are turned: logits of size 2 sqrt(head_dim) / 8 change by its last place.
+        // Queries are rounded to the rows' type, and so are keys once they are turned: logits of
+        // size 2 sqrt(head_dim) / 8 change by its last place.
         CHECK(std::sqrt(error / norm) < (type == DType::f16 ? 3e-3 : 3e-2));
       }
     }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// STAR-KV of keys that are stored before their rotary embedding: codes of two scale groups, joint values, against the CPU backend, against float64 over what is stored at the positions where it stands, against itself.
+// STAR-KV of keys that are stored before their rotary embedding: codes of two scale groups, joint
+// values, against the CPU backend, against float64 over what is stored at the positions where it
+// stands, against itself.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -29,7 +31,8 @@ namespace {
 constexpr double kLimit = 4e-3;
 
 template <class Cache>
-constexpr bool joint = std::is_same_v<decltype(std::declval<typename Cache::PolicySet>().basis), JointValues>;
+constexpr bool joint =
+    std::is_same_v<decltype(std::declval<typename Cache::PolicySet>().basis), JointValues>;
 
 StarSettings settings_for(Random& random, bool joint_values, bool coded, bool bytes) {
   StarSettings settings = random_settings(random);
@@ -39,14 +42,22 @@ StarSettings settings_for(Random& random, bool joint_values, bool coded, bool by
   return settings;
 }
 
-/// An answer of a sequence's last tokens against float64 attention over its stored rows, turned to where they stand. Returns the error.
+/// An answer of a sequence's last tokens against float64 attention over its stored rows, turned to
+/// where they stand. Returns the error.
 template <class Cache>
-double off(const Side<Cache>& side, SequenceId seq, const std::vector<float>& query, const Answer& answer, bool drops = false) {
+double off(const Side<Cache>& side, SequenceId seq, const std::vector<float>& query,
+           const Answer& answer, bool drops = false) {
   std::vector<float> key, value;
   side.reconstruct(seq, key, value);
   std::vector<double> expected, lse;
-  support::attend_f64(side.shape, side.cache.config().scale(), support::rotated(side.cache.config(), std::move(key), [&](std::int64_t token) { return side.cache.position(seq, token); }), value, query, expected, lse, drops);
-  return std::max(distance(answer.out, expected), furthest(answer.lse, lse) / std::max(1.0, furthest(lse, std::vector<double>(lse.size()))));
+  support::attend_f64(
+      side.shape, side.cache.config().scale(),
+      support::rotated(side.cache.config(), std::move(key),
+                       [&](std::int64_t token) { return side.cache.position(seq, token); }),
+      value, query, expected, lse, drops);
+  return std::max(
+      distance(answer.out, expected),
+      furthest(answer.lse, lse) / std::max(1.0, furthest(lse, std::vector<double>(lse.size()))));
 }
 
 struct Case {
@@ -72,8 +83,12 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
   config.epoch_type = DType::f32;
   config.flush_interval = 16;
   config.rope = support::random_rope(random, config.shape.head_dim);
-  const support::RandomLayer layer = joint<Cache> ? star::joint_layer(random, config.shape, settings, own.rank, own.joint_rank) : layer_of(random, config.shape, settings, own.rank);
-  const auto rows = [&](std::int64_t n, bool key) { return joint<Cache> ? joint_rows(random, layer, n, key) : layer.rows(random, n, key); };
+  const support::RandomLayer layer =
+      joint<Cache> ? star::joint_layer(random, config.shape, settings, own.rank, own.joint_rank)
+                   : layer_of(random, config.shape, settings, own.rank);
+  const auto rows = [&](std::int64_t n, bool key) {
+    return joint<Cache> ? joint_rows(random, layer, n, key) : layer.rows(random, n, key);
+  };
   Side<Cache> side(config, layer.basis, settings), other(config, layer.basis, settings);
   CAPTURE(seed);
   const std::vector<SequenceId> seqs{1, 2, 3};
@@ -116,7 +131,8 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
   side.cache.shift_positions(1, side.cache.num_tokens(1) / 3, 5000);
   side.cache.shift_positions(2, 10, -700);
   side.cache.divide_positions(2, 20, side.cache.num_tokens(2) / 2, 3);
-  const std::int64_t first = settings.tokens.sinks + std::int64_t{1}, count = side.cache.num_tokens(3) / 3 - first;
+  const std::int64_t first = settings.tokens.sinks + std::int64_t{1},
+                     count = side.cache.num_tokens(3) / 3 - first;
   if (count > 0) side.cache.remove(3, first, count);
   check(1, false);
   // Copies go on as the original.
@@ -147,7 +163,8 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
   CHECK(side.cache.faults() == 0);
   for (const SequenceId seq : {1, 2, 3, 4}) side.cache.erase(seq);
   CHECK(side.cache.memory().total() == 0);
-  MESSAGE("head_dim " << own.shape.head_dim << ", group " << own.shape.group_size() << ", " << own.shape.num_kv_heads << " heads: " << worst);
+  MESSAGE("head_dim " << own.shape.head_dim << ", group " << own.shape.group_size() << ", "
+                      << own.shape.num_kv_heads << " heads: " << worst);
 }
 
 /// A prompt's queries see its own rows exactly, those before it as they are stored.
@@ -160,9 +177,12 @@ void prompts(std::uint64_t seed, const Case& own, bool coded, std::int64_t n) {
   config.shape = own.shape;
   config.max_tokens = 3000;
   config.rope = support::random_rope(random, config.shape.head_dim);
-  const support::RandomLayer layer = joint<Cache> ? star::joint_layer(random, config.shape, settings, own.rank, own.joint_rank) : layer_of(random, config.shape, settings, own.rank);
+  const support::RandomLayer layer =
+      joint<Cache> ? star::joint_layer(random, config.shape, settings, own.rank, own.joint_rank)
+                   : layer_of(random, config.shape, settings, own.rank);
   const auto rows = [&](std::int64_t count, bool key) {
-    auto all = joint<Cache> ? joint_rows(random, layer, count, key) : layer.rows(random, count, key);
+    auto all =
+        joint<Cache> ? joint_rows(random, layer, count, key) : layer.rows(random, count, key);
     for (float& x : all) x = round_to(DType::f16, x);
     return all;
   };
@@ -172,13 +192,18 @@ void prompts(std::uint64_t seed, const Case& own, bool coded, std::int64_t n) {
   for (int part = 0; part < 2; ++part) {
     std::vector<float> key, value;
     side.reconstruct(1, key, value);
-    const auto own_key = rows(n, true), own_value = rows(n, false), query = layer.queries(random, n);
+    const auto own_key = rows(n, true), own_value = rows(n, false),
+               query = layer.queries(random, n);
     if (part == 1) side.cache.shift_positions(1, 0, 100);  // the new rows too
     const Answer answer = side.prefill(1, query, own_key, own_value);
     key.insert(key.end(), own_key.begin(), own_key.end());
     value.insert(value.end(), own_value.begin(), own_value.end());
     std::vector<double> expected, lse;
-    support::attend_f64(config.shape, config.scale(), support::rotated(config, std::move(key), [&](std::int64_t token) { return side.cache.position(1, token); }), value, query, expected, lse);
+    support::attend_f64(
+        config.shape, config.scale(),
+        support::rotated(config, std::move(key),
+                         [&](std::int64_t token) { return side.cache.position(1, token); }),
+        value, query, expected, lse);
     CHECK(distance(answer.out, expected) < kLimit);
   }
 }
@@ -191,7 +216,8 @@ TEST_CASE("unrotated keys in codes of two scale groups") {
   if (effort() == 0) return;
   sequences<Blocks>(103, {{6, 6, 96}, 0, 50}, true);
   sequences<Blocks>(104, {{16, 1, 80}, 0, 1}, true);
-  sequences<Blocks>(105, {{8, 2, 128}, 0, 128, 0, DType::f16, {2100, 64, 2600}}, true);  // several splits
+  sequences<Blocks>(105, {{8, 2, 128}, 0, 128, 0, DType::f16, {2100, 64, 2600}},
+                    true);  // several splits
   prompts<Blocks>(106, {{8, 2, 128}, 0, 90}, true, 300);
 }
 
@@ -235,7 +261,8 @@ TEST_CASE("more columns than logits have room for at a time: several launches, a
   settings.joint = true;
   settings.tokens = {2, 20};
   CacheConfig config;
-  config.shape = {21, 3, 64};  // of three tokens 63 columns: pairs of a head and a block belong to two launches
+  config.shape = {
+      21, 3, 64};  // of three tokens 63 columns: pairs of a head and a block belong to two launches
   config.max_sequences = 1;
   config.max_tokens = 400;
   config.max_query_tokens = 3;
@@ -249,7 +276,10 @@ TEST_CASE("more columns than logits have room for at a time: several launches, a
   many.page_bytes = all.cache.pool().page_bytes();
   Side<StarKV<Cuda>> few(many, layer.basis, settings);
   const SequenceId one = 1;
-  const auto key = joint_rows(random, layer, 150, true), value = joint_rows(random, layer, 150, false), new_key = joint_rows(random, layer, 3, true), new_value = joint_rows(random, layer, 3, false);
+  const auto key = joint_rows(random, layer, 150, true),
+             value = joint_rows(random, layer, 150, false),
+             new_key = joint_rows(random, layer, 3, true),
+             new_value = joint_rows(random, layer, 3, false);
   const auto query = layer.queries(random, 3);
   for (auto* side : {&all, &few}) {
     side->cache.create(1);
@@ -260,16 +290,21 @@ TEST_CASE("more columns than logits have room for at a time: several launches, a
   CHECK(few.attend(std::span(&one, 1), query) == answer);
   CHECK(off(all, 1, query, answer) < kLimit);
   // Logits take 4 bytes a row and column, of no more than 32 columns where there are many rows.
-  const std::size_t logits = 32 * 4 * 700 * 1024, bytes = StarKV<Cuda>::workspace_bytes(many, layer.basis, policies_of<StarKV<Cuda>>(settings));
+  const std::size_t logits = 32 * 4 * 700 * 1024,
+                    bytes = StarKV<Cuda>::workspace_bytes(many, layer.basis,
+                                                          policies_of<StarKV<Cuda>>(settings));
   CacheConfig rotated = many;
   rotated.rope = {};
-  const std::size_t without = StarKV<Cuda>::workspace_bytes(rotated, layer.basis, policies_of<StarKV<Cuda>>(settings));
+  const std::size_t without =
+      StarKV<Cuda>::workspace_bytes(rotated, layer.basis, policies_of<StarKV<Cuda>>(settings));
   CHECK(bytes > logits);
   CHECK(bytes < without + logits);
   CHECK(few.cache.workspace_bytes() == bytes);
 }
 
-TEST_CASE("a captured step of unrotated keys and joint values is what the same calls make; lent workspace too") {
+TEST_CASE(
+    "a captured step of unrotated keys and joint values is what the same calls make; lent "
+    "workspace too") {
   Random random(151);
   StarSettings settings;
   settings.joint = true;
@@ -281,13 +316,16 @@ TEST_CASE("a captured step of unrotated keys and joint values is what the same c
   config.flush_interval = 16;
   config.rope.keys = Rope::pre;
   const support::RandomLayer layer = star::joint_layer(random, config.shape, settings, 30, 60);
-  const gpu::DeviceArray<std::uint8_t> memory(StarKV<Cuda>::workspace_bytes(config, layer.basis, policies_of<StarKV<Cuda>>(settings)));
+  const gpu::DeviceArray<std::uint8_t> memory(
+      StarKV<Cuda>::workspace_bytes(config, layer.basis, policies_of<StarKV<Cuda>>(settings)));
   Side<StarKV<Cuda>> side(config, layer.basis, settings);
-  StarKV<Cuda> lent(config, layer.basis, policies_of<StarKV<Cuda>>(settings), nullptr, {memory.data(), memory.bytes()});
+  StarKV<Cuda> lent(config, layer.basis, policies_of<StarKV<Cuda>>(settings), nullptr,
+                    {memory.data(), memory.bytes()});
   support::DeviceCache<StarKV<Cuda>&> plain(lent);
   const std::vector<SequenceId> seqs{1, 2};
   for (const SequenceId seq : seqs) {
-    const auto key = joint_rows(random, layer, 90 * seq, true), value = joint_rows(random, layer, 90 * seq, false);
+    const auto key = joint_rows(random, layer, 90 * seq, true),
+               value = joint_rows(random, layer, 90 * seq, false);
     side.cache.create(seq);
     lent.create(seq);
     side.ingest(seq, key, value);
@@ -296,7 +334,8 @@ TEST_CASE("a captured step of unrotated keys and joint values is what the same c
   star::check_captured_steps(random, layer, side, plain, seqs, support::effort() == 0 ? 12 : 100);
 }
 
-TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompts in calls as at once") {
+TEST_CASE(
+    "layers of a stack share the memory of logits: as layers alone; prompts in calls as at once") {
   Random random(171);
   StarSettings settings;
   settings.joint = true;
@@ -306,7 +345,8 @@ TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompt
   config.max_tokens = 700;
   config.prefill_chunk = 100;
   config.rope.keys = Rope::pre;
-  const support::RandomLayer layers[] = {star::joint_layer(random, config.shape, settings, 20, 40), star::joint_layer(random, config.shape, settings, 50, 90)};
+  const support::RandomLayer layers[] = {star::joint_layer(random, config.shape, settings, 20, 40),
+                                         star::joint_layer(random, config.shape, settings, 50, 90)};
   const auto policies = policies_of<StarKV<Cuda>>(settings);
   LayerStack<StarKV<Cuda>> stack(config, {layers[0].basis, layers[1].basis}, policies);
   config.page_bytes = stack.pool().page_bytes();
@@ -317,17 +357,23 @@ TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompt
     support::DeviceCache<StarKV<Cuda>&> stacked(stack.layer(i));
     Side<StarKV<Cuda>> alone(config, layer.basis, settings);
     alone.cache.create(1);
-    const auto key = joint_rows(random, layer, 230, true), value = joint_rows(random, layer, 230, false), query = layer.queries(random, 230);
+    const auto key = joint_rows(random, layer, 230, true),
+               value = joint_rows(random, layer, 230, false), query = layer.queries(random, 230);
     const Answer whole = alone.prefill(1, query, key, value);
     Answer pieces;
     for (int part = 0; part < 5; ++part) {  // of 46 tokens
-      const Answer own = stacked.prefill(1, support::part_of(query, static_cast<std::size_t>(part), 5), support::part_of(key, static_cast<std::size_t>(part), 5), support::part_of(value, static_cast<std::size_t>(part), 5),
-                                         part < 4 ? Prompt::continues : Prompt::complete);
+      const Answer own =
+          stacked.prefill(1, support::part_of(query, static_cast<std::size_t>(part), 5),
+                          support::part_of(key, static_cast<std::size_t>(part), 5),
+                          support::part_of(value, static_cast<std::size_t>(part), 5),
+                          part < 4 ? Prompt::continues : Prompt::complete);
       pieces.out.insert(pieces.out.end(), own.out.begin(), own.out.end());
       pieces.lse.insert(pieces.lse.end(), own.lse.begin(), own.lse.end());
     }
     CHECK(distance(pieces.out, std::vector<double>(whole.out.begin(), whole.out.end())) < 1e-5);
-    const auto last_key = joint_rows(random, layer, 1, true), last_value = joint_rows(random, layer, 1, false), last_query = layer.queries(random, 1);
+    const auto last_key = joint_rows(random, layer, 1, true),
+               last_value = joint_rows(random, layer, 1, false),
+               last_query = layer.queries(random, 1);
     stacked.append(std::span(&one, 1), last_key, last_value);
     alone.append(std::span(&one, 1), last_key, last_value);
     const Answer answer = alone.attend(std::span(&one, 1), last_query);
@@ -336,7 +382,9 @@ TEST_CASE("layers of a stack share the memory of logits: as layers alone; prompt
   }
 }
 
-TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unrotated keys do not go with") {
+TEST_CASE(
+    "joint values of unrotated keys of the rows that scores keep; what unrotated keys do not go "
+    "with") {
   Random random(161);
   StarSettings settings;
   settings.joint = settings.scored = true;
@@ -350,14 +398,17 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   config.rope.keys = Rope::pre;
   const support::RandomLayer layer = star::joint_layer(random, config.shape, settings, 40, 60);
   Side<Scored> side(config, layer.basis, settings), other(config, layer.basis, settings);
-  const std::unique_ptr<support::CpuSide> cpu = support::make_star_side(settings, config, layer.basis);
+  const std::unique_ptr<support::CpuSide> cpu =
+      support::make_star_side(settings, config, layer.basis);
   const SequenceId one = 1;
-  const auto key = joint_rows(random, layer, 300, true), value = joint_rows(random, layer, 300, false), window = layer.queries(random, 8);
+  const auto key = joint_rows(random, layer, 300, true),
+             value = joint_rows(random, layer, 300, false), window = layer.queries(random, 8);
   side.cache.create(1);
   side.ingest(1, key, value, window);
   cpu->ingest(key, value, window);
   for (int step = 0; step < 45; ++step) {
-    const auto own_key = joint_rows(random, layer, 1, true), own_value = joint_rows(random, layer, 1, false);
+    const auto own_key = joint_rows(random, layer, 1, true),
+               own_value = joint_rows(random, layer, 1, false);
     side.append(std::span(&one, 1), own_key, own_value);
     cpu->append_maintained(own_key, own_value);
   }
@@ -367,7 +418,8 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   std::vector<float> stored_key, stored_value, cpu_key, cpu_value;
   side.reconstruct(1, stored_key, stored_value);
   cpu->reconstruct(cpu_key, cpu_value);
-  CHECK(support::different_rows(stored_key, cpu_key, 64) <= 12);  // a score at the edge may fall the other way: two heads' rows
+  CHECK(support::different_rows(stored_key, cpu_key, 64) <=
+        12);  // a score at the edge may fall the other way: two heads' rows
   CHECK(support::different_rows(stored_value, cpu_value, 64) <= 18);
   other.cache.load(1, side.save(1));
   CHECK(other.attend(std::span(&one, 1), query) == answer);
@@ -375,7 +427,9 @@ TEST_CASE("joint values of unrotated keys of the rows that scores keep; what unr
   CacheConfig rotated = config;
   rotated.rope = {};
   Side<Scored> apart(rotated, layer.basis, settings);
-  CHECK(message_of([&] { apart.cache.load(1, side.save(1)); }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
+  CHECK(message_of([&] {
+          apart.cache.load(1, side.save(1));
+        }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
   CHECK_FALSE(apart.cache.contains(1));
 }
 

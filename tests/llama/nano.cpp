@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The example engine on the real model in examples/data (and on more, if LOWRANKKV_TEST_MODELS names folders, ':' between them).
+// The example engine on the real model in examples/data (and on more, if LOWRANKKV_TEST_MODELS
+// names folders, ':' between them).
 #include <doctest/doctest.h>
 
 #include <cstdlib>
@@ -23,20 +24,26 @@ std::vector<std::string> models() {
   }
   return list;
 }
-nlohmann::json json_of(const std::string& path) { return nlohmann::json::parse(std::ifstream(path)); }
+nlohmann::json json_of(const std::string& path) {
+  return nlohmann::json::parse(std::ifstream(path));
+}
 
 const Engine& nano() {
   static const Engine engine(kData + "/nano", 2);
   return engine;
 }
 const Calibration& nano_moments() {
-  static const Calibration calibration = calibrate(nano(), read_text(kData + "/text/calibration_prose.txt"), 16384, 4096, {lowrankkv::Rope::post, lowrankkv::Rope::pre});
+  static const Calibration calibration =
+      calibrate(nano(), read_text(kData + "/text/calibration_prose.txt"), 16384, 4096,
+                {lowrankkv::Rope::post, lowrankkv::Rope::pre});
   return calibration;
 }
 
 }  // namespace
 
-TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whether prefilled or decoded") {
+TEST_CASE(
+    "token ids and logits are those of the reference, to 2e-3 in f32, whether prefilled or "
+    "decoded") {
   for (const std::string& folder : models()) {
     CAPTURE(folder);
     const Engine engine(folder, 2);
@@ -44,12 +51,15 @@ TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whet
     for (const auto& prompt : reference.at("prompts")) {
       const std::vector<std::int32_t> ids = prompt.at("ids");
       if (prompt.at("text").is_string()) {  // one prompt is given by its ids alone
-        std::vector<std::int32_t> own = engine.tokenizer.encode(prompt.at("text").get<std::string>());
+        std::vector<std::int32_t> own =
+            engine.tokenizer.encode(prompt.at("text").get<std::string>());
         own.insert(own.begin(), engine.model.config().bos);
         CHECK(own == ids);
       }
       for (const bool decoded : {false, true}) {
-        const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, engine.model.config(), static_cast<std::int64_t>(ids.size()), {}, engine.threads);
+        const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32},
+                                      engine.model.config(), static_cast<std::int64_t>(ids.size()),
+                                      {}, engine.threads);
         store->create(0);
         std::vector<float> hidden;
         if (decoded) {
@@ -62,10 +72,12 @@ TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whet
           hidden = prefill(engine, *store, 0, ids);
         }
         for (std::size_t p = 0; p < prompt.at("positions").size(); ++p) {
-          const auto logits = engine.model.logits(hidden, prompt.at("positions").at(p).get<std::int64_t>(), 1);
+          const auto logits =
+              engine.model.logits(hidden, prompt.at("positions").at(p).get<std::int64_t>(), 1);
           for (std::size_t k = 0; k < prompt.at("top5_ids").at(p).size(); ++k) {
             const std::size_t id = prompt.at("top5_ids").at(p).at(k);
-            CHECK(std::abs(static_cast<double>(logits[id]) - prompt.at("top5_logits").at(p).at(k).get<double>()) <= 2e-3);
+            CHECK(std::abs(static_cast<double>(logits[id]) -
+                           prompt.at("top5_logits").at(p).at(k).get<double>()) <= 2e-3);
           }
         }
       }
@@ -76,8 +88,14 @@ TEST_CASE("token ids and logits are those of the reference, to 2e-3 in f32, whet
 TEST_CASE("text to ids to text is the identity") {
   for (const std::string& folder : models()) {
     const Tokenizer tokenizer(folder + "/tokenizer.json");
-    std::vector<std::string> texts{"", " ", "\n\n \t x", "naïve café — 数学 🙂 \xff\xfe broken", std::string("nul\0byte", 8), "I'LL we've don't 12345  spaces   end "};
-    for (const char* name : {"prose", "code", "dialogue", "calibration_prose"}) texts.push_back(read_text(kData + "/text/" + name + ".txt"));
+    std::vector<std::string> texts{"",
+                                   " ",
+                                   "\n\n \t x",
+                                   "naïve café — 数学 🙂 \xff\xfe broken",
+                                   std::string("nul\0byte", 8),
+                                   "I'LL we've don't 12345  spaces   end "};
+    for (const char* name : {"prose", "code", "dialogue", "calibration_prose"})
+      texts.push_back(read_text(kData + "/text/" + name + ".txt"));
     if (const char* more = std::getenv("LOWRANKKV_TEST_TEXTS")) {
       std::istringstream stream(more);
       for (std::string path; std::getline(stream, path, ':');) texts.push_back(read_text(path));
@@ -88,16 +106,20 @@ TEST_CASE("text to ids to text is the identity") {
   }
 }
 
-TEST_CASE("exact match under FullKV is that of the model's report, and compression is really read") {
-  auto contenders = make_contenders(nano(), {"FullKV", "StaticPCA", "OjaKV"}, {0.25}, {}, 1100, nano_moments());
+TEST_CASE(
+    "exact match under FullKV is that of the model's report, and compression is really read") {
+  auto contenders =
+      make_contenders(nano(), {"FullKV", "StaticPCA", "OjaKV"}, {0.25}, {}, 1100, nano_moments());
   const auto report = json_of(kData + "/nano/report.json").at("em");
   const std::vector<std::string> tasks{"s1", "s3", "mk2", "vt"};
-  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", tasks, 20), 32);
+  measure_retrieval(nano(), contenders, "set",
+                    load_samples(kData + "/nano/eval/retrieval_1024", tasks, 20), 32);
   for (const std::string& task : tasks) {
     CAPTURE(task);
     const double expected = report.at(task).at("1024");
     // 20 samples of a share p: four standard deviations, and one sample of slack where p is 0 or 1.
-    CHECK(std::abs(contenders[0].row.exact_match.at(task) - expected) <= 4.0 * std::sqrt(expected * (1.0 - expected) / 20.0) + 0.051);
+    CHECK(std::abs(contenders[0].row.exact_match.at(task) - expected) <=
+          4.0 * std::sqrt(expected * (1.0 - expected) / 20.0) + 0.051);
     CHECK(contenders[1].row.exact_match.at(task) <= contenders[0].row.exact_match.at(task));
   }
   CHECK(contenders[0].row.mean_exact_match() > contenders[1].row.mean_exact_match() + 0.3);
@@ -114,9 +136,12 @@ TEST_CASE("a method that keeps everything is FullKV") {
   const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
   const auto& config = nano().model.config();
   std::vector<std::int32_t> answer;
-  for (const char* method : {"FullKV", "StaticPCA", "StaticPCAHybrid", "OjaKV", "OjaKVv2", "Dlrp", "SnapKVOnly", "StreamingLLM", "H2O", "OjaKV+SnapKV"}) {
+  for (const char* method : {"FullKV", "StaticPCA", "StaticPCAHybrid", "OjaKV", "OjaKVv2", "Dlrp",
+                             "SnapKVOnly", "StreamingLLM", "H2O", "OjaKV+SnapKV"}) {
     CAPTURE(method);
-    const auto store = make_store({.method = method, .ratio = 1.0, .storage = lowrankkv::DType::f32}, config, 1100, nano_moments(), nano().threads);
+    const auto store =
+        make_store({.method = method, .ratio = 1.0, .storage = lowrankkv::DType::f32}, config, 1100,
+                   nano_moments(), nano().threads);
     const auto ids = generate(nano(), *store, samples[0].prompt, 24, {}, {});
     if (answer.empty()) answer = ids;
     CHECK(ids == answer);
@@ -124,67 +149,91 @@ TEST_CASE("a method that keeps everything is FullKV") {
   CHECK(std::equal(samples[0].answer.begin(), samples[0].answer.end(), answer.begin()));
 }
 
-TEST_CASE("every method runs by name, costs about what its ratio says, and less at a smaller ratio") {
+TEST_CASE(
+    "every method runs by name, costs about what its ratio says, and less at a smaller ratio") {
   std::vector<std::string> names;
   for (const MethodInfo& info : methods()) names.push_back(info.name);
   CHECK(names.size() == 16);
   auto contenders = make_contenders(nano(), names, {}, {.context = 1024}, 1100, nano_moments());
-  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
+  measure_retrieval(nano(), contenders, "set",
+                    load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
   const Row* previous = nullptr;
   for (const Contender& contender : contenders) {
     const Row& row = contender.row;
     CAPTURE(row.method);
     CAPTURE(row.ratio);
-    // Besides the knob: 64 tokens at full rank of 1000, an epoch of the sequence's own; SubSpaceA keeps its sketch.
+    // Besides the knob: 64 tokens at full rank of 1000, an epoch of the sequence's own; SubSpaceA
+    // keeps its sketch.
     const double extra = row.method == "SubSpaceA" ? 0.7 : row.method == "Budgeted" ? 0.005 : 0.13;
     CHECK(row.ratio_measured > 0.8 * row.ratio);
     CHECK(row.ratio_measured < row.ratio + extra);
-    if (previous != nullptr && previous->method == row.method) CHECK(row.ratio_measured < previous->ratio_measured);
+    if (previous != nullptr && previous->method == row.method)
+      CHECK(row.ratio_measured < previous->ratio_measured);
     previous = &row;
   }
 }
 
-TEST_CASE("Budgeted retrieves at a tenth of the bytes what FullKV does, StaticPCA not at six tenths") {
-  auto contenders = make_contenders(nano(), {"FullKV", "Budgeted"}, {0.1}, {.context = 1024}, 1100, nano_moments());
-  auto low_rank = make_contenders(nano(), {"StaticPCAHybrid"}, {0.6}, {.context = 1024}, 1100, nano_moments());
+TEST_CASE(
+    "Budgeted retrieves at a tenth of the bytes what FullKV does, StaticPCA not at six tenths") {
+  auto contenders = make_contenders(nano(), {"FullKV", "Budgeted"}, {0.1}, {.context = 1024}, 1100,
+                                    nano_moments());
+  auto low_rank =
+      make_contenders(nano(), {"StaticPCAHybrid"}, {0.6}, {.context = 1024}, 1100, nano_moments());
   contenders.push_back(std::move(low_rank.front()));
-  measure_retrieval(nano(), contenders, "set", load_samples(kData + "/nano/eval/retrieval_1024", {"s1", "s2", "mk1", "mk2"}, 6), 32);
+  measure_retrieval(
+      nano(), contenders, "set",
+      load_samples(kData + "/nano/eval/retrieval_1024", {"s1", "s2", "mk1", "mk2"}, 6), 32);
   CHECK(contenders[1].row.ratio_measured < 0.105);
   CHECK(contenders[1].row.mean_exact_match() > 0.85 * contenders[0].row.mean_exact_match());
   CHECK(contenders[2].row.mean_exact_match() < 0.5 * contenders[0].row.mean_exact_match());
 }
 
-TEST_CASE("keys stored before their rotary embedding: FullKV's answers, and less lost at equal bytes") {
+TEST_CASE(
+    "keys stored before their rotary embedding: FullKV's answers, and less lost at equal bytes") {
   const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
   std::vector<std::vector<std::int32_t>> answers;
   for (const bool unrotated : {false, true}) {
-    const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32, .unrotated = unrotated}, nano().model.config(), 1100, {}, nano().threads);
+    const auto store =
+        make_store({.method = "FullKV", .storage = lowrankkv::DType::f32, .unrotated = unrotated},
+                   nano().model.config(), 1100, {}, nano().threads);
     answers.push_back(generate(nano(), *store, samples[0].prompt, 24, {}, {}));
   }
   CHECK(answers[0] == answers[1]);
-  auto contenders = make_contenders(nano(), {"FullKV", "Budgeted", "Budgeted+PreRoPE"}, {0.07}, {.context = 1024}, 1100, nano_moments());
+  auto contenders = make_contenders(nano(), {"FullKV", "Budgeted", "Budgeted+PreRoPE"}, {0.07},
+                                    {.context = 1024}, 1100, nano_moments());
   measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 4);
-  const auto lost = [&](std::size_t index) { return contenders[index].row.bits_per_byte.at("prose") - contenders[0].row.bits_per_byte.at("prose"); };
+  const auto lost = [&](std::size_t index) {
+    return contenders[index].row.bits_per_byte.at("prose") -
+           contenders[0].row.bits_per_byte.at("prose");
+  };
   CHECK(contenders[2].row.text_ratio_measured < 1.02 * contenders[1].row.text_ratio_measured);
   CHECK(lost(2) < 0.7 * lost(1));
-  CHECK_THROWS_AS(make_store({.method = "Budgeted+PreRoPE"}, nano().model.config(), 1100, {nano_moments().rotated, {}}, nano().threads), std::runtime_error);
+  CHECK_THROWS_AS(make_store({.method = "Budgeted+PreRoPE"}, nano().model.config(), 1100,
+                             {nano_moments().rotated, {}}, nano().threads),
+                  std::runtime_error);
 }
 
 TEST_CASE("bases from the projections' weights alone, without a text") {
   const Calibration weights{{}, calibrate_from_weights(nano())};
-  auto contenders = make_contenders(nano(), {"FullKV", "StaticPCAHybrid"}, {0.9}, {.context = 1024, .unrotated = true}, 1100, weights);
-  auto without = make_contenders(nano(), {"StaticPCAHybrid"}, {0.3}, {.context = 1024, .unrotated = true}, 1100, weights);
+  auto contenders = make_contenders(nano(), {"FullKV", "StaticPCAHybrid"}, {0.9},
+                                    {.context = 1024, .unrotated = true}, 1100, weights);
+  auto without = make_contenders(nano(), {"StaticPCAHybrid"}, {0.3},
+                                 {.context = 1024, .unrotated = true}, 1100, weights);
   contenders.push_back(std::move(without.front()));
   measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 2);
   const double full = contenders[0].row.bits_per_byte.at("prose");
   CHECK(contenders[1].row.bits_per_byte.at("prose") < full + 0.1);
-  CHECK(contenders[2].row.bits_per_byte.at("prose") > contenders[1].row.bits_per_byte.at("prose") + 0.05);
+  CHECK(contenders[2].row.bits_per_byte.at("prose") >
+        contenders[1].row.bits_per_byte.at("prose") + 0.05);
 }
 
 TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
-  const auto store = make_store({.method = "FullKV"}, nano().model.config(), 256, {}, nano().threads);
+  const auto store =
+      make_store({.method = "FullKV"}, nano().model.config(), 256, {}, nano().threads);
   const auto prompt = nano().tokenizer.encode("The history of");
-  const auto run = [&](float temperature, float top_p, std::uint64_t seed) { return generate(nano(), *store, prompt, 20, {temperature, top_p, seed}, {}); };
+  const auto run = [&](float temperature, float top_p, std::uint64_t seed) {
+    return generate(nano(), *store, prompt, 20, {temperature, top_p, seed}, {});
+  };
   const auto greedy = run(0.0F, 1.0F, 1);
   CHECK(greedy == run(0.0F, 1.0F, 2));
   CHECK(run(1.0F, 1.0F, 1) == run(1.0F, 1.0F, 1));

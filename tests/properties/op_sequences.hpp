@@ -29,9 +29,13 @@ struct Case {
 template <class Cache>
 class Driver {
  public:
-  static constexpr bool adapts = std::is_same_v<decltype(Cache::PolicySet::updater), lowrankkv::Oja>;
+  static constexpr bool adapts =
+      std::is_same_v<decltype(Cache::PolicySet::updater), lowrankkv::Oja>;
 
-  Driver(Random& random, const Case& what, int threads) : random_(random), case_(what), basis_(random_basis(random, what.shape, what.basis, what.key_rank, what.value_rank)) {
+  Driver(Random& random, const Case& what, int threads)
+      : random_(random),
+        case_(what),
+        basis_(random_basis(random, what.shape, what.basis, what.key_rank, what.value_rank)) {
     lowrankkv::CacheConfig config;
     config.shape = what.shape;
     config.max_sequences = 4;
@@ -67,7 +71,9 @@ class Driver {
     for (const auto& head : basis_.heads) {
       largest = std::max({largest, head.key_rank, head.value_rank});
       options_.row_elements += head.key_rank + head.value_rank;
-      options_.epoch_elements += static_cast<int>(head.key_down.size() + head.value_down.size() + head.query_down.size() + head.key_mean.size() + head.value_mean.size());
+      options_.epoch_elements +=
+          static_cast<int>(head.key_down.size() + head.value_down.size() + head.query_down.size() +
+                           head.key_mean.size() + head.value_mean.size());
     }
     options_.publish_interval = what.publish_interval != 0 ? what.publish_interval : 4 * largest;
     if constexpr (adapts) {
@@ -82,12 +88,18 @@ class Driver {
   void run(int operations) {
     for (int i = 0; i < operations; ++i) {
       const int kind = draw(0, 9);
-      if (oracles_.empty() || (kind == 0 && oracles_.size() < 4)) start();
-      else if (kind == 1 && oracles_.size() < 4) fork();
-      else if (kind == 2 && oracles_.size() > 1) erase();
-      else if (kind == 3) draw(0, 1) == 0 ? truncate() : remove();
-      else if (kind == 4) check_reconstruct(pick());
-      else decode();
+      if (oracles_.empty() || (kind == 0 && oracles_.size() < 4))
+        start();
+      else if (kind == 1 && oracles_.size() < 4)
+        fork();
+      else if (kind == 2 && oracles_.size() > 1)
+        erase();
+      else if (kind == 3)
+        draw(0, 1) == 0 ? truncate() : remove();
+      else if (kind == 4)
+        check_reconstruct(pick());
+      else
+        decode();
     }
     for (const auto& [seq, oracle] : oracles_) check_reconstruct(seq);
     while (!oracles_.empty()) erase();
@@ -110,16 +122,31 @@ class Driver {
     std::advance(entry, draw(0, static_cast<int>(oracles_.size()) - 1));
     return entry->first;
   }
-  lowrankkv::KeyView keys(const std::vector<float>& rows) const { return {rows.data(), static_cast<std::int64_t>(rows.size()) / (case_.shape.num_kv_heads * case_.shape.head_dim), case_.shape.num_kv_heads, case_.shape.head_dim}; }
-  lowrankkv::ValueView values(const std::vector<float>& rows) const { return {rows.data(), keys(rows).num_tokens, case_.shape.num_kv_heads, case_.shape.head_dim}; }
+  lowrankkv::KeyView keys(const std::vector<float>& rows) const {
+    return {
+        rows.data(),
+        static_cast<std::int64_t>(rows.size()) / (case_.shape.num_kv_heads * case_.shape.head_dim),
+        case_.shape.num_kv_heads, case_.shape.head_dim};
+  }
+  lowrankkv::ValueView values(const std::vector<float>& rows) const {
+    return {rows.data(), keys(rows).num_tokens, case_.shape.num_kv_heads, case_.shape.head_dim};
+  }
 
-  void compare(const reference::Cache& oracle, const std::vector<float>& q, const std::vector<float>& out, const std::vector<float>& lse, std::int64_t token, int visible) {
+  void compare(const reference::Cache& oracle, const std::vector<float>& q,
+               const std::vector<float>& out, const std::vector<float>& lse, std::int64_t token,
+               int visible) {
     const auto& shape = case_.shape;
     for (int head = 0; head < shape.num_qo_heads; ++head) {
-      const auto [expected, expected_lse] = oracle.attend(head, row_of(q, token, shape.num_qo_heads, head, shape.head_dim), visible);
-      const double error = (row_of(out, token, shape.num_qo_heads, head, shape.head_dim) - expected).cwiseAbs().maxCoeff();
-      REQUIRE(error < 3e-4 * (1.0 + expected.cwiseAbs().maxCoeff()));  // f32 sums over up to 900 rows, logits up to ~30
-      REQUIRE(std::abs(lse[static_cast<std::size_t>(token * shape.num_qo_heads + head)] - expected_lse) < 3e-4 * (1.0 + std::abs(expected_lse)));
+      const auto [expected, expected_lse] =
+          oracle.attend(head, row_of(q, token, shape.num_qo_heads, head, shape.head_dim), visible);
+      const double error = (row_of(out, token, shape.num_qo_heads, head, shape.head_dim) - expected)
+                               .cwiseAbs()
+                               .maxCoeff();
+      REQUIRE(error <
+              3e-4 * (1.0 + expected.cwiseAbs()
+                                .maxCoeff()));  // f32 sums over up to 900 rows, logits up to ~30
+      REQUIRE(std::abs(lse[static_cast<std::size_t>(token * shape.num_qo_heads + head)] -
+                       expected_lse) < 3e-4 * (1.0 + std::abs(expected_lse)));
     }
   }
 
@@ -128,7 +155,8 @@ class Driver {
     const auto& shape = case_.shape;
     const lowrankkv::SequenceId seq = next_++;
     cache_->create(seq);
-    reference::Cache oracle(options_, options_.compresses ? reference_maps(basis_, shape.head_dim) : zero_maps());
+    reference::Cache oracle(
+        options_, options_.compresses ? reference_maps(basis_, shape.head_dim) : zero_maps());
     const int n = draw(1, 260);
     const auto q = random_rows(random_, n, shape.num_qo_heads, shape.head_dim);
     const auto k = random_rows(random_, n, shape.num_kv_heads, shape.head_dim);
@@ -136,15 +164,20 @@ class Driver {
     std::vector<float> out(q.size()), lse(static_cast<std::size_t>(n * shape.num_qo_heads));
     for (int done = 0; done < n;) {
       const int count = draw(1, n - done);
-      const auto prompt = done + count < n ? lowrankkv::Prompt::continues : lowrankkv::Prompt::complete;
+      const auto prompt =
+          done + count < n ? lowrankkv::Prompt::continues : lowrankkv::Prompt::complete;
       const lowrankkv::QueryView query(q.data(), n, shape.num_qo_heads, shape.head_dim);
       const lowrankkv::OutputView result(out.data(), n, shape.num_qo_heads, shape.head_dim);
-      cache_->prefill(seq, query.tokens(done, count), keys(k).tokens(done, count), values(v).tokens(done, count), result.tokens(done, count),
-                      lowrankkv::LseView(lse.data(), n, shape.num_qo_heads).tokens(done, count), prompt);
+      cache_->prefill(seq, query.tokens(done, count), keys(k).tokens(done, count),
+                      values(v).tokens(done, count), result.tokens(done, count),
+                      lowrankkv::LseView(lse.data(), n, shape.num_qo_heads).tokens(done, count),
+                      prompt);
       done += count;
     }
     for (int token = 0; token < n; ++token) {
-      oracle.prefill_token(token_of(k, token, shape.num_kv_heads, shape.head_dim), token_of(v, token, shape.num_kv_heads, shape.head_dim), token_of(q, token, shape.num_qo_heads, shape.head_dim));
+      oracle.prefill_token(token_of(k, token, shape.num_kv_heads, shape.head_dim),
+                           token_of(v, token, shape.num_kv_heads, shape.head_dim),
+                           token_of(q, token, shape.num_qo_heads, shape.head_dim));
       if (token % 7 == 0 || token == n - 1) compare(oracle, q, out, lse, token, token + 1);
       if (oracle.chunk_full()) oracle.end_chunk();
     }
@@ -172,21 +205,27 @@ class Driver {
     std::vector<float> part;
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const auto row = static_cast<std::size_t>(shape.num_qo_heads * shape.head_dim);
-      const auto end = q.begin() + static_cast<std::ptrdiff_t>((i + 1) * static_cast<std::size_t>(m) * row);
-      part.insert(part.end(), end - static_cast<std::ptrdiff_t>(static_cast<std::size_t>(queries) * row), end);
+      const auto end =
+          q.begin() + static_cast<std::ptrdiff_t>((i + 1) * static_cast<std::size_t>(m) * row);
+      part.insert(part.end(),
+                  end - static_cast<std::ptrdiff_t>(static_cast<std::size_t>(queries) * row), end);
     }
     const std::int64_t rows = static_cast<std::int64_t>(seqs.size()) * queries;
     out.assign(part.size(), -1.0F);
     lse.assign(static_cast<std::size_t>(rows * shape.num_qo_heads), -1.0F);
-    cache_->attend(seqs, {part.data(), rows, shape.num_qo_heads, shape.head_dim}, {out.data(), rows, shape.num_qo_heads, shape.head_dim}, {lse.data(), rows, shape.num_qo_heads});
+    cache_->attend(seqs, {part.data(), rows, shape.num_qo_heads, shape.head_dim},
+                   {out.data(), rows, shape.num_qo_heads, shape.head_dim},
+                   {lse.data(), rows, shape.num_qo_heads});
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       reference::Cache& oracle = oracles_.at(seqs[i]);
       for (int token = 0; token < m; ++token) {
         const std::int64_t row = static_cast<std::int64_t>(i) * m + token;
-        oracle.append(token_of(k, row, shape.num_kv_heads, shape.head_dim), token_of(v, row, shape.num_kv_heads, shape.head_dim));
+        oracle.append(token_of(k, row, shape.num_kv_heads, shape.head_dim),
+                      token_of(v, row, shape.num_kv_heads, shape.head_dim));
       }
       for (std::int64_t token = 0; token < queries; ++token) {
-        compare(oracle, part, out, lse, static_cast<std::int64_t>(i) * queries + token, oracle.size() - static_cast<int>(queries - token) + 1);
+        compare(oracle, part, out, lse, static_cast<std::int64_t>(i) * queries + token,
+                oracle.size() - static_cast<int>(queries - token) + 1);
       }
       oracle.maintain();
     }
@@ -220,7 +259,8 @@ class Driver {
   void remove() {
     const lowrankkv::SequenceId seq = pick();
     reference::Cache& oracle = oracles_.at(seq);
-    const int first = draw(0, oracle.size() - 1), count = draw(0, std::min(oracle.size() - first, draw(0, 2) == 0 ? 900 : 40));
+    const int first = draw(0, oracle.size() - 1),
+              count = draw(0, std::min(oracle.size() - first, draw(0, 2) == 0 ? 900 : 40));
     if (count == oracle.size()) return;
     cache_->remove(seq, first, count);
     oracle.remove(first, count);
@@ -232,13 +272,20 @@ class Driver {
     const reference::Cache& oracle = oracles_.at(seq);
     const int first = draw(0, oracle.size() - 1);
     const int count = draw(1, oracle.size() - first);
-    std::vector<float> k(static_cast<std::size_t>(count * shape.num_kv_heads * shape.head_dim)), v(k.size());
-    cache_->reconstruct(seq, first, {k.data(), count, shape.num_kv_heads, shape.head_dim}, {v.data(), count, shape.num_kv_heads, shape.head_dim});
+    std::vector<float> k(static_cast<std::size_t>(count * shape.num_kv_heads * shape.head_dim)),
+        v(k.size());
+    cache_->reconstruct(seq, first, {k.data(), count, shape.num_kv_heads, shape.head_dim},
+                        {v.data(), count, shape.num_kv_heads, shape.head_dim});
     for (int token = 0; token < count; ++token) {
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const reference::Row& row = oracle.row(head, first + token);
-        const double error = std::max((row_of(k, token, shape.num_kv_heads, head, shape.head_dim) - row.key).cwiseAbs().maxCoeff(),
-                                      (row_of(v, token, shape.num_kv_heads, head, shape.head_dim) - row.value).cwiseAbs().maxCoeff());
+        const double error =
+            std::max((row_of(k, token, shape.num_kv_heads, head, shape.head_dim) - row.key)
+                         .cwiseAbs()
+                         .maxCoeff(),
+                     (row_of(v, token, shape.num_kv_heads, head, shape.head_dim) - row.value)
+                         .cwiseAbs()
+                         .maxCoeff());
         REQUIRE(error < 1e-4);
       }
     }
@@ -256,12 +303,15 @@ class Driver {
   lowrankkv::SequenceId next_ = 100;
 };
 
-/// Several random cases of one cache type. Shapes walk through head_dim 40 to 256, groups 1 to 16, odd ranks.
-/// Returns the number of merges that happened, so that a test of merging can tell that it tested something.
+/// Several random cases of one cache type. Shapes walk through head_dim 40 to 256, groups 1 to 16,
+/// odd ranks. Returns the number of merges that happened, so that a test of merging can tell that
+/// it tested something.
 template <class Cache>
 std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query_aware) {
   Random random(seed);
-  const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  const auto draw = [&](int low, int high) {
+    return std::uniform_int_distribution<int>(low, high)(random);
+  };
   std::int64_t merges = 0;
   constexpr int dims[] = {40, 64, 80, 96, 128, 256};
   constexpr int groups[] = {1, 2, 3, 4, 7, 8, 16};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much the randomised tests do: LOWRANKKV_TEST_EFFORT multiplies their number of cases (10: about 10^5 operations).
+// How much the randomised tests do: LOWRANKKV_TEST_EFFORT multiplies their number of cases (10:
+// about 10^5 operations).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random rows with a decaying spectrum, random orthonormal maps, and the bridge from a HeadBasis to the oracle's maps.
+// Random rows with a decaying spectrum, random orthonormal maps, and the bridge from a HeadBasis to
+// the oracle's maps.
 #pragma once
 
 #include <Eigen/Dense>
@@ -24,13 +25,15 @@ inline Eigen::MatrixXd gaussian(Random& random, Eigen::Index rows, Eigen::Index 
 }
 
 inline Eigen::MatrixXd random_orthonormal(Random& random, int dim, int rank) {
-  return Eigen::HouseholderQR<Eigen::MatrixXd>(gaussian(random, dim, rank)).householderQ() * Eigen::MatrixXd::Identity(dim, rank);
+  return Eigen::HouseholderQR<Eigen::MatrixXd>(gaussian(random, dim, rank)).householderQ() *
+         Eigen::MatrixXd::Identity(dim, rank);
 }
 
 inline std::vector<float> row_major(const Eigen::MatrixXd& matrix) {
   std::vector<float> values;
   for (Eigen::Index i = 0; i < matrix.rows(); ++i) {
-    for (Eigen::Index j = 0; j < matrix.cols(); ++j) values.push_back(static_cast<float>(matrix(i, j)));
+    for (Eigen::Index j = 0; j < matrix.cols(); ++j)
+      values.push_back(static_cast<float>(matrix(i, j)));
   }
   return values;
 }
@@ -44,7 +47,9 @@ inline Eigen::MatrixXd from_row_major(const std::vector<float>& values, int rows
 }
 
 /// Orthonormal (or query-aware) maps of random ranks, optionally centred.
-inline lowrankkv::LayerBasis random_basis(Random& random, const lowrankkv::CacheShape& shape, const lowrankkv::PerHead& policy, int key_rank, int value_rank) {
+inline lowrankkv::LayerBasis random_basis(Random& random, const lowrankkv::CacheShape& shape,
+                                          const lowrankkv::PerHead& policy, int key_rank,
+                                          int value_rank) {
   lowrankkv::LayerBasis basis;
   const int dim = shape.head_dim;
   for (int h = 0; h < shape.num_kv_heads; ++h) {
@@ -81,10 +86,14 @@ inline std::vector<reference::Maps> reference_maps(const lowrankkv::LayerBasis& 
   for (const lowrankkv::HeadBasis& head : basis.heads) {
     reference::Maps m;
     m.key_down = from_row_major(head.key_down, dim, head.key_rank);
-    m.key_up = head.query_down.empty() ? m.key_down : from_row_major(head.query_down, dim, head.key_rank);
+    m.key_up =
+        head.query_down.empty() ? m.key_down : from_row_major(head.query_down, dim, head.key_rank);
     m.value_down = m.value_up = from_row_major(head.value_down, dim, head.value_rank);
-    m.key_mean = head.key_mean.empty() ? Eigen::VectorXd::Zero(dim) : Eigen::VectorXd(from_row_major(head.key_mean, dim, 1));
-    m.value_mean = head.value_mean.empty() ? Eigen::VectorXd::Zero(dim) : Eigen::VectorXd(from_row_major(head.value_mean, dim, 1));
+    m.key_mean = head.key_mean.empty() ? Eigen::VectorXd::Zero(dim)
+                                       : Eigen::VectorXd(from_row_major(head.key_mean, dim, 1));
+    m.value_mean = head.value_mean.empty()
+                       ? Eigen::VectorXd::Zero(dim)
+                       : Eigen::VectorXd(from_row_major(head.value_mean, dim, 1));
     if (!head.key_metric.empty()) {
       m.metric = from_row_major(head.key_metric, dim, dim);
       m.metric_inverse = from_row_major(head.key_metric_inverse, dim, dim);
@@ -95,22 +104,28 @@ inline std::vector<reference::Maps> reference_maps(const lowrankkv::LayerBasis& 
 }
 
 /// A stream of rows [n, heads, dim] whose channels are correlated and whose values have a mean.
-inline std::vector<float> random_rows(Random& random, std::int64_t n, int heads, int dim, double mean = 0.0) {
+inline std::vector<float> random_rows(Random& random, std::int64_t n, int heads, int dim,
+                                      double mean = 0.0) {
   std::normal_distribution<float> normal;
   std::vector<float> rows(static_cast<std::size_t>(n * heads * dim));
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const int channel = static_cast<int>(i % static_cast<std::size_t>(dim));
-    rows[i] = static_cast<float>(mean) + normal(random) * (0.3F + 1.5F * static_cast<float>(dim - channel) / static_cast<float>(dim));
+    rows[i] = static_cast<float>(mean) +
+              normal(random) *
+                  (0.3F + 1.5F * static_cast<float>(dim - channel) / static_cast<float>(dim));
   }
   return rows;
 }
 
-inline Eigen::VectorXd row_of(const std::vector<float>& rows, std::int64_t token, int heads, int head, int dim) {
+inline Eigen::VectorXd row_of(const std::vector<float>& rows, std::int64_t token, int heads,
+                              int head, int dim) {
   Eigen::VectorXd row(dim);
-  for (int i = 0; i < dim; ++i) row[i] = rows[static_cast<std::size_t>((token * heads + head) * dim + i)];
+  for (int i = 0; i < dim; ++i)
+    row[i] = rows[static_cast<std::size_t>((token * heads + head) * dim + i)];
   return row;
 }
-inline std::vector<Eigen::VectorXd> token_of(const std::vector<float>& rows, std::int64_t token, int heads, int dim) {
+inline std::vector<Eigen::VectorXd> token_of(const std::vector<float>& rows, std::int64_t token,
+                                             int heads, int dim) {
   std::vector<Eigen::VectorXd> out;
   for (int head = 0; head < heads; ++head) out.push_back(row_of(rows, token, heads, head, dim));
   return out;

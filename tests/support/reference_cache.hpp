@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The float64 oracle: what a cache of one layer must answer, written as plainly as possible and sharing no code with it.
-// Rows are kept decoded; a basis is a matrix; nothing is paged, blocked, or clever.
+// The float64 oracle: what a cache of one layer must answer, written as plainly as possible and
+// sharing no code with it. Rows are kept decoded; a basis is a matrix; nothing is paged, blocked,
+// or clever.
 #pragma once
 
 #include <Eigen/Dense>
@@ -19,7 +20,8 @@ using Vector = Eigen::VectorXd;
 struct Maps {
   Matrix key_down, key_up, value_down, value_up;
   Vector key_mean, value_mean;
-  Matrix metric, metric_inverse;  // R and its inverse: key_down = R U, key_up = R^-1 U; empty: the plain metric
+  Matrix metric, metric_inverse;  // R and its inverse: key_down = R U, key_up = R^-1 U; empty: the
+                                  // plain metric
 };
 
 struct Row {
@@ -49,22 +51,31 @@ struct Options {
 /// One sequence of one layer.
 class Cache {
  public:
-  Cache(const Options& options, std::vector<Maps> calibrated) : options_(options), calibrated_(std::move(calibrated)), rows_(static_cast<std::size_t>(options.num_kv_heads)) {
+  Cache(const Options& options, std::vector<Maps> calibrated)
+      : options_(options),
+        calibrated_(std::move(calibrated)),
+        rows_(static_cast<std::size_t>(options.num_kv_heads)) {
     epochs_.push_back(calibrated_);
     working_ = calibrated_;
     segments_.resize(rows_.size());
   }
   int size() const { return static_cast<int>(rows_[0].size()); }
-  const Row& row(int head, int position) const { return rows_[static_cast<std::size_t>(head)][static_cast<std::size_t>(position)]; }
+  const Row& row(int head, int position) const {
+    return rows_[static_cast<std::size_t>(head)][static_cast<std::size_t>(position)];
+  }
 
   void append(const std::vector<Vector>& keys, const std::vector<Vector>& values) {
-    for (std::size_t head = 0; head < rows_.size(); ++head) rows_[head].push_back({keys[head], values[head], false});
+    for (std::size_t head = 0; head < rows_.size(); ++head)
+      rows_[head].push_back({keys[head], values[head], false});
   }
   void maintain() {
-    while (size() - flushed_ > options_.recent + options_.interval) leave(flushed_ + options_.interval, {}, false);
+    while (size() - flushed_ > options_.recent + options_.interval)
+      leave(flushed_ + options_.interval, {}, false);
   }
-  /// Prompt tokens one by one: queries[t][qo head]. Returns nothing; attention is asked for per token by the caller.
-  void prefill_token(const std::vector<Vector>& keys, const std::vector<Vector>& values, const std::vector<Vector>& queries) {
+  /// Prompt tokens one by one: queries[t][qo head]. Returns nothing; attention is asked for per
+  /// token by the caller.
+  void prefill_token(const std::vector<Vector>& keys, const std::vector<Vector>& values,
+                     const std::vector<Vector>& queries) {
     append(keys, values);
     chunk_queries_.push_back(queries);
     ++in_chunk_;
@@ -73,7 +84,8 @@ class Cache {
   void end_chunk() {
     if (in_chunk_ == 0) return;
     const int first = std::max(0, static_cast<int>(chunk_queries_.size()) - options_.window);
-    const std::vector<std::vector<Vector>> window(chunk_queries_.begin() + first, chunk_queries_.end());
+    const std::vector<std::vector<Vector>> window(chunk_queries_.begin() + first,
+                                                  chunk_queries_.end());
     in_chunk_ = 0;
     chunk_queries_.clear();
     leave(std::max(flushed_, size() - options_.recent), window, true);
@@ -81,7 +93,8 @@ class Cache {
   void truncate(int length) {
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       rows_[head].resize(static_cast<std::size_t>(length));
-      for (Segment& segment : segments_[head]) std::erase_if(segment.positions, [&](int position) { return position >= length; });
+      for (Segment& segment : segments_[head])
+        std::erase_if(segment.positions, [&](int position) { return position >= length; });
     }
     while (!segments_[0].empty()) {
       bool empty = true;
@@ -96,20 +109,24 @@ class Cache {
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       rows_[head].erase(rows_[head].begin() + first, rows_[head].begin() + first + count);
       for (Segment& segment : segments_[head]) {
-        std::erase_if(segment.positions, [&](int position) { return position >= first && position < first + count; });
+        std::erase_if(segment.positions,
+                      [&](int position) { return position >= first && position < first + count; });
         for (int& position : segment.positions) position -= position >= first ? count : 0;
       }
     }
     for (std::size_t i = segments_[0].size(); i-- > 0;) {
       bool empty = true;
       for (const auto& list : segments_) empty = empty && list[i].positions.empty();
-      for (auto& list : segments_) list.erase(list.begin() + static_cast<std::ptrdiff_t>(i), list.begin() + static_cast<std::ptrdiff_t>(i + (empty ? 1 : 0)));
+      for (auto& list : segments_)
+        list.erase(list.begin() + static_cast<std::ptrdiff_t>(i),
+                   list.begin() + static_cast<std::ptrdiff_t>(i + (empty ? 1 : 0)));
     }
     flushed_ -= std::clamp(flushed_ - first, 0, count);
   }
   int flushed() const { return flushed_; }
 
-  /// Softmax attention of one query over the first `visible` tokens; also the log of the sum of exponentials.
+  /// Softmax attention of one query over the first `visible` tokens; also the log of the sum of
+  /// exponentials.
   std::pair<Vector, double> attend(int qo_head, const Vector& query, int visible) const {
     const int head = qo_head / (options_.num_qo_heads / options_.num_kv_heads);
     const double scale = 1.0 / std::sqrt(static_cast<double>(options_.head_dim));
@@ -127,21 +144,26 @@ class Cache {
 
  private:
   static Matrix orthonormal(const Matrix& matrix) {
-    return Eigen::HouseholderQR<Matrix>(matrix).householderQ() * Matrix::Identity(matrix.rows(), matrix.cols());
+    return Eigen::HouseholderQR<Matrix>(matrix).householderQ() *
+           Matrix::Identity(matrix.rows(), matrix.cols());
   }
   static Matrix power_step(const Matrix& rows, const Matrix& basis, double rate) {
     const Matrix moment = rows.transpose() * rows;
-    return orthonormal(basis + rate * static_cast<double>(rows.cols()) / rows.squaredNorm() * (moment * basis));
+    return orthonormal(basis + rate * static_cast<double>(rows.cols()) / rows.squaredNorm() *
+                                   (moment * basis));
   }
   /// Positions [flushed, end) leave full rank.
   void leave(int end, const std::vector<std::vector<Vector>>& window, bool prompt) {
     const int begin = flushed_;
     int flushed = 0;
-    for (int position = begin; position < end; ++position) flushed += position >= options_.sinks ? 1 : 0;
+    for (int position = begin; position < end; ++position)
+      flushed += position >= options_.sinks ? 1 : 0;
     if (!options_.compresses) flushed = 0;
     if (options_.adapts && flushed > 0) adapt(begin, end, window, prompt);
     if (options_.adapts && flushed > 0) {
-      const bool due = since_ + flushed >= options_.publish_interval || (prompt && static_cast<long>(flushed) * options_.row_elements > options_.epoch_elements);
+      const bool due =
+          since_ + flushed >= options_.publish_interval ||
+          (prompt && static_cast<long>(flushed) * options_.row_elements > options_.epoch_elements);
       if (due && moved_) {
         epochs_.push_back(working_);
         current_ = static_cast<int>(epochs_.size()) - 1;
@@ -154,7 +176,8 @@ class Cache {
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       for (int position = begin; position < end && options_.compresses; ++position) {
         if (position < options_.sinks) continue;
-        project(rows_[head][static_cast<std::size_t>(position)], epochs_[static_cast<std::size_t>(current_)][head]);
+        project(rows_[head][static_cast<std::size_t>(position)],
+                epochs_[static_cast<std::size_t>(current_)][head]);
         segments_[head].back().positions.push_back(position);
       }
     }
@@ -162,42 +185,55 @@ class Cache {
   }
   static void project(Row& row, const Maps& maps) {
     row.key = maps.key_up * (maps.key_down.transpose() * (row.key - maps.key_mean)) + maps.key_mean;
-    row.value = maps.value_up * (maps.value_down.transpose() * (row.value - maps.value_mean)) + maps.value_mean;
+    row.value = maps.value_up * (maps.value_down.transpose() * (row.value - maps.value_mean)) +
+                maps.value_mean;
     row.compressed = true;
   }
   void adapt(int begin, int end, const std::vector<std::vector<Vector>>& window, bool prompt) {
     const int group = options_.num_qo_heads / options_.num_kv_heads;
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       std::vector<int> chosen;
-      for (int position = std::max(begin, options_.sinks); position < end; ++position) chosen.push_back(position);
+      for (int position = std::max(begin, options_.sinks); position < end; ++position)
+        chosen.push_back(position);
       const int total = size() - begin;
       if (prompt && options_.share < 1.0) {
         std::vector<double> score(static_cast<std::size_t>(total), 0.0);
         for (std::size_t w = 0; w < window.size(); ++w) {
           const int visible = total - static_cast<int>(window.size()) + static_cast<int>(w) + 1;
           for (int member = 0; member < group; ++member) {
-            const Vector& query = window[w][head * static_cast<std::size_t>(group) + static_cast<std::size_t>(member)];
+            const Vector& query = window[w][head * static_cast<std::size_t>(group) +
+                                            static_cast<std::size_t>(member)];
             Vector logits(visible);
-            for (int i = 0; i < visible; ++i) logits[i] = query.dot(rows_[head][static_cast<std::size_t>(begin + i)].key) / std::sqrt(static_cast<double>(options_.head_dim));
+            for (int i = 0; i < visible; ++i)
+              logits[i] = query.dot(rows_[head][static_cast<std::size_t>(begin + i)].key) /
+                          std::sqrt(static_cast<double>(options_.head_dim));
             const Vector weights = (logits.array() - logits.maxCoeff()).exp();
-            for (int i = 0; i < visible; ++i) score[static_cast<std::size_t>(i)] += weights[i] / weights.sum();
+            for (int i = 0; i < visible; ++i)
+              score[static_cast<std::size_t>(i)] += weights[i] / weights.sum();
           }
         }
-        std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return score[static_cast<std::size_t>(a - begin)] > score[static_cast<std::size_t>(b - begin)]; });
-        chosen.resize(std::min(chosen.size(), static_cast<std::size_t>(std::ceil(options_.share * total))));
+        std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) {
+          return score[static_cast<std::size_t>(a - begin)] >
+                 score[static_cast<std::size_t>(b - begin)];
+        });
+        chosen.resize(
+            std::min(chosen.size(), static_cast<std::size_t>(std::ceil(options_.share * total))));
       }
       if (chosen.empty()) continue;
       Matrix keys(chosen.size(), options_.head_dim), values(chosen.size(), options_.head_dim);
       for (std::size_t i = 0; i < chosen.size(); ++i) {
-        keys.row(static_cast<Eigen::Index>(i)) = rows_[head][static_cast<std::size_t>(chosen[i])].key - calibrated_[head].key_mean;
-        values.row(static_cast<Eigen::Index>(i)) = rows_[head][static_cast<std::size_t>(chosen[i])].value - calibrated_[head].value_mean;
+        keys.row(static_cast<Eigen::Index>(i)) =
+            rows_[head][static_cast<std::size_t>(chosen[i])].key - calibrated_[head].key_mean;
+        values.row(static_cast<Eigen::Index>(i)) =
+            rows_[head][static_cast<std::size_t>(chosen[i])].value - calibrated_[head].value_mean;
       }
       const double rate = prompt ? options_.prefill_rate : options_.decode_rate;
       Maps& maps = working_[head];
       if (maps.metric.size() == 0) {
         maps.key_down = maps.key_up = power_step(keys, maps.key_down, rate);
       } else {
-        const Matrix moved = power_step(keys * maps.metric, maps.metric_inverse * maps.key_down, rate);
+        const Matrix moved =
+            power_step(keys * maps.metric, maps.metric_inverse * maps.key_down, rate);
         maps.key_down = maps.metric * moved;
         maps.key_up = maps.metric_inverse * moved;
       }
@@ -208,13 +244,17 @@ class Cache {
   void open_segment() {
     if (!segments_[0].empty() && segments_[0].back().epoch == current_) return;
     int first = 0;
-    while (!options_.rotate && first < static_cast<int>(segments_[0].size()) && segments_[0][static_cast<std::size_t>(first)].epoch == 0) ++first;
+    while (!options_.rotate && first < static_cast<int>(segments_[0].size()) &&
+           segments_[0][static_cast<std::size_t>(first)].epoch == 0)
+      ++first;
     const int count = static_cast<int>(segments_[0].size());
     int merge = -1;
     if (count - first + 1 > options_.max_epochs) {
       merge = count - first >= 2 ? count - 2 : count - 1;
       for (int i = first; i + 1 < count; ++i) {
-        if (segments_[0][static_cast<std::size_t>(i)].level == segments_[0][static_cast<std::size_t>(i + 1)].level) merge = i;
+        if (segments_[0][static_cast<std::size_t>(i)].level ==
+            segments_[0][static_cast<std::size_t>(i + 1)].level)
+          merge = i;
       }
     }
     for (auto& list : segments_) list.push_back({current_, 0, {}});
@@ -223,8 +263,11 @@ class Cache {
       auto& list = segments_[head];
       Segment& older = list[static_cast<std::size_t>(merge)];
       Segment& newer = list[static_cast<std::size_t>(merge + 1)];
-      for (const int position : older.positions) project(rows_[head][static_cast<std::size_t>(position)], epochs_[static_cast<std::size_t>(newer.epoch)][head]);
-      newer.positions.insert(newer.positions.begin(), older.positions.begin(), older.positions.end());
+      for (const int position : older.positions)
+        project(rows_[head][static_cast<std::size_t>(position)],
+                epochs_[static_cast<std::size_t>(newer.epoch)][head]);
+      newer.positions.insert(newer.positions.begin(), older.positions.begin(),
+                             older.positions.end());
       newer.level = std::max(newer.level, older.level) + 1;
       list.erase(list.begin() + merge);
     }

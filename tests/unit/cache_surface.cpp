@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an engine relies on besides the numbers: bytes, allocation, layouts and types of its tensors, stacks of layers.
+// What an engine relies on besides the numbers: bytes, allocation, layouts and types of its
+// tensors, stacks of layers.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -39,7 +40,8 @@ LayerBasis basis(int key_rank = 24, int value_rank = 32) {
 TEST_CASE("memory counts every byte once") {
   support::Random random(2);
   const int n = 500;
-  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),
+             v = support::random_rows(random, n, 2, 64);
   OjaKV<> cache({.shape = kShape, .max_sequences = 2}, basis());
   cache.create(0);
   const std::size_t reserved = cache.memory().reserved_bytes;
@@ -65,8 +67,10 @@ TEST_CASE("memory counts every byte once") {
   CHECK(usage.position_bytes == 2 * 2 * 8);  // per head: a run of sinks and one of compressed rows
   CHECK(usage.total() == pages * 4096 + 32 * 512 + epoch + usage.position_bytes);
   CHECK(cache.memory().reserved_bytes == reserved - pages * 4096 - 32 * 512);
-  CHECK(cache.memory().shared_bytes == epoch + 2 * epoch);  // the stored maps, and their f32 originals
-  CHECK(cache.tokens_per_page(0) == static_cast<int>(4096 / (2 * (maps.heads[0].key_rank + maps.heads[0].value_rank))));
+  CHECK(cache.memory().shared_bytes ==
+        epoch + 2 * epoch);  // the stored maps, and their f32 originals
+  CHECK(cache.tokens_per_page(0) ==
+        static_cast<int>(4096 / (2 * (maps.heads[0].key_rank + maps.heads[0].value_rank))));
   CHECK(cache.bytes_for(n - 64) == (pages - 4) * 4096);
   // One flush: the updater's working bases appear, in the type of the maps.
   cache.append_maintained(0, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
@@ -99,7 +103,8 @@ struct lowrankkv::Impl<Broken, lowrankkv::Cpu> {
   static PromptSelection prompt_selection(const Broken&) { return {}; }
   static void observe(const Broken&, State&, MatrixView, MatrixView, Phase) {}
   static bool maybe_update(const Broken&, State&, MatrixView, MutableMatrixView updated, Phase) {
-    for (std::int64_t row = 0; row < updated.rows; ++row) std::fill_n(updated.row(row), updated.cols, row % 2 == 0 ? 1.0F : 0.0F / 0.0F);
+    for (std::int64_t row = 0; row < updated.rows; ++row)
+      std::fill_n(updated.row(row), updated.cols, row % 2 == 0 ? 1.0F : 0.0F / 0.0F);
     return true;
   }
   static std::size_t state_bytes(const State&) { return 0; }
@@ -107,7 +112,8 @@ struct lowrankkv::Impl<Broken, lowrankkv::Cpu> {
 
 TEST_CASE("a basis that is no basis is not published") {
   support::Random random(9);
-  const auto k = support::random_rows(random, 500, 2, 64), v = support::random_rows(random, 500, 2, 64);
+  const auto k = support::random_rows(random, 500, 2, 64),
+             v = support::random_rows(random, 500, 2, 64);
   CompressedKVCache<Cpu, PerHead, Broken> cache({.shape = kShape}, basis());
   StaticPCAHybrid<> plain({.shape = kShape}, basis());
   cache.create(0);
@@ -122,9 +128,13 @@ TEST_CASE("a basis that is no basis is not published") {
 TEST_CASE("append and attend allocate nothing") {
   support::Random random(3);
   const int n = 700;
-  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),
+             v = support::random_rows(random, n, 2, 64);
   for (const bool unrotated : {false, true}) {
-    CacheConfig config{.shape = kShape, .max_sequences = 2, .full_row_bits = unrotated ? 8 : 0, .num_threads = unrotated ? 1 : 2};
+    CacheConfig config{.shape = kShape,
+                       .max_sequences = 2,
+                       .full_row_bits = unrotated ? 8 : 0,
+                       .num_threads = unrotated ? 1 : 2};
     if (unrotated) config.rope.keys = Rope::pre;
     OjaKV<> cache(config, basis());
     cache.create(0);
@@ -153,7 +163,8 @@ TEST_CASE("tensors of any type and layout are taken as they are") {
   std::vector<float> out(q.size()), transposed(q.size());
   plain.create(0);
   foreign.create(0);
-  plain.prefill(0, {q.data(), n, 8, 64}, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {out.data(), n, 8, 64});
+  plain.prefill(0, {q.data(), n, 8, 64}, {k.data(), n, 2, 64}, {v.data(), n, 2, 64},
+                {out.data(), n, 8, 64});
   // Keys as bf16 head-major, values as f16 with channels outermost, outputs head-major.
   std::vector<BFloat16> keys(k.size());
   std::vector<Half> values(v.size());
@@ -166,11 +177,14 @@ TEST_CASE("tensors of any type and layout are taken as they are") {
       }
     }
   }
-  foreign.prefill(0, {q.data(), n, 8, 64}, {keys.data(), DType::bf16, n, 2, 64, 64, n * 64}, {values.data(), DType::f16, n, 2, 64, 1, n, 2 * n},
+  foreign.prefill(0, {q.data(), n, 8, 64}, {keys.data(), DType::bf16, n, 2, 64, 64, n * 64},
+                  {values.data(), DType::f16, n, 2, 64, 1, n, 2 * n},
                   {transposed.data(), n, 8, 64, 64, n * 64});
   for (int t = 0; t < n; ++t) {
     for (int h = 0; h < 8; ++h) {
-      for (int i = 0; i < 64; ++i) CHECK(out[static_cast<std::size_t>((t * 8 + h) * 64 + i)] == transposed[static_cast<std::size_t>((h * n + t) * 64 + i)]);
+      for (int i = 0; i < 64; ++i)
+        CHECK(out[static_cast<std::size_t>((t * 8 + h) * 64 + i)] ==
+              transposed[static_cast<std::size_t>((h * n + t) * 64 + i)]);
     }
   }
 }
@@ -192,15 +206,19 @@ TEST_CASE("a caller's memory can be the pool") {
 TEST_CASE("the rates and the selection of Oja act") {
   support::Random random(6);
   const int n = 600;
-  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64), v = support::random_rows(random, n, 2, 64);
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),
+             v = support::random_rows(random, n, 2, 64);
   const auto stored = [&](const Oja& updater, bool decode) {
     OjaKV<>::PolicySet policies;
     policies.updater = updater;
     OjaKV<> cache({.shape = kShape, .publish_interval = 64}, basis(), policies);
     cache.create(0);
     const int prompt = decode ? 300 : n;
-    cache.ingest(0, {k.data(), prompt, 2, 64}, {v.data(), prompt, 2, 64}, {q.data(), prompt, 8, 64});
-    if (decode) cache.append_maintained(0, KeyView(k.data(), n, 2, 64).tokens(300, 300), ValueView(v.data(), n, 2, 64).tokens(300, 300));
+    cache.ingest(0, {k.data(), prompt, 2, 64}, {v.data(), prompt, 2, 64},
+                 {q.data(), prompt, 8, 64});
+    if (decode)
+      cache.append_maintained(0, KeyView(k.data(), n, 2, 64).tokens(300, 300),
+                              ValueView(v.data(), n, 2, 64).tokens(300, 300));
     std::vector<float> rows(static_cast<std::size_t>(2 * n * 128));
     cache.reconstruct(0, 0, {rows.data(), n, 2, 64}, {rows.data() + n * 128, n, 2, 64});
     return rows;
@@ -217,14 +235,18 @@ TEST_CASE("the rates and the selection of Oja act") {
 
 TEST_CASE("a stack of layers shares a pool and the sequences") {
   support::Random random(7);
-  const auto q = support::random_rows(random, 150, 8, 64), k = support::random_rows(random, 150, 2, 64), v = support::random_rows(random, 150, 2, 64);
-  LayerStack<OjaKV<>> stack({.shape = kShape, .max_sequences = 2}, {basis(), basis(12, 12), basis(40, 8)});
+  const auto q = support::random_rows(random, 150, 8, 64),
+             k = support::random_rows(random, 150, 2, 64),
+             v = support::random_rows(random, 150, 2, 64);
+  LayerStack<OjaKV<>> stack({.shape = kShape, .max_sequences = 2},
+                            {basis(), basis(12, 12), basis(40, 8)});
   CHECK(stack.num_layers() == 3);
   stack.create(5);
   CHECK_THROWS_AS(stack.create(5), SequenceError);
   for (int layer = 0; layer < 3; ++layer) {
     std::vector<float> out(q.size());
-    stack.layer(layer).prefill(5, {q.data(), 150, 8, 64}, {k.data(), 150, 2, 64}, {v.data(), 150, 2, 64}, {out.data(), 150, 8, 64});
+    stack.layer(layer).prefill(5, {q.data(), 150, 8, 64}, {k.data(), 150, 2, 64},
+                               {v.data(), 150, 2, 64}, {out.data(), 150, 8, 64});
   }
   std::size_t sum = 0;
   for (int layer = 0; layer < 3; ++layer) sum += stack.layer(layer).memory(5).total();
@@ -232,13 +254,15 @@ TEST_CASE("a stack of layers shares a pool and the sequences") {
   CHECK(stack.memory().total() == sum);
   stack.fork(5, 6);
   CHECK_THROWS_AS(stack.fork(5, 7), CapacityError);
-  CHECK_THROWS_WITH_AS(stack.truncate(6, 200), "truncate: length 200, sequence has 150 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.truncate(6, 200), "truncate: length 200, sequence has 150 tokens",
+                       ShapeError);
   CHECK(stack.rollback_limit(6) == 118);
   CHECK(stack.truncate(6, 120) == TruncateResult::exact);
   CHECK(stack.truncate(6, 100) == TruncateResult::inexact);
   CHECK(stack.num_tokens(6) == 100);
   CHECK(stack.num_tokens(5) == 150);
-  for (int layer = 0; layer < 3; ++layer) stack.layer(layer).append(5, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
+  for (int layer = 0; layer < 3; ++layer)
+    stack.layer(layer).append(5, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
   stack.maintain(5);
   CHECK(stack.layer(2).tail_length(5) == 40);
   CHECK_THROWS_AS(stack.shift_positions(5, 0, 1), StateError);
@@ -246,7 +270,8 @@ TEST_CASE("a stack of layers shares a pool and the sequences") {
   stack.erase(6);
   CHECK(stack.pool().allocator().num_free() == stack.pool().allocator().num_pages());
   CHECK_THROWS_AS(stack.erase(6), SequenceError);
-  CHECK_THROWS_WITH_AS(LayerStack<OjaKV<>>({.shape = kShape}, {}), "LayerStack: num_layers 0, at least 1 needed", ShapeError);
+  CHECK_THROWS_WITH_AS(LayerStack<OjaKV<>>({.shape = kShape}, {}),
+                       "LayerStack: num_layers 0, at least 1 needed", ShapeError);
 }
 
 TEST_CASE("stacks may share a pool and threads that somebody else made") {
@@ -264,7 +289,9 @@ TEST_CASE("stacks may share a pool and threads that somebody else made") {
   const std::vector<float> rows(200 * 2 * 64, 0.25F);
   for (Stack* stack : {&one, &two}) {
     stack->create(0);
-    for (int layer = 0; layer < 2; ++layer) stack->layer(layer).ingest(0, {rows.data(), 200, 2, 64}, {rows.data(), 200, 2, 64}, {rows.data(), 50, 8, 64});
+    for (int layer = 0; layer < 2; ++layer)
+      stack->layer(layer).ingest(0, {rows.data(), 200, 2, 64}, {rows.data(), 200, 2, 64},
+                                 {rows.data(), 50, 8, 64});
   }
   CHECK(pool->allocator().num_free() < 2 * size.num_pages);
   CHECK(one.memory().reserved_bytes == two.memory().reserved_bytes);
@@ -273,7 +300,9 @@ TEST_CASE("stacks may share a pool and threads that somebody else made") {
   CHECK(pool->allocator().num_free() == 2 * size.num_pages);
 }
 
-TEST_CASE("the layers of a stack move their tokens together or not at all, and a saved stack whose layers disagree is refused") {
+TEST_CASE(
+    "the layers of a stack move their tokens together or not at all, and a saved stack whose "
+    "layers disagree is refused") {
   const CacheShape shape{1, 1, 8};
   CacheConfig config{.shape = shape, .max_sequences = 2};
   config.rope.keys = Rope::pre;
@@ -282,10 +311,14 @@ TEST_CASE("the layers of a stack move their tokens together or not at all, and a
   stack.create(0);
   stack.layer(0).append(0, {rows.data(), 10, 1, 8}, {rows.data(), 10, 1, 8});
   stack.layer(1).append(0, {rows.data(), 4, 1, 8}, {rows.data(), 4, 1, 8});
-  CHECK_THROWS_WITH_AS(stack.shift_positions(0, 8, 5), "shift_positions: token 8, sequence has 4 tokens", ShapeError);
-  CHECK_THROWS_WITH_AS(stack.divide_positions(0, 2, 6, 2), "divide_positions: 6 tokens from token 2 on, sequence has 4 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.shift_positions(0, 8, 5),
+                       "shift_positions: token 8, sequence has 4 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.divide_positions(0, 2, 6, 2),
+                       "divide_positions: 6 tokens from token 2 on, sequence has 4 tokens",
+                       ShapeError);
   CHECK(stack.position(0, 10) == 10);
-  CHECK_THROWS_WITH_AS(stack.truncate(0, 8), "truncate: length 8, sequence has 4 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.truncate(0, 8), "truncate: length 8, sequence has 4 tokens",
+                       ShapeError);
   CHECK(stack.layer(0).num_tokens(0) == 10);
   stack.layer(1).append(0, {rows.data(), 6, 1, 8}, {rows.data(), 6, 1, 8});
   stack.shift_positions(0, 8, 5);
@@ -302,7 +335,8 @@ TEST_CASE("the layers of a stack move their tokens together or not at all, and a
   stack.layer(1).shift_positions(0, 3, 1);
   saved.resize(stack.save_bytes(0));
   stack.save(0, saved);
-  CHECK_THROWS_WITH_AS(stack.load(1, saved), "saved state: layer 1 moved its tokens otherwise than layer 0", FormatError);
+  CHECK_THROWS_WITH_AS(stack.load(1, saved),
+                       "saved state: layer 1 moved its tokens otherwise than layer 0", FormatError);
   CHECK(!stack.layer(0).contains(1));
 }
 
@@ -316,7 +350,9 @@ TEST_CASE("8-bit full rows refuse what their steps cannot reach") {
   CHECK_THROWS_AS(cache.append(0, {rows.data(), 1, 1, 8}, {rows.data(), 1, 1, 8}), ValueError);
 }
 
-TEST_CASE("tokens leave the middle of a sequence: the others keep their positions, forks keep them all, and what cannot be done changes nothing") {
+TEST_CASE(
+    "tokens leave the middle of a sequence: the others keep their positions, forks keep them all, "
+    "and what cannot be done changes nothing") {
   support::Random random(11);
   const CacheShape shape{2, 1, 32};
   CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 400, .page_bytes = 1024};
@@ -329,7 +365,8 @@ TEST_CASE("tokens leave the middle of a sequence: the others keep their position
   config.num_pages = 2 * pages;
   LayerStack<Cache> stack(config, bases);
   stack.create(0);
-  for (int layer = 0; layer < 2; ++layer) stack.layer(layer).ingest(0, {rows.data(), 300, 1, 32}, {rows.data(), 300, 1, 32});
+  for (int layer = 0; layer < 2; ++layer)
+    stack.layer(layer).ingest(0, {rows.data(), 300, 1, 32}, {rows.data(), 300, 1, 32});
   const std::vector<float> query = support::random_rows(random, 1, 2, 32);
   const auto answer = [&](SequenceId seq) {
     std::vector<float> out(64);
@@ -337,14 +374,18 @@ TEST_CASE("tokens leave the middle of a sequence: the others keep their position
     return out;
   };
   const std::vector<float> before = answer(0);
-  CHECK_THROWS_WITH_AS(stack.remove(0, 290, 11), "remove: 11 tokens from token 290 on, sequence has 300 tokens", ShapeError);
-  CHECK_THROWS_WITH_AS(stack.remove(0, -1, 2), "remove: 2 tokens from token -1 on, sequence has 300 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.remove(0, 290, 11),
+                       "remove: 11 tokens from token 290 on, sequence has 300 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(stack.remove(0, -1, 2),
+                       "remove: 2 tokens from token -1 on, sequence has 300 tokens", ShapeError);
   CHECK_THROWS_AS(stack.remove(3, 0, 1), SequenceError);
   CHECK(answer(0) == before);
 
   // A fork shares every page: those that change need copies of their own.
   stack.fork(0, 1);
-  const std::int64_t needed = stack.layer(0).pages_to_remove(0, 100, 50) + stack.layer(1).pages_to_remove(0, 100, 50), free_pages = stack.pool().allocator().num_free();
+  const std::int64_t needed = stack.layer(0).pages_to_remove(0, 100, 50) +
+                              stack.layer(1).pages_to_remove(0, 100, 50),
+                     free_pages = stack.pool().allocator().num_free();
   CHECK(needed > 0);
   CHECK(stack.layer(0).pages_to_remove(0, 280, 5) == 0);  // the tail is a sequence's own
   CHECK(needed < 2 * stack.layer(0).pages_to_remove(0, 0, 50));
@@ -363,7 +404,8 @@ TEST_CASE("tokens leave the middle of a sequence: the others keep their position
   CHECK(stack.position(1, 250) == 250);
   CHECK(stack.layer(0).position_shifts(1).pieces().empty());
 
-  // As a sequence that never had those tokens, whose rows were compressed one by one: the maps are static.
+  // As a sequence that never had those tokens, whose rows were compressed one by one: the maps are
+  // static.
   const std::vector<float> after = answer(1);
   std::vector<std::byte> saved(stack.save_bytes(1));
   stack.save(1, saved);
@@ -371,7 +413,8 @@ TEST_CASE("tokens leave the middle of a sequence: the others keep their position
   stack.create(0);
   std::vector<float> left(rows.begin(), rows.begin() + 100 * 32);
   left.insert(left.end(), rows.begin() + 150 * 32, rows.end());
-  for (int layer = 0; layer < 2; ++layer) stack.layer(layer).ingest(0, {left.data(), 250, 1, 32}, {left.data(), 250, 1, 32});
+  for (int layer = 0; layer < 2; ++layer)
+    stack.layer(layer).ingest(0, {left.data(), 250, 1, 32}, {left.data(), 250, 1, 32});
   CHECK(answer(0) == after);
   std::vector<std::byte> fresh(stack.save_bytes(0));
   stack.save(0, fresh);
@@ -393,16 +436,21 @@ TEST_CASE("positions of tokens behind those that were removed") {
     } else {
       const std::int64_t delta = static_cast<std::int64_t>(random() % 9) - 4;
       shifts.add(first, delta);
-      for (std::size_t i = static_cast<std::size_t>(first); i < positions.size(); ++i) positions[i] += delta;
+      for (std::size_t i = static_cast<std::size_t>(first); i < positions.size(); ++i)
+        positions[i] += delta;
     }
-    for (std::size_t i = 0; i < positions.size(); ++i) REQUIRE(shifts.position(static_cast<std::int64_t>(i)) == positions[i]);
+    for (std::size_t i = 0; i < positions.size(); ++i)
+      REQUIRE(shifts.position(static_cast<std::int64_t>(i)) == positions[i]);
     std::int64_t last = 0;
-    for (const PositionShift& piece : shifts.pieces()) REQUIRE(std::exchange(last, piece.offset) != piece.offset);
+    for (const PositionShift& piece : shifts.pieces())
+      REQUIRE(std::exchange(last, piece.offset) != piece.offset);
   }
   CHECK_THROWS_AS(detail::check_removal(shifts, 100, 50, 51, 1000), ShapeError);
   PositionShifts far;
   far.add(60, 990);
-  CHECK_THROWS_WITH_AS(detail::check_removal(far, 100, 50, 11, 1000), "remove: positions would be 1001 beyond their tokens, at most 1000", ValueError);
+  CHECK_THROWS_WITH_AS(detail::check_removal(far, 100, 50, 11, 1000),
+                       "remove: positions would be 1001 beyond their tokens, at most 1000",
+                       ValueError);
   detail::check_removal(far, 100, 50, 10, 1000);
 }
 
@@ -414,10 +462,12 @@ TEST_CASE("a sequence may be given less room than others") {
   stack.create(1);
   const auto rows = support::random_rows(random, 100, 1, 16);
   const auto ingest = [&](SequenceId seq, std::int64_t n) {
-    for (int layer = 0; layer < 2; ++layer) stack.layer(layer).ingest(seq, {rows.data(), n, 1, 16}, {rows.data(), n, 1, 16});
+    for (int layer = 0; layer < 2; ++layer)
+      stack.layer(layer).ingest(seq, {rows.data(), n, 1, 16}, {rows.data(), n, 1, 16});
   };
   CHECK(stack.layer(0).max_tokens(0) == 100);
-  CHECK_THROWS_WITH_AS(stack.limit(0, 101), "limit: max_tokens 101, those of the cache are 100", CapacityError);
+  CHECK_THROWS_WITH_AS(stack.limit(0, 101), "limit: max_tokens 101, those of the cache are 100",
+                       CapacityError);
   stack.limit(0, 40);
   CHECK_THROWS_WITH_AS(ingest(0, 41), "max_tokens: 40, sequence has 0, given 41", CapacityError);
   ingest(0, 39);
@@ -425,9 +475,11 @@ TEST_CASE("a sequence may be given less room than others") {
   stack.fork(0, 2);
   CHECK(stack.layer(1).max_tokens(2) == 40);
   const std::vector<SequenceId> two{0, 2};
-  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}), "max_tokens: 40, sequence 0 has 39, given 2", CapacityError);
+  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}),
+                       "max_tokens: 40, sequence 0 has 39, given 2", CapacityError);
   stack.limit(0, 41);
-  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}), "max_tokens: 40, sequence 2 has 39, given 2", CapacityError);
+  CHECK_THROWS_WITH_AS(stack.layer(0).append(two, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16}),
+                       "max_tokens: 40, sequence 2 has 39, given 2", CapacityError);
   ingest(1, 100);  // others are as before
   stack.erase(0);
   stack.create(3);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Transform coding's calibration: the metric predicts what errors do, bits are spread optimally, budgets are met to the byte.
+// Transform coding's calibration: the metric predicts what errors do, bits are spread optimally,
+// budgets are met to the byte.
 #include <doctest/doctest.h>
 
 #include <Eigen/Dense>
@@ -23,20 +24,28 @@ using Eigen::VectorXd;
 
 namespace {
 
-std::vector<float> random_rows(std::mt19937_64& random, int count, double decay = 0.0, int dim = 1) {
+std::vector<float> random_rows(std::mt19937_64& random, int count, double decay = 0.0,
+                               int dim = 1) {
   std::normal_distribution<double> normal;
   std::vector<float> rows(static_cast<std::size_t>(count));
-  for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(normal(random) * std::exp(-decay * static_cast<double>(static_cast<int>(i) % dim)));
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    rows[i] = static_cast<float>(normal(random) *
+                                 std::exp(-decay * static_cast<double>(static_cast<int>(i) % dim)));
   return rows;
 }
 
 /// A calibrated model of random activations.
-std::vector<calibrate::LayerMoments> random_model(std::mt19937_64& random, const CacheShape& shape, int layers, int tokens) {
-  std::vector<calibrate::LayerMoments> model(static_cast<std::size_t>(layers), calibrate::LayerMoments(shape));
+std::vector<calibrate::LayerMoments> random_model(std::mt19937_64& random, const CacheShape& shape,
+                                                  int layers, int tokens) {
+  std::vector<calibrate::LayerMoments> model(static_cast<std::size_t>(layers),
+                                             calibrate::LayerMoments(shape));
   for (auto& layer : model) {
-    const auto q = random_rows(random, tokens * shape.num_qo_heads * shape.head_dim, 0.03, shape.head_dim);
-    const auto k = random_rows(random, tokens * shape.num_kv_heads * shape.head_dim, 0.06, shape.head_dim);
-    const auto v = random_rows(random, tokens * shape.num_kv_heads * shape.head_dim, 0.09, shape.head_dim);
+    const auto q =
+        random_rows(random, tokens * shape.num_qo_heads * shape.head_dim, 0.03, shape.head_dim);
+    const auto k =
+        random_rows(random, tokens * shape.num_kv_heads * shape.head_dim, 0.06, shape.head_dim);
+    const auto v =
+        random_rows(random, tokens * shape.num_kv_heads * shape.head_dim, 0.09, shape.head_dim);
     const QueryView query(q.data(), tokens, shape.num_qo_heads, shape.head_dim);
     const KeyView key(k.data(), tokens, shape.num_kv_heads, shape.head_dim);
     const ValueView value(v.data(), tokens, shape.num_kv_heads, shape.head_dim);
@@ -49,12 +58,14 @@ std::vector<calibrate::LayerMoments> random_model(std::mt19937_64& random, const
 
 }  // namespace
 
-TEST_CASE("the coding metrics are the expected squared change of the layer's output, to first order") {
+TEST_CASE(
+    "the coding metrics are the expected squared change of the layer's output, to first order") {
   std::mt19937_64 random(1);
   std::normal_distribution<double> normal;
   const int dim = 6, n = 60, context = 44, exempt = 5, hidden = 9;
   const CacheShape shape{4, 2, dim};
-  const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim), v = random_rows(random, n * 2 * dim);
+  const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim),
+             v = random_rows(random, n * 2 * dim);
   std::vector<MatrixXd> projections, grams;
   for (int head = 0; head < 4; ++head) {
     projections.push_back(MatrixXd::NullaryExpr(dim, hidden, [&] { return normal(random); }));
@@ -63,27 +74,39 @@ TEST_CASE("the coding metrics are the expected squared change of the layer's out
   calibrate::CodingStatistics statistics(shape, {}, exempt);
   statistics.set_output_grams(grams);
   const int stride = 3;
-  statistics.add({q.data(), n, 4, dim}, {k.data(), n, 2, dim}, {v.data(), n, 2, dim}, context, stride);
+  statistics.add({q.data(), n, 4, dim}, {k.data(), n, 2, dim}, {v.data(), n, 2, dim}, context,
+                 stride);
   const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
-    return VectorXd(Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim).cast<double>());
+    return VectorXd(
+        Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim)
+            .cast<double>());
   };
   // The layer's output for a reading token, with keys and values as given.
-  const auto output = [&](const std::vector<float>& keys, const std::vector<float>& values, int token) {
+  const auto output = [&](const std::vector<float>& keys, const std::vector<float>& values,
+                          int token) {
     VectorXd out = VectorXd::Zero(hidden);
     for (int head = 0; head < 4; ++head) {
       VectorXd logits(token + 1);
-      for (int j = 0; j <= token; ++j) logits[j] = row(q, token, 4, head).dot(row(keys, j, 2, head / 2)) / std::sqrt(static_cast<double>(dim));
+      for (int j = 0; j <= token; ++j)
+        logits[j] = row(q, token, 4, head).dot(row(keys, j, 2, head / 2)) /
+                    std::sqrt(static_cast<double>(dim));
       const VectorXd weights = (logits.array() - logits.maxCoeff()).exp();
-      for (int j = 0; j <= token; ++j) out += weights[j] / weights.sum() * projections[static_cast<std::size_t>(head)].transpose() * row(values, j, 2, head / 2);
+      for (int j = 0; j <= token; ++j)
+        out += weights[j] / weights.sum() *
+               projections[static_cast<std::size_t>(head)].transpose() *
+               row(values, j, 2, head / 2);
     }
     return out;
   };
-  // Errors of covariance S in one KV head's keys (or values), independent from token to token: the sum over readers and over
-  // stored tokens of the squared first-order change is tr(A S). Derivatives by central differences.
+  // Errors of covariance S in one KV head's keys (or values), independent from token to token: the
+  // sum over readers and over stored tokens of the squared first-order change is tr(A S).
+  // Derivatives by central differences.
   for (const bool keys : {true, false}) {
     for (int kv = 0; kv < 2; ++kv) {
-      // The metric takes the heads of a group as independent, without cross terms: one head's projection at a time.
-      const MatrixXd& got = keys ? statistics.head(kv).key_metric : statistics.head(kv).value_metric;
+      // The metric takes the heads of a group as independent, without cross terms: one head's
+      // projection at a time.
+      const MatrixXd& got =
+          keys ? statistics.head(kv).key_metric : statistics.head(kv).value_metric;
       MatrixXd independent = MatrixXd::Zero(dim, dim);
       for (int head = 2 * kv; head < 2 * kv + 2; ++head) {
         const auto saved = projections;
@@ -96,7 +119,8 @@ TEST_CASE("the coding metrics are the expected squared change of the layer's out
             for (int c = 0; c < dim; ++c) {
               const auto moved = [&](float step) {
                 auto changed_keys = k, changed_values = v;
-                (keys ? changed_keys : changed_values)[static_cast<std::size_t>((j * 2 + kv) * dim + c)] += step;
+                (keys ? changed_keys
+                      : changed_values)[static_cast<std::size_t>((j * 2 + kv) * dim + c)] += step;
                 return output(changed_keys, changed_values, token);
               };
               jacobian.col(c) = (moved(0.01F) - moved(-0.01F)) / 0.02;
@@ -118,12 +142,16 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
   const std::vector<int> widths{2, 3, 4, 6, 8};
   for (int trial = 0; trial < 30; ++trial) {
     std::vector<VectorXd> energies;
-    for (int spectrum = 0; spectrum < 2; ++spectrum) energies.push_back(VectorXd::NullaryExpr(2, [&] { return std::exp(4.0 * std::uniform_real_distribution<double>()(random)); }));
+    for (int spectrum = 0; spectrum < 2; ++spectrum)
+      energies.push_back(VectorXd::NullaryExpr(
+          2, [&] { return std::exp(4.0 * std::uniform_real_distribution<double>()(random)); }));
     const double budget = static_cast<double>(random() % 30);
     const auto bits = calibrate::allocate_bits(energies, budget, widths);
     const auto cost = [&](const std::vector<int>& all) {
       double sum = 0.0;
-      for (int i = 0; i < 4; ++i) sum += energies[static_cast<std::size_t>(i / 2)][i % 2] * calibrate::gaussian_distortion(all[static_cast<std::size_t>(i)]);
+      for (int i = 0; i < 4; ++i)
+        sum += energies[static_cast<std::size_t>(i / 2)][i % 2] *
+               calibrate::gaussian_distortion(all[static_cast<std::size_t>(i)]);
       return sum;
     };
     std::vector<int> got;
@@ -139,17 +167,20 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
     double best = std::numeric_limits<double>::infinity();
     const int options[] = {0, 2, 3, 4, 6, 8};
     for (int code = 0; code < 1296; ++code) {
-      const std::vector<int> all{options[code % 6], options[code / 6 % 6], options[code / 36 % 6], options[code / 216]};
+      const std::vector<int> all{options[code % 6], options[code / 6 % 6], options[code / 36 % 6],
+                                 options[code / 216]};
       if (all[0] + all[1] + all[2] + all[3] <= used) best = std::min(best, cost(all));
     }
     // Steps that did not fit leave a gap of at most one step.
     REQUIRE(cost(got) <= best * 1.30 + 1e-12);
   }
-  const std::vector<VectorXd> many{VectorXd::LinSpaced(50, 10.0, 0.1), VectorXd::LinSpaced(50, 100.0, 1.0)};
+  const std::vector<VectorXd> many{VectorXd::LinSpaced(50, 10.0, 0.1),
+                                   VectorXd::LinSpaced(50, 100.0, 1.0)};
   const auto bits = calibrate::allocate_bits(many, 200.0, widths);
   for (const auto& spectrum : bits) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
   CHECK(bits[1][0] > bits[0][0]);
-  // Channels that share a width: the same over every group, as good as any other choice for the groups' mean energies.
+  // Channels that share a width: the same over every group, as good as any other choice for the
+  // groups' mean energies.
   const auto grouped = calibrate::allocate_bits(many, 200.0, widths, 5);
   int spent = 0;
   for (std::size_t spectrum = 0; spectrum < many.size(); ++spectrum) {
@@ -160,15 +191,20 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
   }
   CHECK(spent <= 200);
   CHECK(spent > 200 - 5 * 8);
-  for (int budget = 0; budget < 700; ++budget) {  // groups that do not divide the channels: still widths that never rise
-    for (const auto& spectrum : calibrate::allocate_bits(many, static_cast<double>(budget), widths, 32)) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
+  for (int budget = 0; budget < 700;
+       ++budget) {  // groups that do not divide the channels: still widths that never rise
+    for (const auto& spectrum :
+         calibrate::allocate_bits(many, static_cast<double>(budget), widths, 32))
+      CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
   }
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, widths, 0), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, std::vector<int>{3, 2}), ValueError);
-  CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths), ValueError);
+  CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths),
+                  ValueError);
 }
 
-TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and keeps what it says") {
+TEST_CASE(
+    "Budgeted costs what was asked for, to the byte that pages allow, and keeps what it says") {
   std::mt19937_64 random(3);
   const CacheShape shape{4, 2, 64};
   const auto model = random_model(random, shape, 3, 400);
@@ -187,19 +223,24 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
       LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
       stack.create(0);
       const int n = 2000;
-      const auto k = random_rows(random, n * 2 * 64, 0.06, 64), v = random_rows(random, n * 2 * 64, 0.09, 64);
-      for (int layer = 0; layer < 3; ++layer) stack.layer(layer).ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
-      const double measured = static_cast<double>(stack.memory(0).total()) / (2.0 * 3 * 2 * 64 * 2 * n);
+      const auto k = random_rows(random, n * 2 * 64, 0.06, 64),
+                 v = random_rows(random, n * 2 * 64, 0.09, 64);
+      for (int layer = 0; layer < 3; ++layer)
+        stack.layer(layer).ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
+      const double measured =
+          static_cast<double>(stack.memory(0).total()) / (2.0 * 3 * 2 * 64 * 2 * n);
       CHECK(measured <= ratio * 1.0001);
       CHECK(measured > ratio * (outliers > 0.0 ? 0.9 : 0.97));
       // What is stored resembles the rows, the more so the larger the budget.
       std::vector<float> decoded_k(k.size()), decoded_v(v.size());
       stack.layer(0).reconstruct(0, 0, {decoded_k.data(), n, 2, 64}, {decoded_v.data(), n, 2, 64});
-      const Eigen::Map<const Eigen::VectorXf> exact(k.data(), n * 128), close(decoded_k.data(), n * 128);
+      const Eigen::Map<const Eigen::VectorXf> exact(k.data(), n * 128),
+          close(decoded_k.data(), n * 128);
       CHECK((exact - close).norm() < (ratio > 0.2 ? 0.35 : 0.8) * exact.norm());
     }
   }
-  calibrate::BudgetOptions device;  // what the Cuda backend's kernels want: channels by 32, of 2, 4 or 8 bits
+  calibrate::BudgetOptions
+      device;  // what the Cuda backend's kernels want: channels by 32, of 2, 4 or 8 bits
   device.ratio = 0.2;
   device.context = 2000;
   device.page_bytes = 2048;
@@ -220,7 +261,10 @@ TEST_CASE("Budgeted costs what was asked for, to the byte that pages allow, and 
   CHECK_THROWS_AS(calibrate::budgeted(std::span<const calibrate::LayerMoments>(), {}), ShapeError);
   std::vector<calibrate::LayerMoments> without = model;
   without[1].coding() = calibrate::CodingStatistics(shape);
-  CHECK_THROWS_WITH_AS(calibrate::budgeted(without, {}), "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed (CodingStatistics::add)", ValueError);
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(without, {}),
+                       "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed "
+                       "(CodingStatistics::add)",
+                       ValueError);
 }
 
 TEST_CASE("an error counts as its share of the residual stream it is added to") {
@@ -231,18 +275,23 @@ TEST_CASE("an error counts as its share of the residual stream it is added to") 
   options.ratio = 0.2;
   options.context = 2000;
   options.page_bytes = 1024;
-  // The second layer in other units: its output projection, and with it the stream behind it, twenty times as large.
+  // The second layer in other units: its output projection, and with it the stream behind it,
+  // twenty times as large.
   auto scaled = model;
   calibrate::CodingStatistics& coding = scaled[1].coding();
   coding.set_stream_squares(calibrate::RowSample(1, 4096));
-  CHECK_THROWS_WITH_AS(calibrate::budgeted(scaled, options), "budgeted: 1 of 2 layers know their residual stream, all or none expected (CodingStatistics::add_residual_stream)", ValueError);
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(scaled, options),
+                       "budgeted: 1 of 2 layers know their residual stream, all or none expected "
+                       "(CodingStatistics::add_residual_stream)",
+                       ValueError);
   CHECK_THROWS_AS(coding.stream_square(), ValueError);
   std::vector<float> squares = model[1].coding().stream_squares().values();
   for (float& square : squares) square *= 400.0F;
   coding.set_stream_squares(calibrate::RowSample(1, squares));
   coding.head(0).key_metric *= 400.0;
   coding.head(0).value_metric *= 400.0;
-  const auto same = calibrate::budgeted(model, options), other = calibrate::budgeted(scaled, options);
+  const auto same = calibrate::budgeted(model, options),
+             other = calibrate::budgeted(scaled, options);
   for (std::size_t layer = 0; layer < 2; ++layer) {
     CHECK(other.bases[layer].heads[0].key_bits == same.bases[layer].heads[0].key_bits);
     CHECK(other.bases[layer].heads[0].value_bits == same.bases[layer].heads[0].value_bits);
@@ -296,14 +345,21 @@ TEST_CASE("a bundle gives back everything that calibration knows") {
   for (std::size_t layer = 0; layer < 2; ++layer) {
     CHECK(loaded[layer].values().second == model[layer].values().second);
     CHECK(loaded[layer].coding().num_queries() == model[layer].coding().num_queries());
-    CHECK(loaded[layer].coding().stream_squares().values() == model[layer].coding().stream_squares().values());
+    CHECK(loaded[layer].coding().stream_squares().values() ==
+          model[layer].coding().stream_squares().values());
     CHECK(loaded[layer].coding().error_scale() == model[layer].coding().error_scale());
     for (int head = 0; head < 2; ++head) {
       CHECK(loaded[layer].head(head).key.second == model[layer].head(head).key.second);
-      CHECK(loaded[layer].head(head).value_sample.values() == model[layer].head(head).value_sample.values());
-      CHECK(loaded[layer].coding().head(head).key.second == model[layer].coding().head(head).key.second);
-      CHECK((loaded[layer].coding().head(head).key_metric - model[layer].coding().head(head).key_metric).norm() <= 1e-12 * model[layer].coding().head(head).key_metric.norm());
-      CHECK((loaded[layer].coding().head(head).value_metric - model[layer].coding().head(head).value_metric).norm() <= 1e-12 * model[layer].coding().head(head).value_metric.norm());
+      CHECK(loaded[layer].head(head).value_sample.values() ==
+            model[layer].head(head).value_sample.values());
+      CHECK(loaded[layer].coding().head(head).key.second ==
+            model[layer].coding().head(head).key.second);
+      CHECK((loaded[layer].coding().head(head).key_metric -
+             model[layer].coding().head(head).key_metric)
+                .norm() <= 1e-12 * model[layer].coding().head(head).key_metric.norm());
+      CHECK((loaded[layer].coding().head(head).value_metric -
+             model[layer].coding().head(head).value_metric)
+                .norm() <= 1e-12 * model[layer].coding().head(head).value_metric.norm());
     }
   }
 }

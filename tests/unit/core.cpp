@@ -23,7 +23,8 @@ namespace {
 double half_value(std::uint16_t bits) {  // straight from IEEE 754
   const int exponent = bits >> 10 & 31;
   const double mantissa = bits & 1023;
-  const double magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+  const double magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 }  // namespace
@@ -75,18 +76,22 @@ TEST_CASE("bf16 keeps 8 bits of mantissa and saturates") {
   for (int i = 0; i < 10000; ++i) {
     const float x = normal(random);
     CHECK(std::abs(to_float(to_bfloat16(x)) - x) <= unit_roundoff(DType::bf16) * std::abs(x));
-    CHECK(std::abs(round_to(DType::f16, x) - x) <= unit_roundoff(DType::f16) * std::abs(x) + 0x1p-25F);
+    CHECK(std::abs(round_to(DType::f16, x) - x) <=
+          unit_roundoff(DType::f16) * std::abs(x) + 0x1p-25F);
   }
 }
 
-TEST_CASE("matmul equals the plain product for all small shapes, and the order of its sums does not depend on m and n") {
+TEST_CASE(
+    "matmul equals the plain product for all small shapes, and the order of its sums does not "
+    "depend on m and n") {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   for (const int m : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 33}) {
     for (const int n : {1, 7, 16, 17, 40, 64, 80}) {
       for (const int k : {1, 3, 40, 77}) {
         const int ld = cpu::padded(n);
-        std::vector<float> a(static_cast<std::size_t>(m * k)), b(static_cast<std::size_t>(k * ld)), c(static_cast<std::size_t>(m * ld), 1.0F), row(static_cast<std::size_t>(ld));
+        std::vector<float> a(static_cast<std::size_t>(m * k)), b(static_cast<std::size_t>(k * ld)),
+            c(static_cast<std::size_t>(m * ld), 1.0F), row(static_cast<std::size_t>(ld));
         for (float& x : a) x = normal(random);
         for (float& x : b) x = normal(random);
         std::vector<float> sum = c;
@@ -96,10 +101,13 @@ TEST_CASE("matmul equals the plain product for all small shapes, and the order o
           cpu::matmul<false>(1, ld, k, a.data() + i * k, k, b.data(), ld, row.data(), ld);
           for (int j = 0; j < n; ++j) {
             double expected = 0.0;
-            for (int p = 0; p < k; ++p) expected += static_cast<double>(a[static_cast<std::size_t>(i * k + p)]) * b[static_cast<std::size_t>(p * ld + j)];
+            for (int p = 0; p < k; ++p)
+              expected += static_cast<double>(a[static_cast<std::size_t>(i * k + p)]) *
+                          b[static_cast<std::size_t>(p * ld + j)];
             const float got = c[static_cast<std::size_t>(i * ld + j)];
             REQUIRE(std::abs(got - expected) < 1e-5 * (1.0 + std::sqrt(k)));
-            REQUIRE(std::abs(sum[static_cast<std::size_t>(i * ld + j)] - expected - 1.0) < 2e-5 * (1.0 + std::sqrt(k)));
+            REQUIRE(std::abs(sum[static_cast<std::size_t>(i * ld + j)] - expected - 1.0) <
+                    2e-5 * (1.0 + std::sqrt(k)));
             REQUIRE(row[static_cast<std::size_t>(j)] == got);
           }
         }
@@ -108,7 +116,9 @@ TEST_CASE("matmul equals the plain product for all small shapes, and the order o
   }
 }
 
-TEST_CASE("merging attention over disjoint sets is associative and commutative, and no tokens are neutral") {
+TEST_CASE(
+    "merging attention over disjoint sets is associative and commutative, and no tokens are "
+    "neutral") {
   std::mt19937 random(8);
   std::normal_distribution<float> normal;
   const float none = -std::numeric_limits<float>::infinity();
@@ -120,7 +130,8 @@ TEST_CASE("merging attention over disjoint sets is associative and commutative, 
       for (float& x : out[part]) x = lse[part] == none ? 0.0F : normal(random);
     }
     const auto merged = [&](std::vector<int> order, bool right) {
-      std::vector<float> a(out[order[0]], out[order[0]] + width), b(out[order[1]], out[order[1]] + width);
+      std::vector<float> a(out[order[0]], out[order[0]] + width),
+          b(out[order[1]], out[order[1]] + width);
       float la = lse[order[0]], lb = lse[order[1]];
       if (right) {
         merge_attention(b.data(), lb, out[order[2]], lse[order[2]], width);
@@ -133,8 +144,10 @@ TEST_CASE("merging attention over disjoint sets is associative and commutative, 
       return a;
     };
     const auto left = merged({0, 1, 2}, false);
-    for (const auto& other : {merged({0, 1, 2}, true), merged({2, 0, 1}, false), merged({1, 2, 0}, true)}) {
-      for (std::size_t i = 0; i < left.size(); ++i) CHECK(other[i] == doctest::Approx(left[i]).epsilon(1e-5));
+    for (const auto& other :
+         {merged({0, 1, 2}, true), merged({2, 0, 1}, false), merged({1, 2, 0}, true)}) {
+      for (std::size_t i = 0; i < left.size(); ++i)
+        CHECK(other[i] == doctest::Approx(left[i]).epsilon(1e-5));
     }
   }
   float a[2] = {0, 0}, la = none;
@@ -152,7 +165,8 @@ TEST_CASE("merging attention over disjoint sets is associative and commutative, 
   CHECK((c[0] == 1.0F && lc == 3.0F));
 }
 
-TEST_CASE("rope pre_rope pairs by position times frequency, in both pairings, and scaling follows Llama 3") {
+TEST_CASE(
+    "rope turns pairs by position times frequency, in both pairings, and scaling follows Llama 3") {
   auto frequencies = rope_frequencies(8, 10000.0);
   CHECK(frequencies[0] == 1.0);
   CHECK(frequencies[3] == doctest::Approx(1e-3));
@@ -160,8 +174,10 @@ TEST_CASE("rope pre_rope pairs by position times frequency, in both pairings, an
   apply_rope(half.data(), frequencies, 17, RopePairing::half_split);
   apply_rope(inter.data(), frequencies, 17, RopePairing::interleaved);
   for (int i = 0; i < 4; ++i) {
-    CHECK(half[static_cast<std::size_t>(i)] == doctest::Approx(inter[static_cast<std::size_t>(2 * i)]));
-    CHECK(half[static_cast<std::size_t>(i + 4)] == doctest::Approx(inter[static_cast<std::size_t>(2 * i + 1)]));
+    CHECK(half[static_cast<std::size_t>(i)] ==
+          doctest::Approx(inter[static_cast<std::size_t>(2 * i)]));
+    CHECK(half[static_cast<std::size_t>(i + 4)] ==
+          doctest::Approx(inter[static_cast<std::size_t>(2 * i + 1)]));
   }
   CHECK(half[0] == doctest::Approx(std::cos(17.0) - 5 * std::sin(17.0)));
   auto scaled = rope_frequencies(128, 500000.0);
@@ -169,7 +185,8 @@ TEST_CASE("rope pre_rope pairs by position times frequency, in both pairings, an
   scale_frequencies(scaled, {});
   CHECK(scaled.front() == plain.front());
   CHECK(scaled.back() == doctest::Approx(plain.back() / 8.0));
-  CHECK_THROWS_WITH_AS(rope_frequencies(7, 1e4), "rope: head_dim must be even, given 7", ShapeError);
+  CHECK_THROWS_WITH_AS(rope_frequencies(7, 1e4), "rope: head_dim must be even, given 7",
+                       ShapeError);
 }
 
 TEST_CASE("the page allocator counts references and names both numbers when it runs out") {
@@ -199,7 +216,8 @@ TEST_CASE("pages may come from an engine's own block manager, which is not belie
   CHECK(blocks->left == std::vector<std::int32_t>{7, 2, 5});
   CHECK(pages.take() == 5);
   blocks->left.push_back(5);
-  CHECK_THROWS_WITH_AS(pages.take(), "page source: gave page 5, which is taken; of pages 0 to 7", StateError);
+  CHECK_THROWS_WITH_AS(pages.take(), "page source: gave page 5, which is taken; of pages 0 to 7",
+                       StateError);
   blocks->left.push_back(8);
   CHECK_THROWS_WITH_AS(pages.take(), "page source: gave page 8, pages 0 to 7", StateError);
   blocks->left.clear();
@@ -218,10 +236,12 @@ TEST_CASE("the thread pool runs every task once, whatever the number of threads"
       for (const int n : count) CHECK(n == 1);
       if (tasks == 1000) {
         std::atomic<int> ran{0};
-        CHECK_THROWS_AS(pool.run(tasks, [&](std::int64_t task, int) {
-          ++ran;
-          if (task == 500) throw std::runtime_error("a task");
-        }), std::runtime_error);
+        CHECK_THROWS_AS(pool.run(tasks,
+                                 [&](std::int64_t task, int) {
+                                   ++ran;
+                                   if (task == 500) throw std::runtime_error("a task");
+                                 }),
+                        std::runtime_error);
         CHECK((threads == 1 || ran == tasks));
       }
     }

@@ -25,9 +25,12 @@ namespace {
 
 /// Rows as a cache would have them: f32, row-major, with the f64 matrix of exactly these values.
 struct Stream {
-  explicit Stream(const MatrixXd& matrix) : values(support::row_major(matrix)), rows(matrix.cast<float>().cast<double>()) {}
+  explicit Stream(const MatrixXd& matrix)
+      : values(support::row_major(matrix)), rows(matrix.cast<float>().cast<double>()) {}
   MatrixView view() const { return {values.data(), rows.rows(), rows.cols()}; }
-  MatrixView view(std::int64_t first, std::int64_t count) const { return {values.data() + first * rows.cols(), count, rows.cols()}; }
+  MatrixView view(std::int64_t first, std::int64_t count) const {
+    return {values.data() + first * rows.cols(), count, rows.cols()};
+  }
   std::vector<float> values;
   MatrixXd rows;
 };
@@ -35,24 +38,27 @@ struct Stream {
 MatrixXd decaying(Random& random, int n, int dim, double decay) {
   VectorXd scale(dim);
   for (int i = 0; i < dim; ++i) scale[i] = std::exp(-decay * i);
-  return support::gaussian(random, n, dim) * scale.asDiagonal() * support::random_orthonormal(random, dim, dim).transpose();
+  return support::gaussian(random, n, dim) * scale.asDiagonal() *
+         support::random_orthonormal(random, dim, dim).transpose();
 }
 
-/// Streams meant to hurt: what was kept is overtaken again and again, directions come one at a time, or never repeat.
+/// Streams meant to hurt: what was kept is overtaken again and again, directions come one at a
+/// time, or never repeat.
 std::vector<Stream> streams(Random& random) {
   std::vector<Stream> all;
-  all.emplace_back(support::gaussian(random, 150, 24));                     // no structure
-  all.emplace_back(decaying(random, 200, 32, 0.25));                        // the case it is made for
-  all.emplace_back(decaying(random, 5, 40, 0.1));                           // shorter than any sketch
-  all.emplace_back(support::gaussian(random, 1, 12));                       // a single row
-  all.emplace_back(MatrixXd::Zero(30, 8));                                  // nothing at all
-  all.emplace_back(MatrixXd::Identity(48, 48));                             // every row a new direction of the same size
-  all.emplace_back(support::gaussian(random, 100, 3));                      // head_dim below sketch_rows
-  all.emplace_back(support::gaussian(random, 120, 4) * support::gaussian(random, 4, 30));  // exactly of rank 4
-  MatrixXd growing = MatrixXd::Zero(60, 20);                                // each direction overtakes all before it
+  all.emplace_back(support::gaussian(random, 150, 24));  // no structure
+  all.emplace_back(decaying(random, 200, 32, 0.25));     // the case it is made for
+  all.emplace_back(decaying(random, 5, 40, 0.1));        // shorter than any sketch
+  all.emplace_back(support::gaussian(random, 1, 12));    // a single row
+  all.emplace_back(MatrixXd::Zero(30, 8));               // nothing at all
+  all.emplace_back(MatrixXd::Identity(48, 48));  // every row a new direction of the same size
+  all.emplace_back(support::gaussian(random, 100, 3));  // head_dim below sketch_rows
+  all.emplace_back(support::gaussian(random, 120, 4) *
+                   support::gaussian(random, 4, 30));  // exactly of rank 4
+  MatrixXd growing = MatrixXd::Zero(60, 20);           // each direction overtakes all before it
   for (int i = 0; i < 60; ++i) growing(i, i % 20) = std::pow(1.15, i);
   all.emplace_back(growing);
-  MatrixXd shifting(160, 24);                                               // a heavy subspace, then another, orthogonal one
+  MatrixXd shifting(160, 24);  // a heavy subspace, then another, orthogonal one
   const MatrixXd axes = support::random_orthonormal(random, 24, 24);
   shifting.topRows(80) = 30.0 * support::gaussian(random, 80, 3) * axes.leftCols(3).transpose();
   shifting.bottomRows(80) = support::gaussian(random, 80, 21) * axes.rightCols(21).transpose();
@@ -60,16 +66,22 @@ std::vector<Stream> streams(Random& random) {
   return all;
 }
 
-VectorXd squared_singular_values(const MatrixXd& rows) { return calibrate::principal_axes(rows.transpose() * rows).values; }
+VectorXd squared_singular_values(const MatrixXd& rows) {
+  return calibrate::principal_axes(rows.transpose() * rows).values;
+}
 
-/// Checks every inequality of the header's banner for `sketch` of `rows`; returns the error over the best a-priori bound.
-double check_guarantee(const FrequentDirectionsSketch& sketch, const MatrixXd& rows, double precision = 1e-12) {
+/// Checks every inequality of the header's banner for `sketch` of `rows`; returns the error over
+/// the best a-priori bound.
+double check_guarantee(const FrequentDirectionsSketch& sketch, const MatrixXd& rows,
+                       double precision = 1e-12) {
   const MatrixXd b = sketch.sketch();
   const double energy = rows.squaredNorm(), rounding = precision * energy + 1e-300;
   REQUIRE(b.rows() <= sketch.sketch_rows());
-  const Eigen::SelfAdjointEigenSolver<MatrixXd> difference(rows.transpose() * rows - b.transpose() * b, Eigen::EigenvaluesOnly);
+  const Eigen::SelfAdjointEigenSolver<MatrixXd> difference(
+      rows.transpose() * rows - b.transpose() * b, Eigen::EigenvaluesOnly);
   const double error = difference.eigenvalues().maxCoeff();
-  CHECK(difference.eigenvalues().minCoeff() >= -rounding);  // no direction weighs more than in the stream
+  CHECK(difference.eigenvalues().minCoeff() >=
+        -rounding);  // no direction weighs more than in the stream
   CHECK(error <= sketch.total_shrinkage() + rounding);
   CHECK(sketch.sketch_rows() * sketch.total_shrinkage() <= energy - b.squaredNorm() + rounding);
   CHECK(sketch.squared_frobenius() == doctest::Approx(energy).epsilon(1e-12));
@@ -111,13 +123,15 @@ TEST_CASE("the guarantee is attained: l + 1 rows of equal length, all orthogonal
     const Stream stream(MatrixXd::Identity(limit + 1, 64));
     sketch.add(stream.view());
     CHECK(sketch.total_shrinkage() == doctest::Approx(1.0).epsilon(1e-12));
-    CHECK(check_guarantee(sketch, stream.rows) == doctest::Approx(limit / (limit + 1.0)).epsilon(1e-9));
+    CHECK(check_guarantee(sketch, stream.rows) ==
+          doctest::Approx(limit / (limit + 1.0)).epsilon(1e-9));
   }
 }
 
 TEST_CASE("a sketch is exact as long as nothing has to go") {
   Random random(12);
-  for (const auto& [n, dim, limit] : {std::array{6, 20, 6}, std::array{300, 5, 6}, std::array{1, 9, 1}}) {
+  for (const auto& [n, dim, limit] :
+       {std::array{6, 20, 6}, std::array{300, 5, 6}, std::array{1, 9, 1}}) {
     const Stream stream(support::gaussian(random, n, dim));
     FrequentDirectionsSketch sketch(limit, dim);
     sketch.add(stream.view());
@@ -127,14 +141,16 @@ TEST_CASE("a sketch is exact as long as nothing has to go") {
   }
 }
 
-TEST_CASE("a sketch read after compression has orthogonal rows, longest first, and its basis is theirs") {
+TEST_CASE(
+    "a sketch read after compression has orthogonal rows, longest first, and its basis is theirs") {
   Random random(13);
   const Stream stream(decaying(random, 333, 40, 0.15));
   FrequentDirectionsSketch sketch(12, 40);
   sketch.add(stream.view());
   const MatrixXd b = sketch.sketch();
   const MatrixXd products = b * b.transpose();
-  CHECK((products - MatrixXd(products.diagonal().asDiagonal())).cwiseAbs().maxCoeff() < 1e-12 * products.norm());
+  CHECK((products - MatrixXd(products.diagonal().asDiagonal())).cwiseAbs().maxCoeff() <
+        1e-12 * products.norm());
   for (int i = 1; i < b.rows(); ++i) CHECK(products(i, i) <= products(i - 1, i - 1));
   const MatrixXd axes = calibrate::principal_axes(b.transpose() * b).vectors;
   for (const int rank : {1, 4, 9}) {
@@ -146,12 +162,14 @@ TEST_CASE("a basis of a sketch with fewer rows is completed, orthonormal and alw
   Random random(14);
   const Stream stream(support::gaussian(random, 3, 10));
   FrequentDirectionsSketch sketch(5, 10), again(5, 10);
-  for (int rank = 1; rank <= 10; ++rank) CHECK(sketch.basis(rank) == MatrixXd::Identity(10, rank));  // no rows at all
+  for (int rank = 1; rank <= 10; ++rank)
+    CHECK(sketch.basis(rank) == MatrixXd::Identity(10, rank));  // no rows at all
   sketch.add(stream.view());
   again.add(stream.view());
   for (int rank = 1; rank <= 10; ++rank) {
     const MatrixXd basis = sketch.basis(rank);
-    CHECK((basis.transpose() * basis - MatrixXd::Identity(rank, rank)).cwiseAbs().maxCoeff() < 1e-13);
+    CHECK((basis.transpose() * basis - MatrixXd::Identity(rank, rank)).cwiseAbs().maxCoeff() <
+          1e-13);
     CHECK(basis == again.basis(rank));
     if (rank >= 3) CHECK(diagnostics::residual_energy_ratio(stream.rows, basis) < 1e-25);
   }
@@ -160,7 +178,8 @@ TEST_CASE("a basis of a sketch with fewer rows is completed, orthonormal and alw
 TEST_CASE("streaming in pieces equals the whole, bit for bit, and reading changes nothing") {
   Random random(15);
   for (int round = 0; round < 20; ++round) {
-    const int dim = std::uniform_int_distribution<int>(1, 40)(random), limit = std::uniform_int_distribution<int>(1, 12)(random);
+    const int dim = std::uniform_int_distribution<int>(1, 40)(random),
+              limit = std::uniform_int_distribution<int>(1, 12)(random);
     const int n = std::uniform_int_distribution<int>(1, 200)(random);
     const Stream stream(decaying(random, n, dim, 0.1));
     FrequentDirectionsSketch whole(limit, dim), pieces(limit, dim), single(limit, dim);
@@ -190,7 +209,8 @@ TEST_CASE("streaming in pieces equals the whole, bit for bit, and reading change
 TEST_CASE("merged sketches keep the guarantee of the joined stream, copies stay apart") {
   Random random(16);
   for (const int limit : {2, 5, 12}) {
-    const Stream all(support::gaussian(random, 240, 30) * (VectorXd::LinSpaced(30, 2.0, 0.1)).asDiagonal());
+    const Stream all(support::gaussian(random, 240, 30) *
+                     (VectorXd::LinSpaced(30, 2.0, 0.1)).asDiagonal());
     std::vector<FrequentDirectionsSketch> parts(3, FrequentDirectionsSketch(limit, 30));
     parts[0].add(all.view(0, 100));
     parts[1].add(all.view(100, 17));
@@ -210,7 +230,9 @@ TEST_CASE("merged sketches keep the guarantee of the joined stream, copies stay 
   }
 }
 
-TEST_CASE("a sketch that is stored after every batch keeps the guarantee, up to rounding to f32, and min(l, head_dim) rows") {
+TEST_CASE(
+    "a sketch that is stored after every batch keeps the guarantee, up to rounding to f32, and "
+    "min(l, head_dim) rows") {
   Random random(17);
   for (const Stream& stream : streams(random)) {
     const int n = static_cast<int>(stream.rows.rows()), dim = static_cast<int>(stream.rows.cols());
@@ -226,7 +248,8 @@ TEST_CASE("a sketch that is stored after every batch keeps the guarantee, up to 
           CHECK(stored.bytes() == static_cast<std::size_t>(4 * stored.held() * dim));
         }
         check_guarantee(FrequentDirectionsSketch(stored), stream.rows, 1e-6);
-        if (n <= std::min(limit, dim)) CHECK(stored.rows == stream.values);  // nothing was rounded, nothing turned
+        if (n <= std::min(limit, dim))
+          CHECK(stored.rows == stream.values);  // nothing was rounded, nothing turned
       }
     }
   }
@@ -250,15 +273,19 @@ TEST_CASE("a stored sketch is read as it was written, and nothing else is taken 
   CHECK(again.squared_frobenius == sketch.squared_frobenius());
   CHECK(again.shrinkage == sketch.total_shrinkage());
   ByteReader other{bytes};
-  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(other, 5, 20), doctest::Contains("saved state: a sketch of 6 x 20 holds "), FormatError);
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(other, 5, 20),
+                       doctest::Contains("saved state: a sketch of 6 x 20 holds "), FormatError);
   bytes[8] = std::byte{7};  // rows held
   ByteReader many{bytes};
-  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(many, 6, 20), "saved state: a sketch of 6 x 20 holds 7 rows, expected 6 x 20", FormatError);
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(many, 6, 20),
+                       "saved state: a sketch of 6 x 20 holds 7 rows, expected 6 x 20",
+                       FormatError);
   bytes[8] = static_cast<std::byte>(stored.held());
   bytes[bytes.size() - 1] = std::byte{0x7f};
   bytes[bytes.size() - 2] = std::byte{0xff};
   ByteReader poisoned{bytes};
-  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(poisoned, 6, 20), doctest::Contains(" is not finite"), FormatError);
+  CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(poisoned, 6, 20),
+                       doctest::Contains(" is not finite"), FormatError);
 }
 
 TEST_CASE("a sketch refuses misfits and poison, and stays as it was") {
@@ -268,12 +295,16 @@ TEST_CASE("a sketch refuses misfits and poison, and stays as it was") {
   const MatrixXd before = sketch.sketch();
   CHECK_THROWS_WITH_AS(sketch.add({rows.data(), 1, 8}), "head_dim: sketch 4, rows 8", ShapeError);
   rows[5] = std::numeric_limits<float>::quiet_NaN();
-  CHECK_THROWS_WITH_AS(sketch.add({rows.data(), 2, 4}), "sketch: row 1 of 2 holds NaN or Inf, finite expected", ValueError);
-  CHECK_THROWS_WITH_AS(sketch.merge(FrequentDirectionsSketch(3, 5)), "head_dim: sketch 4, other 5", ShapeError);
-  CHECK_THROWS_WITH_AS(sketch.merge(FrequentDirectionsSketch(2, 4)), "sketch_rows: sketch 3, other 2", ShapeError);
+  CHECK_THROWS_WITH_AS(sketch.add({rows.data(), 2, 4}),
+                       "sketch: row 1 of 2 holds NaN or Inf, finite expected", ValueError);
+  CHECK_THROWS_WITH_AS(sketch.merge(FrequentDirectionsSketch(3, 5)), "head_dim: sketch 4, other 5",
+                       ShapeError);
+  CHECK_THROWS_WITH_AS(sketch.merge(FrequentDirectionsSketch(2, 4)),
+                       "sketch_rows: sketch 3, other 2", ShapeError);
   CHECK_THROWS_WITH_AS(sketch.basis(5), "rank: in [1, head_dim], given 5, head_dim 4", ShapeError);
   CHECK_THROWS_AS(sketch.basis(0), ShapeError);
-  CHECK_THROWS_WITH_AS(FrequentDirectionsSketch(0, 4), "sketch_rows: at least 1, given 0", ShapeError);
+  CHECK_THROWS_WITH_AS(FrequentDirectionsSketch(0, 4), "sketch_rows: at least 1, given 0",
+                       ShapeError);
   CHECK_THROWS_AS(FrequentDirectionsSketch(4, 0), ShapeError);
   CHECK(sketch.sketch() == before);
   CHECK(sketch.squared_frobenius() == 8.0);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every parameter of every policy acts: changing it alone changes what the cache stores of one and the same stream.
+// Every parameter of every policy acts: changing it alone changes what the cache stores of one and
+// the same stream.
 #include <doctest/doctest.h>
 
 #include <functional>
@@ -17,7 +18,8 @@ namespace {
 
 const CacheShape kShape{4, 2, 32};
 
-/// Rows whose energy decays over channels and whose subspace turns as the stream goes on, so that bases have something to follow.
+/// Rows whose energy decays over channels and whose subspace turns as the stream goes on, so that
+/// bases have something to follow.
 std::vector<float> stream(std::uint64_t seed, int tokens, int heads) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -65,7 +67,8 @@ std::uint64_t digest(const typename Cache::PolicySet& policies, const LayerBasis
     cache.row_states(0, head, 0, states);
     sum = checksum(std::as_bytes(std::span(states)), sum);
   }
-  const std::uint64_t length = static_cast<std::uint64_t>(cache.tail_length(0)), bytes = cache.memory(0).total();
+  const std::uint64_t length = static_cast<std::uint64_t>(cache.tail_length(0)),
+                      bytes = cache.memory(0).total();
   sum = checksum(std::as_bytes(std::span(&length, 1)), sum);
   return checksum(std::as_bytes(std::span(&bytes, 1)), sum);
 }
@@ -75,8 +78,10 @@ LayerBasis basis_for(bool bits = false) {
   LayerBasis basis = support::random_basis(random, kShape, {}, 12, 12);
   for (HeadBasis& head : basis.heads) {
     head.key_threshold = head.value_threshold = 2.5F;
-    for (int channel = 0; bits && channel < head.key_rank; ++channel) head.key_bits.push_back(static_cast<std::uint8_t>(channel < 4 ? 6 : 3));
-    for (int channel = 0; bits && channel < head.value_rank; ++channel) head.value_bits.push_back(static_cast<std::uint8_t>(channel < 4 ? 6 : 3));
+    for (int channel = 0; bits && channel < head.key_rank; ++channel)
+      head.key_bits.push_back(static_cast<std::uint8_t>(channel < 4 ? 6 : 3));
+    for (int channel = 0; bits && channel < head.value_rank; ++channel)
+      head.value_bits.push_back(static_cast<std::uint8_t>(channel < 4 ? 6 : 3));
     if (bits) head.key_rms.assign(static_cast<std::size_t>(head.key_rank), 0.5F);
     if (bits) head.value_rms.assign(static_cast<std::size_t>(head.value_rank), 0.5F);
   }
@@ -85,8 +90,11 @@ LayerBasis basis_for(bool bits = false) {
 
 /// Each change of the policies alone must change the digest, and give one of its own.
 template <class Cache>
-void check_changes(const std::function<void(typename Cache::PolicySet&)>& start, const std::vector<std::pair<std::string, std::function<void(typename Cache::PolicySet&)>>>& changes,
-                   const LayerBasis& basis = basis_for()) {
+void check_changes(
+    const std::function<void(typename Cache::PolicySet&)>& start,
+    const std::vector<std::pair<std::string, std::function<void(typename Cache::PolicySet&)>>>&
+        changes,
+    const LayerBasis& basis = basis_for()) {
   typename Cache::PolicySet policies;
   start(policies);
   const std::uint64_t unchanged = digest<Cache>(policies, basis);
@@ -103,54 +111,68 @@ void check_changes(const std::function<void(typename Cache::PolicySet&)>& start,
 
 TEST_CASE("SnapKV, sinks and windows") {
   using Cache = CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, SnapKV>, NoQuantizer>;
-  check_changes<Cache>([](auto&) {}, {
-      {"sinks", [](auto& p) { p.token_policy.template get<SinkRecent>().sinks = 20; }},
-      {"recent", [](auto& p) { p.token_policy.template get<SinkRecent>().recent = 50; }},
-      {"keep", [](auto& p) { p.token_policy.template get<SnapKV>().keep = 0.3F; }},
-      {"budget", [](auto& p) { p.token_policy.template get<SnapKV>().budget = 70; }},
-      {"window", [](auto& p) { p.token_policy.template get<SnapKV>().window = 16; }},
-      {"kernel", [](auto& p) { p.token_policy.template get<SnapKV>().kernel = 3; }},
-      {"pooling", [](auto& p) { p.token_policy.template get<SnapKV>().pooling = Pooling::maximum; }},
-      {"storage type", [](auto& p) { p.quantizer.type = DType::bf16; }},
-  });
-  check_changes<StreamingLLM<>>([](auto& p) { p.token_policy.recent = 100; }, {
-      {"sinks", [](auto& p) { p.token_policy.sinks = 9; }},
-      {"recent", [](auto& p) { p.token_policy.recent = 60; }},
-  });
+  check_changes<Cache>(
+      [](auto&) {},
+      {
+          {"sinks", [](auto& p) { p.token_policy.template get<SinkRecent>().sinks = 20; }},
+          {"recent", [](auto& p) { p.token_policy.template get<SinkRecent>().recent = 50; }},
+          {"keep", [](auto& p) { p.token_policy.template get<SnapKV>().keep = 0.3F; }},
+          {"budget", [](auto& p) { p.token_policy.template get<SnapKV>().budget = 70; }},
+          {"window", [](auto& p) { p.token_policy.template get<SnapKV>().window = 16; }},
+          {"kernel", [](auto& p) { p.token_policy.template get<SnapKV>().kernel = 3; }},
+          {"pooling",
+           [](auto& p) { p.token_policy.template get<SnapKV>().pooling = Pooling::maximum; }},
+          {"storage type", [](auto& p) { p.quantizer.type = DType::bf16; }},
+      });
+  check_changes<StreamingLLM<>>([](auto& p) { p.token_policy.recent = 100; },
+                                {
+                                    {"sinks", [](auto& p) { p.token_policy.sinks = 9; }},
+                                    {"recent", [](auto& p) { p.token_policy.recent = 60; }},
+                                });
   check_changes<FullKV<>>([](auto&) {}, {{"recent", [](auto& p) { p.token_policy.recent = 7; }}});
 }
 
 TEST_CASE("heavy hitters and outliers") {
-  using Cache = CompressedKVCache<Cpu, PerHead, Static, Compose<HeavyHitters, ResidualOutliers>, NoQuantizer>;
-  check_changes<Cache>([](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.1F; }, {
-      {"keep", [](auto& p) { p.token_policy.template get<HeavyHitters>().keep = 0.4F; }},
-      {"budget", [](auto& p) { p.token_policy.template get<HeavyHitters>().budget = 40; }},
-      {"recent", [](auto& p) { p.token_policy.template get<HeavyHitters>().recent = 10; }},
-      {"share", [](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.05F; }},
-      {"threshold", [](auto& p) { p.token_policy.template get<ResidualOutliers>().threshold = 1.3F; }},
-      {"error", [](auto& p) { p.token_policy.template get<ResidualOutliers>().error = OutlierError::absolute; }},
-  });
+  using Cache =
+      CompressedKVCache<Cpu, PerHead, Static, Compose<HeavyHitters, ResidualOutliers>, NoQuantizer>;
+  check_changes<Cache>(
+      [](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.1F; },
+      {
+          {"keep", [](auto& p) { p.token_policy.template get<HeavyHitters>().keep = 0.4F; }},
+          {"budget", [](auto& p) { p.token_policy.template get<HeavyHitters>().budget = 40; }},
+          {"recent", [](auto& p) { p.token_policy.template get<HeavyHitters>().recent = 10; }},
+          {"share", [](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.05F; }},
+          {"threshold",
+           [](auto& p) { p.token_policy.template get<ResidualOutliers>().threshold = 1.3F; }},
+          {"error",
+           [](auto& p) {
+             p.token_policy.template get<ResidualOutliers>().error = OutlierError::absolute;
+           }},
+      });
 }
 
 TEST_CASE("Oja") {
-  check_changes<OjaKV<>>([](auto& p) { p.updater.importance_kernel = 5; }, {
-      {"prefill_rate", [](auto& p) { p.updater.prefill_rate = 0.5F; }},
-      {"decode_rate", [](auto& p) { p.updater.decode_rate = 0.5F; }},
-      {"prefill_share", [](auto& p) { p.updater.prefill_share = 0.5F; }},
-      {"importance_window", [](auto& p) { p.updater.importance_window = 8; }},
-      {"importance_kernel", [](auto& p) { p.updater.importance_kernel = 1; }},
-      {"importance_pooling", [](auto& p) { p.updater.importance_pooling = Pooling::maximum; }},
-      {"form", [](auto& p) { p.updater.form = OjaForm::printed_normalised; }},
-      {"decode_decay", [](auto& p) { p.updater.decode_decay = 1.0F; }},
-  });
+  check_changes<OjaKV<>>(
+      [](auto& p) { p.updater.importance_kernel = 5; },
+      {
+          {"prefill_rate", [](auto& p) { p.updater.prefill_rate = 0.5F; }},
+          {"decode_rate", [](auto& p) { p.updater.decode_rate = 0.5F; }},
+          {"prefill_share", [](auto& p) { p.updater.prefill_share = 0.5F; }},
+          {"importance_window", [](auto& p) { p.updater.importance_window = 8; }},
+          {"importance_kernel", [](auto& p) { p.updater.importance_kernel = 1; }},
+          {"importance_pooling", [](auto& p) { p.updater.importance_pooling = Pooling::maximum; }},
+          {"form", [](auto& p) { p.updater.form = OjaForm::printed_normalised; }},
+          {"decode_decay", [](auto& p) { p.updater.decode_decay = 1.0F; }},
+      });
 }
 
 TEST_CASE("Frequent Directions, and thresholds of the basis") {
-  check_changes<SubSpaceA<>>([](auto&) {}, {
-      {"sketch_share", [](auto& p) { p.updater.sketch_share = 2.6F; }},
-      {"chunk_length", [](auto& p) { p.updater.chunk_length = 60; }},
-      {"threshold_scale", [](auto& p) { p.updater.threshold_scale = 0.5F; }},
-  });
+  check_changes<SubSpaceA<>>(
+      [](auto&) {}, {
+                        {"sketch_share", [](auto& p) { p.updater.sketch_share = 2.6F; }},
+                        {"chunk_length", [](auto& p) { p.updater.chunk_length = 60; }},
+                        {"threshold_scale", [](auto& p) { p.updater.threshold_scale = 0.5F; }},
+                    });
   SubSpaceA<>::PolicySet policies;
   LayerBasis basis = basis_for();
   const std::uint64_t unchanged = digest<SubSpaceA<>>(policies, basis);
@@ -160,14 +182,17 @@ TEST_CASE("Frequent Directions, and thresholds of the basis") {
 
 TEST_CASE("quantizers") {
   using Rotated = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, BlockHadamard>;
-  check_changes<Rotated>([](auto&) {}, {
-      {"outlier_share", [](auto& p) { p.quantizer.outlier_share = 0.5F; }},
-      {"high_bits", [](auto& p) { p.quantizer.high_bits = 6; }},
-      {"low_bits", [](auto& p) { p.quantizer.low_bits = 2; }},
-      {"rotate", [](auto& p) { p.quantizer.rotate = false; }},
-  });
+  check_changes<Rotated>([](auto&) {},
+                         {
+                             {"outlier_share", [](auto& p) { p.quantizer.outlier_share = 0.5F; }},
+                             {"high_bits", [](auto& p) { p.quantizer.high_bits = 6; }},
+                             {"low_bits", [](auto& p) { p.quantizer.low_bits = 2; }},
+                             {"rotate", [](auto& p) { p.quantizer.rotate = false; }},
+                         });
   using Coded = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>;
-  check_changes<Coded>([](auto&) {}, {{"step_scale", [](auto& p) { p.quantizer.step_scale = 1.4F; }}}, basis_for(true));
+  check_changes<Coded>([](auto&) {},
+                       {{"step_scale", [](auto& p) { p.quantizer.step_scale = 1.4F; }}},
+                       basis_for(true));
   // Bits and rms of the basis act, too.
   LayerBasis basis = basis_for(true);
   const std::uint64_t unchanged = digest<Coded>({}, basis);

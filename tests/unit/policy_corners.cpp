@@ -35,13 +35,17 @@ void ingest(Cache& cache, std::mt19937_64& random, int n, float scale = 1.0F) {
 
 }  // namespace
 
-TEST_CASE("policies that never compress take members that ask for residuals, and updaters that have nothing to do") {
+TEST_CASE(
+    "policies that never compress take members that ask for residuals, and updaters that have "
+    "nothing to do") {
   std::mt19937_64 random(1);
-  CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, ResidualOutliers>> outliers({.shape = kShape, .max_tokens = 300});
+  CompressedKVCache<Cpu, PerHead, Static, Compose<KeepFull, ResidualOutliers>> outliers(
+      {.shape = kShape, .max_tokens = 300});
   outliers.create(0);
   ingest(outliers, random, 200);
   CHECK(outliers.num_tokens(0) == 200);
-  CompressedKVCache<Cpu, PerHead, FrequentDirections, KeepFull> idle({.shape = kShape, .max_sequences = 2, .max_tokens = 300});
+  CompressedKVCache<Cpu, PerHead, FrequentDirections, KeepFull> idle(
+      {.shape = kShape, .max_sequences = 2, .max_tokens = 300});
   idle.create(0);
   ingest(idle, random, 200);
   std::vector<std::byte> bytes(idle.save_bytes(0));
@@ -64,7 +68,9 @@ TEST_CASE("rows that are not finite reach no basis, and a flush is never left ha
     k[100 * 32 + 3] = std::numeric_limits<float>::quiet_NaN();
     v[220 * 32] = std::numeric_limits<float>::infinity();
     cache.ingest(0, {k.data(), 200, 1, 32}, {v.data(), 200, 1, 32}, {q.data(), 200, 2, 32});
-    for (int token = 200; token < n; ++token) cache.append_maintained(0, {k.data() + token * 32, 1, 1, 32}, {v.data() + token * 32, 1, 1, 32});
+    for (int token = 200; token < n; ++token)
+      cache.append_maintained(0, {k.data() + token * 32, 1, 1, 32},
+                              {v.data() + token * 32, 1, 1, 32});
     CHECK(cache.statistics().rejected_updates > 0);
     CHECK(cache.statistics().flushes > 5);
     // Rows that were finite are still read as finite rows.
@@ -80,16 +86,21 @@ TEST_CASE("rows that are not finite reach no basis, and a flush is never left ha
   run(OjaKV<>(config, basis()));
 }
 
-TEST_CASE("truncating to where outliers are dense and going on raises an error before the page table is full, or works") {
+TEST_CASE(
+    "truncating to where outliers are dense and going on raises an error before the page table is "
+    "full, or works") {
   std::mt19937_64 random(3);
-  CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>>::PolicySet policies;
+  CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>>::PolicySet
+      policies;
   policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute, 0.1F};
-  CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>> cache({.shape = kShape, .max_tokens = 2000}, basis(), policies);
+  CompressedKVCache<Cpu, PerHead, Static, Compose<SinkRecent, ResidualOutliers>> cache(
+      {.shape = kShape, .max_tokens = 2000}, basis(), policies);
   cache.create(0);
   bool refused = false;
   std::int64_t length = 0;
   for (int round = 0; round < 40 && !refused; ++round) {
-    // The first rows of every round are the large ones: all outliers are among them, and only they survive.
+    // The first rows of every round are the large ones: all outliers are among them, and only they
+    // survive.
     try {
       ingest(cache, random, 60, 100.0F);
       ingest(cache, random, 540, 0.1F);
@@ -108,7 +119,9 @@ TEST_CASE("truncating to where outliers are dense and going on raises an error b
   for (const float value : k) REQUIRE(std::isfinite(value));
 }
 
-TEST_CASE("heavy hitters: accumulated_scores are checked, and rows that another policy drops take no place") {
+TEST_CASE(
+    "heavy hitters: accumulated_scores are checked, and rows that another policy drops take no "
+    "place") {
   std::mt19937_64 random(4);
   H2O<> cache({.shape = kShape, .max_tokens = 300});
   cache.create(0);
@@ -145,10 +158,12 @@ TEST_CASE("epochs whose last heavy hitter was driven out are given back") {
   std::size_t one = 0;
   for (int flush = 0; flush < 6; ++flush) {
     const auto k = rows(random, 17, 1), v = rows(random, 17, 1);
-    cache.append(0, {k.data(), flush == 0 ? 17 : 16, 1, 32}, {v.data(), flush == 0 ? 17 : 16, 1, 32});
+    cache.append(0, {k.data(), flush == 0 ? 17 : 16, 1, 32},
+                 {v.data(), flush == 0 ? 17 : 16, 1, 32});
     const std::int64_t tokens = cache.num_tokens(0);
     std::vector<float> accumulated(static_cast<std::size_t>(tokens), 0.0F);
-    std::fill(accumulated.end() - 17, accumulated.end(), std::pow(8.0F, static_cast<float>(flush)));  // more than all before them have
+    std::fill(accumulated.end() - 17, accumulated.end(),
+              std::pow(8.0F, static_cast<float>(flush)));  // more than all before them have
     cache.accumulate(0, ScoreView(accumulated.data(), 1, 1, tokens));
     cache.maintain(0);
     CHECK(cache.statistics().publications == flush + 1);

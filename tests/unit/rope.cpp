@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys stored before their rotary embedding: angles, equivalence with rotated keys, positions that move, statistics.
+// Keys stored before their rotary embedding: angles, equivalence with rotated keys, positions that
+// move, statistics.
 #include <doctest/doctest.h>
 
 #include <Eigen/Dense>
@@ -28,16 +29,21 @@ std::vector<float> random_rows(Random& random, std::int64_t count) {
   return rows;
 }
 
-/// Rows [n, heads, dim] turned to positions first, first + 1, ... by core/rope.hpp's plain function.
-std::vector<float> rotated(std::vector<float> rows, int heads, int dim, const RopeConfig& rope, std::int64_t first = 0) {
+/// Rows [n, heads, dim] turned to positions first, first + 1, ... by core/rope.hpp's plain
+/// function.
+std::vector<float> rotated(std::vector<float> rows, int heads, int dim, const RopeConfig& rope,
+                           std::int64_t first = 0) {
   const std::vector<double> frequencies = rope_frequencies(rope, dim);
   for (std::size_t row = 0; row < rows.size() / static_cast<std::size_t>(dim); ++row) {
-    apply_rope(rows.data() + row * static_cast<std::size_t>(dim), frequencies, first + static_cast<std::int64_t>(row) / heads, rope.pairing);
+    apply_rope(rows.data() + row * static_cast<std::size_t>(dim), frequencies,
+               first + static_cast<std::int64_t>(row) / heads, rope.pairing);
   }
   return rows;
 }
 
-RopeConfig unrotated(RopePairing pairing = RopePairing::half_split, double theta = 10000.0) { return {.keys = Rope::pre, .pairing = pairing, .theta = theta}; }
+RopeConfig unrotated(RopePairing pairing = RopePairing::half_split, double theta = 10000.0) {
+  return {.keys = Rope::pre, .pairing = pairing, .theta = theta};
+}
 
 /// Rows as they come, f32, up to 400 tokens.
 CacheConfig exact(const CacheShape& shape, const RopeConfig& rope = {}) {
@@ -66,7 +72,9 @@ TEST_CASE("angles of any position to f32 rounding") {
     const std::vector<double> frequencies = rope_frequencies(rope, 32);
     const cpu::RotaryTable table(rope, 32);
     REQUIRE(table.num_pairs() == static_cast<int>(frequencies.size()));
-    for (const std::int64_t position : {std::int64_t{0}, std::int64_t{1}, std::int64_t{63}, std::int64_t{64}, std::int64_t{4095}, std::int64_t{131071}, std::int64_t{1} << 31, std::int64_t{-7}, std::int64_t{-70000}}) {
+    for (const std::int64_t position :
+         {std::int64_t{0}, std::int64_t{1}, std::int64_t{63}, std::int64_t{64}, std::int64_t{4095},
+          std::int64_t{131071}, std::int64_t{1} << 31, std::int64_t{-7}, std::int64_t{-70000}}) {
       constexpr int count = 150, stride = 160;
       std::vector<float> cosines(frequencies.size() * stride), sines(cosines.size());
       table.angles(position, count, cosines.data(), sines.data(), stride);
@@ -74,31 +82,41 @@ TEST_CASE("angles of any position to f32 rounding") {
         for (int token = 0; token < count; ++token) {
           const double angle = frequencies[pair] * static_cast<double>(position + token);
           // f64 itself knows sin(2^31 f) to 2^31 * 2^-53 only.
-          REQUIRE(std::abs(static_cast<double>(cosines[pair * stride + static_cast<std::size_t>(token)]) - std::cos(angle)) < 2e-6);
-          REQUIRE(std::abs(static_cast<double>(sines[pair * stride + static_cast<std::size_t>(token)]) - std::sin(angle)) < 2e-6);
+          REQUIRE(std::abs(static_cast<double>(
+                               cosines[pair * stride + static_cast<std::size_t>(token)]) -
+                           std::cos(angle)) < 2e-6);
+          REQUIRE(
+              std::abs(static_cast<double>(sines[pair * stride + static_cast<std::size_t>(token)]) -
+                       std::sin(angle)) < 2e-6);
         }
       }
     }
   }
 }
 
-TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and decoding, one token or several") {
+TEST_CASE(
+    "unrotated keys give what rotated ones give: every variant, prompt and decoding, one token or "
+    "several") {
   Random random(1);
   constexpr int dim = 32, n = 150, steps = 12;
   for (const RopeConfig& rope : variants()) {
     for (const int group : {1, 3}) {
       using Cache = CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer>;
       Cache rotated(exact({2 * group, 2, dim})), plain(exact({2 * group, 2, dim}, rope));
-      const auto q = random_rows(random, (n + steps) * 2 * group * dim), k = random_rows(random, (n + steps) * 2 * dim), v = random_rows(random, (n + steps) * 2 * dim);
+      const auto q = random_rows(random, (n + steps) * 2 * group * dim),
+                 k = random_rows(random, (n + steps) * 2 * dim),
+                 v = random_rows(random, (n + steps) * 2 * dim);
       const auto rotated_k = rotated(k, 2, dim, rope);
       std::vector<float> expected(q.size()), found(q.size());
       const QueryView query(q.data(), n + steps, 2 * group, dim);
       const ValueView value(v.data(), n + steps, 2, dim);
-      for (auto [cache, keys, out] : {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
+      for (auto [cache, keys, out] :
+           {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
         const KeyView key(keys->data(), n + steps, 2, dim);
         const OutputView output(out->data(), n + steps, 2 * group, dim);
         cache->create(0);
-        cache->prefill(0, query.tokens(0, n), key.tokens(0, n), value.tokens(0, n), output.tokens(0, n));
+        cache->prefill(0, query.tokens(0, n), key.tokens(0, n), value.tokens(0, n),
+                       output.tokens(0, n));
         for (int step = 0; step < steps;) {
           const int count = step < 6 ? 1 : 3;
           cache->append_maintained(0, key.tokens(n + step, count), value.tokens(n + step, count));
@@ -106,12 +124,15 @@ TEST_CASE("unrotated keys give what rotated ones give: every variant, prompt and
           step += count;
         }
       }
-      for (std::size_t i = 0; i < found.size(); ++i) REQUIRE(std::abs(found[i] - expected[i]) < 2e-5F);
+      for (std::size_t i = 0; i < found.size(); ++i)
+        REQUIRE(std::abs(found[i] - expected[i]) < 2e-5F);
     }
   }
 }
 
-TEST_CASE("groups of one head are folded, one query token or several; larger ones are up_projected: the same attention") {
+TEST_CASE(
+    "groups of one head are folded, one query token or several; larger ones are up_projected: the "
+    "same attention") {
   Random random(2);
   constexpr int dim = 40, n = 300;
   for (RopeConfig rope : variants()) {
@@ -126,8 +147,10 @@ TEST_CASE("groups of one head are folded, one query token or several; larger one
       HeadBasis maps;
       maps.key_rank = 7 + head;
       maps.value_rank = 40;
-      const Eigen::MatrixXf random_map = Eigen::Map<const Eigen::MatrixXf>(random_rows(random, dim * dim).data(), dim, dim);
-      const Eigen::MatrixXf columns = Eigen::HouseholderQR<Eigen::MatrixXf>(random_map).householderQ();
+      const Eigen::MatrixXf random_map =
+          Eigen::Map<const Eigen::MatrixXf>(random_rows(random, dim * dim).data(), dim, dim);
+      const Eigen::MatrixXf columns =
+          Eigen::HouseholderQR<Eigen::MatrixXf>(random_map).householderQ();
       maps.key_down = cpu::to_row_major(columns.leftCols(maps.key_rank).cast<double>());
       maps.value_down = cpu::to_row_major(columns.cast<double>());
       maps.key_mean = random_rows(random, dim);
@@ -138,33 +161,42 @@ TEST_CASE("groups of one head are folded, one query token or several; larger one
     policies.basis.centred = true;
     CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> cache(config, basis, policies);
     cache.create(0);
-    const auto q = random_rows(random, n * 3 * dim), k = random_rows(random, n * 3 * dim), v = random_rows(random, n * 3 * dim);
+    const auto q = random_rows(random, n * 3 * dim), k = random_rows(random, n * 3 * dim),
+               v = random_rows(random, n * 3 * dim);
     cache.ingest(0, {k.data(), n, 3, dim}, {v.data(), n, 3, dim});
     cache.shift_positions(0, 100, 1000);
     std::vector<float> alone(3 * dim), together(2 * 3 * dim);
     const QueryView query(q.data(), n, 3, dim);
     cache.attend(0, query.tokens(n - 1, 1), {alone.data(), 1, 3, dim});
     cache.attend(0, query.tokens(n - 2, 2), {together.data(), 2, 3, dim});
-    for (std::size_t i = 0; i < alone.size(); ++i) REQUIRE(alone[i] == together[3 * dim + i]);  // not a bit: splits leave no trace
+    for (std::size_t i = 0; i < alone.size(); ++i)
+      REQUIRE(alone[i] == together[3 * dim + i]);  // not a bit: splits leave no trace
     // The lifted form, which a group of two takes, says the same to rounding.
     CacheConfig pairs = config;
     pairs.shape.num_qo_heads = 6;
-    CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> up_projected(pairs, basis, policies);
+    CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> up_projected(pairs, basis,
+                                                                                  policies);
     up_projected.create(0);
     up_projected.ingest(0, {k.data(), n, 3, dim}, {v.data(), n, 3, dim});
     up_projected.shift_positions(0, 100, 1000);
     std::vector<float> twice, twice_out(6 * dim);
     for (int head = 0; head < 3; ++head) {
-      for (int copy = 0; copy < 2; ++copy) twice.insert(twice.end(), q.end() - (3 - head) * dim, head == 2 ? q.end() : q.end() - (2 - head) * dim);
+      for (int copy = 0; copy < 2; ++copy)
+        twice.insert(twice.end(), q.end() - (3 - head) * dim,
+                     head == 2 ? q.end() : q.end() - (2 - head) * dim);
     }
     up_projected.attend(0, {twice.data(), 1, 6, dim}, {twice_out.data(), 1, 6, dim});
     for (int head = 0; head < 3; ++head) {
-      for (int i = 0; i < dim; ++i) REQUIRE(std::abs(alone[static_cast<std::size_t>(head * dim + i)] - twice_out[static_cast<std::size_t>((2 * head + 1) * dim + i)]) < 3e-5F);
+      for (int i = 0; i < dim; ++i)
+        REQUIRE(std::abs(alone[static_cast<std::size_t>(head * dim + i)] -
+                         twice_out[static_cast<std::size_t>((2 * head + 1) * dim + i)]) < 3e-5F);
     }
   }
 }
 
-TEST_CASE("tokens that move close the gap that dropped ones left: StreamingLLM's positions within the cache") {
+TEST_CASE(
+    "tokens that move close the gap that dropped ones left: StreamingLLM's positions within the "
+    "cache") {
   Random random(3);
   constexpr int dim = 16, n = 200, sinks = 4, recent = 60;
   const CacheConfig config = exact({2, 1, dim}, unrotated());
@@ -174,7 +206,8 @@ TEST_CASE("tokens that move close the gap that dropped ones left: StreamingLLM's
   CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer> kept_alone(config);
   cache.create(0);
   kept_alone.create(0);
-  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim), q = random_rows(random, 2 * dim);
+  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim),
+             q = random_rows(random, 2 * dim);
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   std::vector<RowState> states(n);
   cache.row_states(0, 0, 0, states);
@@ -210,10 +243,12 @@ TEST_CASE("attention depends on differences of positions alone") {
   const CacheConfig config = exact({2, 1, dim}, unrotated());
   CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer> cache(config);
   cache.create(0);
-  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim), q = random_rows(random, 2 * dim);
+  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim),
+             q = random_rows(random, 2 * dim);
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   std::vector<float> before(2 * dim), after(2 * dim);
-  const auto here = rotated(q, 2, dim, config.rope, n - 1), there = rotated(q, 2, dim, config.rope, n - 1 + 5000);
+  const auto here = rotated(q, 2, dim, config.rope, n - 1),
+             there = rotated(q, 2, dim, config.rope, n - 1 + 5000);
   cache.attend(0, {here.data(), 1, 2, dim}, {before.data(), 1, 2, dim});
   cache.shift_positions(0, 0, 5000);
   cache.attend(0, {there.data(), 1, 2, dim}, {after.data(), 1, 2, dim});
@@ -225,11 +260,14 @@ TEST_CASE("SnapKV scores unrotated keys at their positions") {
   constexpr int dim = 32, n = 200;
   SnapKVOnly<>::PolicySet policies;
   policies.token_policy.get<SnapKV>().keep = 0.3F;
-  SnapKVOnly<> rotated(exact({4, 2, dim}), {}, policies), plain(exact({4, 2, dim}, unrotated()), {}, policies);
-  const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim), v = random_rows(random, n * 2 * dim);
+  SnapKVOnly<> rotated(exact({4, 2, dim}), {}, policies),
+      plain(exact({4, 2, dim}, unrotated()), {}, policies);
+  const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim),
+             v = random_rows(random, n * 2 * dim);
   const auto rotated_k = rotated(k, 2, dim, unrotated());
   std::vector<RowState> expected(n), found(n);
-  for (auto [cache, keys, states] : {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
+  for (auto [cache, keys, states] :
+       {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
     cache->create(0);
     cache->ingest(0, {keys->data(), n, 2, dim}, {v.data(), n, 2, dim}, {q.data(), n, 4, dim});
     cache->row_states(0, 1, 0, *states);
@@ -239,7 +277,9 @@ TEST_CASE("SnapKV scores unrotated keys at their positions") {
 
 TEST_CASE("positions are what was asked for, token by token: sums, and quotients rounded down") {
   Random random(6);
-  const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  const auto draw = [&](int low, int high) {
+    return std::uniform_int_distribution<int>(low, high)(random);
+  };
   for (int round = 0; round < 200; ++round) {
     PositionShifts shifts;
     std::vector<std::int64_t> expected(60);
@@ -249,7 +289,8 @@ TEST_CASE("positions are what was asked for, token by token: sums, and quotients
       if (what == 0) {
         const std::size_t length = static_cast<std::size_t>(draw(1, 59));
         shifts.truncate(static_cast<std::int64_t>(length));
-        for (std::size_t token = length; token < expected.size(); ++token) expected[token] = expected[token - 1] + 1;
+        for (std::size_t token = length; token < expected.size(); ++token)
+          expected[token] = expected[token - 1] + 1;
         continue;
       }
       if (what == 1) {
@@ -270,20 +311,25 @@ TEST_CASE("positions are what was asked for, token by token: sums, and quotients
       }
       const int first = draw(0, 59), delta = draw(-3, 3);
       shifts.add(first, delta);
-      for (std::size_t token = static_cast<std::size_t>(first); token < expected.size(); ++token) expected[token] += delta;
+      for (std::size_t token = static_cast<std::size_t>(first); token < expected.size(); ++token)
+        expected[token] += delta;
     }
-    for (std::size_t token = 0; token < expected.size(); ++token) REQUIRE(shifts.position(static_cast<std::int64_t>(token)) == expected[token]);
+    for (std::size_t token = 0; token < expected.size(); ++token)
+      REQUIRE(shifts.position(static_cast<std::int64_t>(token)) == expected[token]);
     REQUIRE(shifts.piece(60).divisor == 1);
     REQUIRE(shifts.bytes() == 24 * shifts.pieces().size());
     PositionShift last;
-    for (const PositionShift& piece : shifts.pieces()) REQUIRE(!std::exchange(last, piece).maps_like(piece));  // as few pieces as can be
+    for (const PositionShift& piece : shifts.pieces())
+      REQUIRE(!std::exchange(last, piece).maps_like(piece));  // as few pieces as can be
     const int first = draw(0, 59), count = draw(0, 60 - first);
     std::int64_t next = first;
-    shifts.for_each(first, count, [&](std::int64_t token, std::int64_t length, std::int64_t position) {
-      REQUIRE(token == next);
-      for (std::int64_t i = 0; i < length; ++i) REQUIRE(position + i == expected[static_cast<std::size_t>(token + i)]);
-      next += length;
-    });
+    shifts.for_each(first, count,
+                    [&](std::int64_t token, std::int64_t length, std::int64_t position) {
+                      REQUIRE(token == next);
+                      for (std::int64_t i = 0; i < length; ++i)
+                        REQUIRE(position + i == expected[static_cast<std::size_t>(token + i)]);
+                      next += length;
+                    });
     REQUIRE(next == first + count);
   }
 }
@@ -295,30 +341,47 @@ TEST_CASE("what cannot be rotated or moved is refused, and nothing moves") {
   {
     Cache cache(config);
     cache.create(0);
-    CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 3), "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by 3", StateError);
-    CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 3), "divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide them by 3", StateError);
+    CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 3),
+                         "shift_positions: keys are stored rotated (Rope::post), Rope::pre is "
+                         "needed to move them by 3",
+                         StateError);
+    CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 3),
+                         "divide_positions: keys are stored rotated (Rope::post), Rope::pre is "
+                         "needed to divide them by 3",
+                         StateError);
     CHECK_THROWS_AS(cache.position(0, 1), ShapeError);
   }
   config.rope = unrotated();
   Cache cache(config);
   cache.create(0);
-  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 1, 3), "shift_positions: token 1, sequence has 0 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 1, 3),
+                       "shift_positions: token 1, sequence has 0 tokens", ShapeError);
   CHECK_THROWS_AS(cache.shift_positions(0, -1, 3), ShapeError);
   CHECK_THROWS_AS(cache.shift_positions(7, 0, 3), SequenceError);
   const std::int64_t limit = std::int64_t{1} << 31;
   cache.shift_positions(0, 0, limit);
-  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 1), "shift_positions: by 1 after 2147483648, at most 2147483648 in all", ValueError);
-  CHECK_THROWS_AS(cache.shift_positions(0, 0, std::numeric_limits<std::int64_t>::min()), ValueError);
+  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, 1),
+                       "shift_positions: by 1 after 2147483648, at most 2147483648 in all",
+                       ValueError);
+  CHECK_THROWS_AS(cache.shift_positions(0, 0, std::numeric_limits<std::int64_t>::min()),
+                  ValueError);
   CHECK(cache.position(0, 0) == limit);
-  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 1, 2), "divide_positions: 1 tokens from token 0 on, sequence has 0 tokens", ShapeError);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 1, 2),
+                       "divide_positions: 1 tokens from token 0 on, sequence has 0 tokens",
+                       ShapeError);
   CHECK_THROWS_AS(cache.divide_positions(0, 0, -1, 2), ShapeError);
-  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 0), "divide_positions: by 0 after 1, 1 to 1048576 in all expected", ValueError);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 0, 0),
+                       "divide_positions: by 0 after 1, 1 to 1048576 in all expected", ValueError);
   const std::vector<float> rows(16 * 4, 1.0F);
   cache.append(0, {rows.data(), 4, 1, 16}, {rows.data(), 4, 1, 16});
   cache.divide_positions(0, 1, 2, 1024);
-  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 3, 2048), "divide_positions: by 2048 after 1024, 1 to 1048576 in all expected", ValueError);
+  CHECK_THROWS_WITH_AS(cache.divide_positions(0, 0, 3, 2048),
+                       "divide_positions: by 2048 after 1024, 1 to 1048576 in all expected",
+                       ValueError);
   CHECK(cache.position(0, 2) == (limit + 2) / 1024);
-  CHECK_THROWS_WITH_AS(cache.shift_positions(0, 0, -4194305), "shift_positions: by -4294968320 after 2147483648, at most 2147483648 in all", ValueError);
+  CHECK_THROWS_WITH_AS(
+      cache.shift_positions(0, 0, -4194305),
+      "shift_positions: by -4294968320 after 2147483648, at most 2147483648 in all", ValueError);
   CHECK(cache.position(0, 4) == limit + 4);
   const auto refused = [&](auto&& change) {
     CacheConfig wrong = config;
@@ -339,7 +402,9 @@ TEST_CASE("what cannot be rotated or moved is refused, and nothing moves") {
   refused([](RopeConfig& rope) { rope.frequencies = {1.0, 0.5}, rope.rotary_dim = 6; });
 }
 
-TEST_CASE("a sequence whose positions were moved is saved and loaded with them, and only by a cache that pre_rope alike") {
+TEST_CASE(
+    "a sequence whose positions were moved is saved and loaded with them, and only by a cache that "
+    "turn alike") {
   Random random(7);
   constexpr int dim = 16, n = 100;
   CacheConfig config;
@@ -349,7 +414,8 @@ TEST_CASE("a sequence whose positions were moved is saved and loaded with them, 
   using Cache = CompressedKVCache<Cpu, PerHead, Static, KeepFull, NoQuantizer>;
   Cache cache(config);
   cache.create(0);
-  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim), q = random_rows(random, 2 * dim);
+  const auto k = random_rows(random, n * dim), v = random_rows(random, n * dim),
+             q = random_rows(random, 2 * dim);
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   cache.shift_positions(0, 20, 7);
   cache.shift_positions(0, 50, -9);
@@ -366,7 +432,9 @@ TEST_CASE("a sequence whose positions were moved is saved and loaded with them, 
   CHECK(cache.position(1, 89) == 21);
   PositionShifts hostile;
   hostile.append({90, 7, 2});
-  CHECK_THROWS_WITH_AS(detail::check_saved(hostile), "saved state: positions of tokens to come are divided by 2, 1 expected", FormatError);
+  CHECK_THROWS_WITH_AS(detail::check_saved(hostile),
+                       "saved state: positions of tokens to come are divided by 2, 1 expected",
+                       FormatError);
   for (const int what : {0, 1, 2}) {
     CacheConfig other = config;
     if (what == 0) other.rope.keys = Rope::post;
@@ -382,13 +450,16 @@ TEST_CASE("coding statistics of unrotated keys: every reader rotated back by the
   constexpr int dim = 8, n = 400, context = 300, exempt = 10;
   const CacheShape shape{2, 1, dim};
   const RopeConfig rope = unrotated(RopePairing::interleaved, 100.0);
-  auto q = random_rows(random, n * 2 * dim), k = random_rows(random, n * dim), v = random_rows(random, n * dim);
+  auto q = random_rows(random, n * 2 * dim), k = random_rows(random, n * dim),
+       v = random_rows(random, n * dim);
   for (float& x : q) x *= 2.0F;
   calibrate::CodingStatistics statistics(shape, rope, exempt);
   statistics.add({q.data(), n, 2, dim}, {k.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
   const auto keys = rotated(k, 1, dim, rope);
   const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
-    return Eigen::VectorXd(Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim).cast<double>());
+    return Eigen::VectorXd(
+        Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim)
+            .cast<double>());
   };
   Eigen::MatrixXd expected = Eigen::MatrixXd::Zero(dim, dim);
   for (int token = context; token < n; ++token) {
@@ -404,26 +475,32 @@ TEST_CASE("coding statistics of unrotated keys: every reader rotated back by the
         Eigen::Map<Eigen::VectorXf>(back.data(), dim) = query.cast<float>();
         const auto rotated_back = rotated(back, 1, dim, rope, -j);
         const Eigen::VectorXd reader = row(rotated_back, 0, 1, 0);
-        expected += weights[j] * weights[j] * (row(v, j, 1, 0) - out).squaredNorm() * reader * reader.transpose();
+        expected += weights[j] * weights[j] * (row(v, j, 1, 0) - out).squaredNorm() * reader *
+                    reader.transpose();
       }
     }
   }
   const Eigen::MatrixXd& found = statistics.head(0).key_metric;
-  CHECK(std::abs(found.trace() / expected.trace() - 1.0) < 1e-4);  // sampling keeps every reader's total
+  CHECK(std::abs(found.trace() / expected.trace() - 1.0) <
+        1e-4);  // sampling keeps every reader's total
   CHECK((found - expected).norm() < 0.05 * expected.norm());
   // Statistics of rotated keys are something else.
   calibrate::CodingStatistics rotated(shape, {}, exempt);
   rotated.add({q.data(), n, 2, dim}, {keys.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
   CHECK((rotated.head(0).key_metric - expected).norm() > 0.2 * expected.norm());
-  CHECK((rotated.head(0).value_metric - statistics.head(0).value_metric).norm() < 1e-3 * rotated.head(0).value_metric.norm());
+  CHECK((rotated.head(0).value_metric - statistics.head(0).value_metric).norm() <
+        1e-3 * rotated.head(0).value_metric.norm());
 }
 
 TEST_CASE("a calibration bundle knows the form of its keys") {
   const CacheShape shape{2, 1, 8};
   Random random(9);
-  const auto q = random_rows(random, 50 * 2 * 8), k = random_rows(random, 50 * 8), v = random_rows(random, 50 * 8);
-  std::vector<calibrate::LayerMoments> layers(2, calibrate::LayerMoments(shape, unrotated(RopePairing::interleaved, 50.0)));
-  for (auto& layer : layers) layer.add({q.data(), 50, 2, 8}, {k.data(), 50, 1, 8}, {v.data(), 50, 1, 8});
+  const auto q = random_rows(random, 50 * 2 * 8), k = random_rows(random, 50 * 8),
+             v = random_rows(random, 50 * 8);
+  std::vector<calibrate::LayerMoments> layers(
+      2, calibrate::LayerMoments(shape, unrotated(RopePairing::interleaved, 50.0)));
+  for (auto& layer : layers)
+    layer.add({q.data(), 50, 2, 8}, {k.data(), 50, 1, 8}, {v.data(), 50, 1, 8});
   const char* path = "unrotated_test.safetensors";
   calibrate::save_moments(path, layers);
   const auto loaded = calibrate::load_moments(path, shape, 2);
@@ -434,14 +511,19 @@ TEST_CASE("a calibration bundle knows the form of its keys") {
   std::remove(path);
 }
 
-TEST_CASE("queries' moments for unrotated keys are those at all distances, so a fast pair has no preferred direction") {
+TEST_CASE(
+    "queries' moments for unrotated keys are those at all distances, so a fast pair has no "
+    "preferred direction") {
   Random random(10);
   constexpr int dim = 4, n = 4000;
   const CacheShape shape{1, 1, dim};
   RopeConfig rope = unrotated();
-  rope.frequencies = {1.0, 1e-6};  // pairs (0, 2) and (1, 3): one turns with every token, one hardly at all
+  rope.frequencies = {
+      1.0, 1e-6};  // pairs (0, 2) and (1, 3): one turns with every token, one hardly at all
   std::vector<float> q(n * dim, 0.0F), zero(n * dim, 0.0F);
-  for (int token = 0; token < n; ++token) q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] = 1.0F;  // always (1, 1, 0, 0) before turning
+  for (int token = 0; token < n; ++token)
+    q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] =
+        1.0F;  // always (1, 1, 0, 0) before turning
   const auto rotated = rotated(q, 1, dim, rope);
   calibrate::LayerMoments moments(shape, rope);
   moments.add({rotated.data(), n, 1, dim}, {zero.data(), n, 1, dim}, {zero.data(), n, 1, dim});
@@ -479,6 +561,7 @@ TEST_CASE("a cache whose rows are not finite certifies nothing, and still loads 
   cache.append(0, {q.data(), 1, 1, 8}, {q.data(), 1, 1, 8});
   cache.attend(0, {q.data(), 1, 1, 8}, {out.data(), 1, 1, 8}, {lse.data(), 1, 1});
   std::vector<Certificate> found(1);
-  CHECK(cache.certify(0, {q.data(), 1, 1, 8}, {lse.data(), 1, 1}, {found.data(), 1, 1}, {1e30F, 3.0F, 1e30F}) == 1);
+  CHECK(cache.certify(0, {q.data(), 1, 1, 8}, {lse.data(), 1, 1}, {found.data(), 1, 1},
+                      {1e30F, 3.0F, 1e30F}) == 1);
   CHECK(std::isinf(found[0].output));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving and loading sequences: what goes on after a load is what would have gone on, and nothing foreign gets in.
+// Saving and loading sequences: what goes on after a load is what would have gone on, and nothing
+// foreign gets in.
 #include <doctest/doctest.h>
 
 #include <cstring>
@@ -77,13 +78,22 @@ void seal(std::vector<std::byte>& bytes) {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("a loaded sequence goes on bit for bit, in a cache of other pages and other neighbours", Cache, FullKV<>, OjaKV<>, SubSpaceA<>, H2O<>) {
+TEST_CASE_TEMPLATE(
+    "a loaded sequence goes on bit for bit, in a cache of other pages and other neighbours", Cache,
+    FullKV<>, OjaKV<>, SubSpaceA<>, H2O<>) {
   std::mt19937_64 random(1);
-  Cache first({.shape = kShape, .max_sequences = 3, .max_tokens = 600, .flush_interval = 16}, basis(7));
+  Cache first({.shape = kShape, .max_sequences = 3, .max_tokens = 600, .flush_interval = 16},
+              basis(7));
   prefill(first, 5, random, 200);
   decode(first, 5, 2, 150);
   const std::vector<std::byte> bytes = saved(first, 5);
-  Cache second({.shape = kShape, .max_sequences = 8, .max_tokens = 900, .page_bytes = 16384, .flush_interval = 16, .num_threads = 2}, basis(7));
+  Cache second({.shape = kShape,
+                .max_sequences = 8,
+                .max_tokens = 900,
+                .page_bytes = 16384,
+                .flush_interval = 16,
+                .num_threads = 2},
+               basis(7));
   prefill(second, 0, random, 90);
   second.load(5, bytes);
   CHECK(second.num_tokens(5) == first.num_tokens(5));
@@ -104,10 +114,17 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
     Cache other(config, basis(seed));
     other.load(9, bytes);
   };
-  CHECK(raised<ShapeError>([&] { into({.shape = kShape, .max_tokens = 300}, 8); }).starts_with("calibrated maps: cache "));
-  CHECK(raised<CapacityError>([&] { into({.shape = kShape, .max_tokens = 200}, 7); }) == "max_tokens: 200, saved sequence has 250");
-  CHECK(raised<CapacityError>([&] { into({.shape = kShape, .max_tokens = 300, .num_pages = 3}, 7); }).starts_with("page pool: "));
-  CHECK(raised<ShapeError>([&] { into({.shape = kShape, .max_tokens = 300, .full_type = DType::f32}, 7); }) == "full_type: cache 0, saved 1");
+  CHECK(raised<ShapeError>([&] {
+          into({.shape = kShape, .max_tokens = 300}, 8);
+        }).starts_with("calibrated maps: cache "));
+  CHECK(raised<CapacityError>([&] { into({.shape = kShape, .max_tokens = 200}, 7); }) ==
+        "max_tokens: 200, saved sequence has 250");
+  CHECK(raised<CapacityError>([&] {
+          into({.shape = kShape, .max_tokens = 300, .num_pages = 3}, 7);
+        }).starts_with("page pool: "));
+  CHECK(raised<ShapeError>([&] {
+          into({.shape = kShape, .max_tokens = 300, .full_type = DType::f32}, 7);
+        }) == "full_type: cache 0, saved 1");
   FullKV<> full({.shape = kShape, .max_tokens = 300});
   CHECK(raised<ShapeError>([&] { full.load(1, bytes); }) == "compresses: cache 0, saved 1");
   CHECK(raised<SequenceError>([&] { cache.load(1, bytes); }) == "sequence 1 exists already");
@@ -115,7 +132,8 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
   CHECK(raised<CapacityError>([&] { cache.save(1, small); }).starts_with("save: buffer of "));
   std::vector<std::byte> other = bytes;
   other[0] = std::byte{'X'};
-  CHECK(raised<FormatError>([&] { cache.load(2, other); }) == "saved state: begins with 'XRKVSEQ3', expected 'LRKVSEQ3'");
+  CHECK(raised<FormatError>([&] { cache.load(2, other); }) ==
+        "saved state: begins with 'XRKVSEQ3', expected 'LRKVSEQ3'");
   other = bytes;
   other.back() ^= std::byte{1};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }).starts_with("saved state: checksum "));
@@ -129,7 +147,11 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
 TEST_CASE("hostile contents under a right checksum are refused or harmless") {
   for (const bool everything : {false, true}) {  // position shifts, residuals, full rows in codes
     std::mt19937_64 random(3);
-    CacheConfig config{.shape = kShape, .max_sequences = 2, .max_tokens = 400, .flush_interval = 8, .publish_interval = 30};
+    CacheConfig config{.shape = kShape,
+                       .max_sequences = 2,
+                       .max_tokens = 400,
+                       .flush_interval = 8,
+                       .publish_interval = 30};
     if (everything) {
       config.rope.keys = Rope::pre;
       config.keep_residuals = true;
@@ -138,14 +160,17 @@ TEST_CASE("hostile contents under a right checksum are refused or harmless") {
     OjaKV<> cache(config, basis(7));
     prefill(cache, 1, random, 150);
     decode(cache, 1, 6, 120);
-    for (int first = 10; everything && first < 250; first += 60) cache.shift_positions(1, first, first % 7 - 3);
+    for (int first = 10; everything && first < 250; first += 60)
+      cache.shift_positions(1, first, first % 7 - 3);
     const std::vector<std::byte> bytes = saved(cache, 1);
     int refused = 0;
     for (int trial = 0; trial < 3000; ++trial) {
       std::vector<std::byte> other = bytes;
-      // Near the front lengths, segments and positions lie close together: aim there as often as anywhere.
+      // Near the front lengths, segments and positions lie close together: aim there as often as
+      // anywhere.
       const std::size_t range = trial % 2 == 0 ? other.size() : 2000;
-      for (int change = 0; change < 1 + trial % 3; ++change) other[24 + random() % (range - 24)] = static_cast<std::byte>(random());
+      for (int change = 0; change < 1 + trial % 3; ++change)
+        other[24 + random() % (range - 24)] = static_cast<std::byte>(random());
       seal(other);
       try {
         cache.load(2, other);
@@ -172,7 +197,8 @@ TEST_CASE("accumulated_scores that are no numbers are refused: rows are ordered 
   const std::vector<std::byte> bytes = saved(cache, 1);
   REQUIRE(bytes.size() == before.size());
   int accumulated_scores = 0;
-  for (std::size_t byte = 24; byte + 4 <= bytes.size(); ++byte) {  // where one more changed four bytes, masses lie
+  for (std::size_t byte = 24; byte + 4 <= bytes.size();
+       ++byte) {  // where one more changed four bytes, masses lie
     float old = 0.0F, now = 0.0F;
     std::memcpy(&old, before.data() + byte, sizeof old);
     std::memcpy(&now, bytes.data() + byte, sizeof now);
@@ -181,7 +207,9 @@ TEST_CASE("accumulated_scores that are no numbers are refused: rows are ordered 
       std::vector<std::byte> other = bytes;
       std::memcpy(other.data() + byte, &bad, sizeof bad);
       seal(other);
-      CHECK(raised<FormatError>([&] { cache.load(2, other); }).find("at least 0 and finite expected") != std::string::npos);
+      CHECK(raised<FormatError>([&] {
+              cache.load(2, other);
+            }).find("at least 0 and finite expected") != std::string::npos);
       CHECK(!cache.contains(2));
     }
     ++accumulated_scores;
@@ -197,12 +225,14 @@ TEST_CASE("a stack loads all layers or none") {
   stack.create(0);
   for (int layer = 0; layer < 2; ++layer) {
     const auto q = rows(random, 120, 4), k = rows(random, 120, 2), v = rows(random, 120, 2);
-    stack.layer(layer).ingest(0, {k.data(), 120, 2, 32}, {v.data(), 120, 2, 32}, {q.data(), 120, 4, 32});
+    stack.layer(layer).ingest(0, {k.data(), 120, 2, 32}, {v.data(), 120, 2, 32},
+                              {q.data(), 120, 4, 32});
   }
   std::vector<std::byte> bytes(stack.save_bytes(0));
   CHECK(stack.save(0, bytes) == bytes.size());
   stack.load(1, bytes);
-  for (int layer = 0; layer < 2; ++layer) CHECK(decode(stack.layer(layer), 1, 8, 20) == decode(stack.layer(layer), 0, 8, 20));
+  for (int layer = 0; layer < 2; ++layer)
+    CHECK(decode(stack.layer(layer), 1, 8, 20) == decode(stack.layer(layer), 0, 8, 20));
   LayerStack<OjaKV<>> other(config, {basis(1), basis(3)});
   CHECK(raised<ShapeError>([&] { other.load(1, bytes); }).starts_with("calibrated maps: cache "));
   CHECK(!other.layer(0).contains(1));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file basis/layer_basis.hpp  The projection maps of one layer as plain numbers: what calibration makes and a cache takes.
+/// @file basis/layer_basis.hpp  The projection maps of one layer as plain numbers: what calibration
+/// makes and a cache takes.
 #pragma once
 
 #include <cstddef>
@@ -16,33 +17,37 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// Encode: c_k = (k - key_mean) key_down, c_v = (v - value_mean) value_down.
 /// Decode: k = c_k query_down^T + key_mean, v = c_v output_up + value_mean.
 struct HeadBasis {
-  int key_rank = 0;  ///< coefficients of a key
-  int value_rank = 0;  ///< coefficients of a value
-  std::vector<float> key_down;      ///< [head_dim, key_rank]
-  std::vector<float> query_down;    ///< [head_dim, key_rank]; empty: the same as key_down
-  std::vector<float> value_down;    ///< [head_dim, value_rank]
-  std::vector<float> output_up;     ///< [value_rank, head_dim]; empty: the transpose of value_down
-  std::vector<float> key_mean;      ///< [head_dim]; empty: not centred
-  std::vector<float> value_mean;    ///< [head_dim]; empty: not centred
-  /// The metric of query-aware keys: R, the root of the queries' second moment, and its inverse, [head_dim, head_dim]
-  /// each; empty: keys live in the plain metric. Then key_down = R U and query_down = R^-1 U with U orthonormal.
+  int key_rank = 0;               ///< coefficients of a key
+  int value_rank = 0;             ///< coefficients of a value
+  std::vector<float> key_down;    ///< [head_dim, key_rank]
+  std::vector<float> query_down;  ///< [head_dim, key_rank]; empty: the same as key_down
+  std::vector<float> value_down;  ///< [head_dim, value_rank]
+  std::vector<float> output_up;   ///< [value_rank, head_dim]; empty: the transpose of value_down
+  std::vector<float> key_mean;    ///< [head_dim]; empty: not centred
+  std::vector<float> value_mean;  ///< [head_dim]; empty: not centred
+  /// The metric of query-aware keys: R, the root of the queries' second moment, and its inverse,
+  /// [head_dim, head_dim] each; empty: keys live in the plain metric. Then key_down = R U and
+  /// query_down = R^-1 U with U orthonormal.
   std::vector<float> key_metric;
   std::vector<float> key_metric_inverse;
   std::vector<float> value_metric;  ///< the same for values: value_down = R U, output_up = U^T R^-1
   std::vector<float> value_metric_inverse;
 
-  /// What quantizers with bits of their own for every channel need: bits per channel, non-increasing, and the calibrated
-  /// root mean square of its coefficients, [key_rank] and [value_rank]; empty where not needed.
+  /// What quantizers with bits of their own for every channel need: bits per channel,
+  /// non-increasing, and the calibrated root mean square of its coefficients, [key_rank] and
+  /// [value_rank]; empty where not needed.
   std::vector<std::uint8_t> key_bits, value_bits;
   std::vector<float> key_rms, value_rms;
-  /// Norms of residuals, ||k - k^|| in the key metric and ||v - v^||, above which an updater is to act (calibrated
-  /// percentiles); infinite: never.
+  /// Norms of residuals, ||k - k^|| in the key metric and ||v - v^||, above which an updater is to
+  /// act (calibrated percentiles); infinite: never.
   float key_threshold = std::numeric_limits<float>::infinity();
   float value_threshold = std::numeric_limits<float>::infinity();
 
   std::size_t bytes() const {
-    return key_bits.size() + value_bits.size() + 4 * (key_rms.size() + value_rms.size()) + 4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() + key_mean.size() +
-                value_mean.size() + key_metric.size() + key_metric_inverse.size() + value_metric.size() + value_metric_inverse.size());
+    return key_bits.size() + value_bits.size() + 4 * (key_rms.size() + value_rms.size()) +
+           4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() +
+                key_mean.size() + value_mean.size() + key_metric.size() +
+                key_metric_inverse.size() + value_metric.size() + value_metric_inverse.size());
   }
 };
 

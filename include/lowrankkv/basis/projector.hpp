@@ -8,27 +8,34 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Basis policy of DLRP: key_down = D_K, query_down = D_Q, value_down = D_V, output_up = D_O, all learned, related by
-/// nothing but their shapes (calibrate/projector.hpp folds them from chains of factors). Works with the Static updater: there
-/// is no orthonormal basis to move, and no decoder from which older rows could be re-encoded.
+/// @brief Basis policy of DLRP: key_down = D_K, query_down = D_Q, value_down = D_V, output_up =
+/// D_O, all learned, related by nothing but their shapes (calibrate/projector.hpp folds them from
+/// chains of factors). Works with the Static updater: there is no orthonormal basis to move, and no
+/// decoder from which older rows could be re-encoded.
 ///
-/// What attention reads is q D_Q (k D_K)^T and p (v D_V) D_O; reconstruct() gives k D_K D_Q^T and v D_V D_O.
+/// What attention reads is q D_Q (k D_K)^T and p (v D_V) D_O; reconstruct() gives k D_K D_Q^T and v
+/// D_V D_O.
 struct Projector {
   friend bool operator==(const Projector&, const Projector&) = default;
 };
 
-/// @brief Raises ShapeError, naming both values, unless the four maps of every head are there and fit.
+/// @brief Raises ShapeError, naming both values, unless the four maps of every head are there and
+/// fit.
 inline void validate(const Projector&, const LayerBasis& basis, const CacheShape& shape) {
   using detail::check_size;
   using detail::fail;
-  detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis", static_cast<int>(basis.heads.size()));
+  detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis",
+                      static_cast<int>(basis.heads.size()));
   const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
   for (const HeadBasis& head : basis.heads) {
-    if (head.key_rank < 1 || head.key_rank > shape.head_dim) fail<ShapeError>("rank: key_rank ", head.key_rank, ", head_dim ", shape.head_dim);
-    if (head.value_rank < 1 || head.value_rank > shape.head_dim) fail<ShapeError>("rank: value_rank ", head.value_rank, ", head_dim ", shape.head_dim);
+    if (head.key_rank < 1 || head.key_rank > shape.head_dim)
+      fail<ShapeError>("rank: key_rank ", head.key_rank, ", head_dim ", shape.head_dim);
+    if (head.value_rank < 1 || head.value_rank > shape.head_dim)
+      fail<ShapeError>("rank: value_rank ", head.value_rank, ", head_dim ", shape.head_dim);
     check_size("key_down", dim * static_cast<std::size_t>(head.key_rank), head.key_down.size());
     check_size("query_down", dim * static_cast<std::size_t>(head.key_rank), head.query_down.size());
-    check_size("value_down", dim * static_cast<std::size_t>(head.value_rank), head.value_down.size());
+    check_size("value_down", dim * static_cast<std::size_t>(head.value_rank),
+               head.value_down.size());
     check_size("output_up", dim * static_cast<std::size_t>(head.value_rank), head.output_up.size());
     check_size("key_mean", 0, head.key_mean.size());
     check_size("value_mean", 0, head.value_mean.size());

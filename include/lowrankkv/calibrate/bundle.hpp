@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
-/// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`, `num_qo_heads`, `num_kv_heads`,
-/// `head_dim`, `keys` (`rotated` or `unrotated`: their form, and that of the queries in moments), and what the writer adds
+/// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`,
+/// `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys` (`rotated` or `unrotated`: their form, and
+/// that of the queries in moments), and what the writer adds
 /// (`source`). Tensors, f64, for layer i and x in {query, key, value}:
 ///   layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
 ///   layers.i.x.sum            [num_kv_heads, head_dim]            sum of x
 ///   layers.i.x.count          [num_kv_heads]                      rows
-/// and, for x in {key, value}, f32: layers.i.x.sample  [num_kv_heads, rows, head_dim]  rows spread over the stream;
-/// of the values of all heads of a token, stacked: layers.i.values.second_moment  [num_kv_heads head_dim, num_kv_heads
-/// head_dim], layers.i.values.sum, layers.i.values.count  [1].
-/// And for transform coding, of the rows that will be compressed (CodingStatistics): layers.i.coded_x.second_moment, .sum,
-/// .count as above and layers.i.coded_x.metric  [num_kv_heads, head_dim, head_dim]  for x in {key, value};
-/// layers.i.coded_queries  [1], and f32: layers.i.stream_squares  [rows], |h|^2 of rows of the residual stream behind the
-/// layer's attention (no rows where the writer saw none).
-/// Of unrotated keys besides: metadata `pairing` (`half_split` or `interleaved`) and rope.frequencies  [pairs], radians a token.
-/// Moments are sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the moments of
-/// two runs can be added.
+/// and, for x in {key, value}, f32: layers.i.x.sample  [num_kv_heads, rows, head_dim]  rows spread
+/// over the stream; of the values of all heads of a token, stacked: layers.i.values.second_moment
+/// [num_kv_heads head_dim, num_kv_heads head_dim], layers.i.values.sum, layers.i.values.count  [1].
+/// And for transform coding, of the rows that will be compressed (CodingStatistics):
+/// layers.i.coded_x.second_moment, .sum, .count as above and layers.i.coded_x.metric [num_kv_heads,
+/// head_dim, head_dim]  for x in {key, value}; layers.i.coded_queries  [1], and f32:
+/// layers.i.stream_squares  [rows], |h|^2 of rows of the residual stream behind the layer's
+/// attention (no rows where the writer saw none). Of unrotated keys besides: metadata `pairing`
+/// (`half_split` or `interleaved`) and rope.frequencies  [pairs], radians a token. Moments are
+/// sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the
+/// moments of two runs can be added.
 #pragma once
 
 #include <cstdint>
@@ -30,15 +32,25 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Writes the moments of all layers. @param metadata more entries for the file's metadata, for example `source`.
+/// @brief Writes the moments of all layers. @param metadata more entries for the file's metadata,
+/// for example `source`.
 template <class = void>
-void save_moments(const std::string& path, const std::vector<LayerMoments>& layers, const std::map<std::string, std::string>& metadata = {}) {
-  if (layers.empty()) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: num_layers 0, at least 1 needed");
+void save_moments(const std::string& path, const std::vector<LayerMoments>& layers,
+                  const std::map<std::string, std::string>& metadata = {}) {
+  if (layers.empty())
+    ::lowrankkv::detail::fail<ShapeError>("calibration bundle: num_layers 0, at least 1 needed");
   io::SafetensorsWriter writer;
   const CacheShape& shape = layers.front().shape();
   for (const LayerMoments& layer : layers) {
-    if (!(layer.rope() == layers.front().rope())) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: keys of the first layer ", static_cast<int>(layers.front().rope().keys), ", of another ", static_cast<int>(layer.rope().keys), ": layers differ in their rotary embedding");
-    if (!(layer.shape() == shape)) ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim, " and ", layer.shape().head_dim, ": layers differ in shape");
+    if (!(layer.rope() == layers.front().rope()))
+      ::lowrankkv::detail::fail<ShapeError>("calibration bundle: keys of the first layer ",
+                                            static_cast<int>(layers.front().rope().keys),
+                                            ", of another ", static_cast<int>(layer.rope().keys),
+                                            ": layers differ in their rotary embedding");
+    if (!(layer.shape() == shape))
+      ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim,
+                                            " and ", layer.shape().head_dim,
+                                            ": layers differ in shape");
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
@@ -51,7 +63,8 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
   const RopeConfig& rope = layers.front().rope();
   if (rope.keys == Rope::pre) {
     const std::vector<double> frequencies = rope_frequencies(rope, shape.head_dim);
-    writer.set_metadata("pairing", rope.pairing == RopePairing::interleaved ? "interleaved" : "half_split");
+    writer.set_metadata("pairing",
+                        rope.pairing == RopePairing::interleaved ? "interleaved" : "half_split");
     writer.add("rope.frequencies", {static_cast<std::int64_t>(frequencies.size())}, frequencies);
   }
   const std::int64_t heads = shape.num_kv_heads;
@@ -61,7 +74,8 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
       std::vector<double> second, sum, count;
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const Moments& moments = moments_of(head);
-        second.insert(second.end(), moments.second.data(), moments.second.data() + moments.second.size());  // symmetric
+        second.insert(second.end(), moments.second.data(),
+                      moments.second.data() + moments.second.size());  // symmetric
         sum.insert(sum.end(), moments.first.data(), moments.first.data() + moments.first.size());
         count.push_back(moments.count);
       }
@@ -73,7 +87,7 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
     write("query", [&](int head) -> const Moments& { return layers[i].head(head).query; });
     write("key", [&](int head) -> const Moments& { return layers[i].head(head).key; });
     write("value", [&](int head) -> const Moments& { return layers[i].head(head).value; });
-    const auto write_sample = [&](const char* name, RowSample HeadMoments::* member) {
+    const auto write_sample = [&](const char* name, RowSample HeadMoments::*member) {
       std::vector<float> rows;
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const std::vector<float>& sample = (layers[i].head(head).*member).values();
@@ -83,44 +97,57 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
       writer.add("layers." + std::to_string(i) + "." + name + ".sample", {heads, count, dim}, rows);
     };
     const CodingStatistics& coding = layers[i].coding();
-    const auto write_coding = [&](const std::string& name, Moments CodingHead::* moments, Eigen::MatrixXd CodingHead::* metric) {
-      write("coded_" + name, [&](int head) -> const Moments& { return coding.head(head).*moments; });
+    const auto write_coding = [&](const std::string& name, Moments CodingHead::*moments,
+                                  Eigen::MatrixXd CodingHead::*metric) {
+      write("coded_" + name,
+            [&](int head) -> const Moments& { return coding.head(head).*moments; });
       std::vector<double> values;
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         const Eigen::MatrixXd& matrix = coding.head(head).*metric;
         values.insert(values.end(), matrix.data(), matrix.data() + matrix.size());  // symmetric
       }
-      writer.add("layers." + std::to_string(i) + ".coded_" + name + ".metric", {heads, dim, dim}, values);
+      writer.add("layers." + std::to_string(i) + ".coded_" + name + ".metric", {heads, dim, dim},
+                 values);
     };
     write_coding("key", &CodingHead::key, &CodingHead::key_metric);
     write_coding("value", &CodingHead::value, &CodingHead::value_metric);
-    writer.add("layers." + std::to_string(i) + ".coded_queries", {1}, std::vector<double>{coding.num_queries()});
-    writer.add("layers." + std::to_string(i) + ".stream_squares", {coding.stream_squares().size()}, coding.stream_squares().values());
+    writer.add("layers." + std::to_string(i) + ".coded_queries", {1},
+               std::vector<double>{coding.num_queries()});
+    writer.add("layers." + std::to_string(i) + ".stream_squares", {coding.stream_squares().size()},
+               coding.stream_squares().values());
     write_sample("key", &HeadMoments::key_sample);
     write_sample("value", &HeadMoments::value_sample);
     const Moments& values = layers[i].values();
     const std::string prefix = "layers." + std::to_string(i) + ".values.";
-    writer.add(prefix + "second_moment", {heads * dim, heads * dim}, std::vector<double>(values.second.data(), values.second.data() + values.second.size()));
-    writer.add(prefix + "sum", {heads * dim}, std::vector<double>(values.first.data(), values.first.data() + values.first.size()));
+    writer.add(
+        prefix + "second_moment", {heads * dim, heads * dim},
+        std::vector<double>(values.second.data(), values.second.data() + values.second.size()));
+    writer.add(prefix + "sum", {heads * dim},
+               std::vector<double>(values.first.data(), values.first.data() + values.first.size()));
     writer.add(prefix + "count", {1}, std::vector<double>{values.count});
   }
   writer.write(path);
 }
 
 /// @brief Reads a bundle for a model of `num_layers` layers of `shape`.
-/// @throws FormatError if the file is damaged or of another kind, ShapeError if it belongs to another model
+/// @throws FormatError if the file is damaged or of another kind, ShapeError if it belongs to
+/// another model
 template <class Real = double>
-std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape, int num_layers) {
+std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape,
+                                       int num_layers) {
   const io::Safetensors file = io::Safetensors::read(path);
   const auto metadata = [&](const std::string& key) {
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
   };
   if (metadata("format") != "lowrankkv.moments" || metadata("version") != "4") {
-    ::lowrankkv::detail::fail<FormatError>("calibration bundle: format ", metadata("format"), " version ", metadata("version"), ", expected lowrankkv.moments version 4 (calibrate again)");
+    ::lowrankkv::detail::fail<FormatError>(
+        "calibration bundle: format ", metadata("format"), " version ", metadata("version"),
+        ", expected lowrankkv.moments version 4 (calibrate again)");
   }
   const auto same = [&](const std::string& key, int model) {
-    if (metadata(key) != std::to_string(model)) ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
+    if (metadata(key) != std::to_string(model))
+      ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
   };
   same("num_layers", num_layers);
   same("num_qo_heads", shape.num_qo_heads);
@@ -128,12 +155,17 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
   same("head_dim", shape.head_dim);
   const std::int64_t heads = shape.num_kv_heads;
   const std::int64_t dim = shape.head_dim;
-  if (metadata("keys") != "rotated" && metadata("keys") != "unrotated") ::lowrankkv::detail::fail<FormatError>("calibration bundle: keys ", metadata("keys"), ", expected rotated or unrotated");
+  if (metadata("keys") != "rotated" && metadata("keys") != "unrotated")
+    ::lowrankkv::detail::fail<FormatError>("calibration bundle: keys ", metadata("keys"),
+                                           ", expected rotated or unrotated");
   RopeConfig rope;
   if (metadata("keys") == "unrotated") {
     rope.keys = Rope::pre;
-    if (metadata("pairing") != "half_split" && metadata("pairing") != "interleaved") ::lowrankkv::detail::fail<FormatError>("calibration bundle: pairing ", metadata("pairing"), ", expected half_split or interleaved");
-    rope.pairing = metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
+    if (metadata("pairing") != "half_split" && metadata("pairing") != "interleaved")
+      ::lowrankkv::detail::fail<FormatError>("calibration bundle: pairing ", metadata("pairing"),
+                                             ", expected half_split or interleaved");
+    rope.pairing =
+        metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
     rope.frequencies = file.values<double>("rope.frequencies", file.info("rope.frequencies").shape);
     static_cast<void>(rope_frequencies(rope, shape.head_dim));
   }
@@ -141,62 +173,81 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const auto read = [&](const std::string& name, auto&& moments_of) {
       const std::string prefix = "layers." + std::to_string(i) + "." + name + ".";
-      const std::vector<double> second = file.values<double>(prefix + "second_moment", {heads, dim, dim});
+      const std::vector<double> second =
+          file.values<double>(prefix + "second_moment", {heads, dim, dim});
       const std::vector<double> sum = file.values<double>(prefix + "sum", {heads, dim});
       const std::vector<double> count = file.values<double>(prefix + "count", {heads});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         Moments& moments = moments_of(head);
-        moments.second = Eigen::Map<const Eigen::MatrixX<Real>>(second.data() + head * dim * dim, dim, dim);
+        moments.second =
+            Eigen::Map<const Eigen::MatrixX<Real>>(second.data() + head * dim * dim, dim, dim);
         moments.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data() + head * dim, dim);
         moments.count = count[static_cast<std::size_t>(head)];
         if (!moments.second.allFinite() || !moments.first.allFinite() || !(moments.count >= 0.0)) {
-          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* of head ", head, " is not finite, or counts ", moments.count, " rows");
+          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* of head ", head,
+                                                 " is not finite, or counts ", moments.count,
+                                                 " rows");
         }
       }
     };
     read("query", [&](int head) -> Moments& { return layers[i].head(head).query; });
     read("key", [&](int head) -> Moments& { return layers[i].head(head).key; });
     read("value", [&](int head) -> Moments& { return layers[i].head(head).value; });
-    const auto read_sample = [&](const char* name, RowSample HeadMoments::* member) {
+    const auto read_sample = [&](const char* name, RowSample HeadMoments::*member) {
       const std::string tensor = "layers." + std::to_string(i) + "." + name + ".sample";
       const std::vector<std::int64_t>& extents = file.info(tensor).shape;
       const std::int64_t rows = extents.size() == 3 ? extents[1] : -1;
       const std::vector<float> all = file.values<float>(tensor, {heads, rows, dim});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        layers[i].head(head).*member = RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim, all.begin() + (head + 1) * rows * dim));
+        layers[i].head(head).*member =
+            RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim,
+                                                         all.begin() + (head + 1) * rows * dim));
       }
     };
     CodingStatistics& coding = layers[i].coding();
-    const auto read_coding = [&](const std::string& name, Moments CodingHead::* moments, Eigen::MatrixXd CodingHead::* metric) {
+    const auto read_coding = [&](const std::string& name, Moments CodingHead::*moments,
+                                 Eigen::MatrixXd CodingHead::*metric) {
       read("coded_" + name, [&](int head) -> Moments& { return coding.head(head).*moments; });
       const std::string tensor = "layers." + std::to_string(i) + ".coded_" + name + ".metric";
       const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        coding.head(head).*metric = Eigen::Map<const Eigen::MatrixX<Real>>(all.data() + head * dim * dim, dim, dim);
-        if (!(coding.head(head).*metric).allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head, " is not finite");
+        coding.head(head).*metric =
+            Eigen::Map<const Eigen::MatrixX<Real>>(all.data() + head * dim * dim, dim, dim);
+        if (!(coding.head(head).*metric).allFinite())
+          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head,
+                                                 " is not finite");
       }
     };
     read_coding("key", &CodingHead::key, &CodingHead::key_metric);
     read_coding("value", &CodingHead::value, &CodingHead::value_metric);
-    coding.set_num_queries(file.values<double>("layers." + std::to_string(i) + ".coded_queries", {1}).front());
+    coding.set_num_queries(
+        file.values<double>("layers." + std::to_string(i) + ".coded_queries", {1}).front());
     const std::string squares = "layers." + std::to_string(i) + ".stream_squares";
-    coding.set_stream_squares(RowSample(1, file.values<float>(squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]})));
+    coding.set_stream_squares(RowSample(
+        1, file.values<float>(
+               squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]})));
     read_sample("key", &HeadMoments::key_sample);
     read_sample("value", &HeadMoments::value_sample);
     Moments& values = layers[i].values();
     const std::string prefix = "layers." + std::to_string(i) + ".values.";
-    const std::vector<double> second = file.values<double>(prefix + "second_moment", {heads * dim, heads * dim});
+    const std::vector<double> second =
+        file.values<double>(prefix + "second_moment", {heads * dim, heads * dim});
     const std::vector<double> sum = file.values<double>(prefix + "sum", {heads * dim});
     values.second = Eigen::Map<const Eigen::MatrixX<Real>>(second.data(), heads * dim, heads * dim);
     values.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data(), heads * dim);
     values.count = file.values<double>(prefix + "count", {1}).front();
-    if (!values.second.allFinite() || !values.first.allFinite()) ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* is not finite, ", values.count, " rows");
+    if (!values.second.allFinite() || !values.first.allFinite())
+      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* is not finite, ",
+                                             values.count, " rows");
   }
   return layers;
 }
 
-LOWRANKKV_COMPILED_TEMPLATE(void save_moments<void>(const std::string&, const std::vector<LayerMoments>&, const std::map<std::string, std::string>&))
-LOWRANKKV_COMPILED_TEMPLATE(std::vector<LayerMoments> load_moments<double>(const std::string&, const CacheShape&, int))
+LOWRANKKV_COMPILED_TEMPLATE(void save_moments<void>(const std::string&,
+                                                    const std::vector<LayerMoments>&,
+                                                    const std::map<std::string, std::string>&))
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<LayerMoments> load_moments<double>(const std::string&,
+                                                                           const CacheShape&, int))
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -13,11 +13,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief The smallest rank whose leading sigma^2 reach `share` of their sum (OjaKV A.2; sigma^2, not sigma).
+/// @brief The smallest rank whose leading sigma^2 reach `share` of their sum (OjaKV A.2; sigma^2,
+/// not sigma).
 /// @param spectrum  sigma^2, descending  @throws ValueError unless 0 < share <= 1
 template <class = void>
 int rank_by_energy(const Eigen::VectorXd& spectrum, double share) {
-  if (!(share > 0.0) || share > 1.0) ::lowrankkv::detail::fail<ValueError>("energy share: in (0, 1], given ", share);
+  if (!(share > 0.0) || share > 1.0)
+    ::lowrankkv::detail::fail<ValueError>("energy share: in (0, 1], given ", share);
   const double wanted = share * spectrum.sum();
   double sum = 0.0;
   for (Eigen::Index rank = 0; rank < spectrum.size(); ++rank) {
@@ -29,11 +31,13 @@ int rank_by_energy(const Eigen::VectorXd& spectrum, double share) {
 
 /// @brief rank = round(ratio head_dim), at least 1. @throws ValueError unless 0 < ratio <= 1
 inline int rank_by_ratio(int head_dim, double ratio) {
-  if (!(ratio > 0.0) || ratio > 1.0) ::lowrankkv::detail::fail<ValueError>("ratio: in (0, 1], given ", ratio);
+  if (!(ratio > 0.0) || ratio > 1.0)
+    ::lowrankkv::detail::fail<ValueError>("ratio: in (0, 1], given ", ratio);
   return (std::max)(1, static_cast<int>(std::lround(ratio * head_dim)));
 }
 
-/// @brief The largest rank among the heads of a layer: what a kernel of one shape needs (OjaKV A.2).
+/// @brief The largest rank among the heads of a layer: what a kernel of one shape needs (OjaKV
+/// A.2).
 inline int max_over_heads(std::span<const int> ranks) {
   int rank = 0;
   for (const int head : ranks) rank = (std::max)(rank, head);

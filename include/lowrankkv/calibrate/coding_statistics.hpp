@@ -1,24 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/coding_statistics.hpp  What an error in a stored key or value does to a layer's output: metrics for coding.
+/// @file calibrate/coding_statistics.hpp  What an error in a stored key or value does to a layer's
+/// output: metrics for coding.
 ///
-/// Softmax weights p_ij, outputs o_i = sum_j p_ij v_j, and N_g = W_g W_g^T with W_g [head_dim, hidden] the part of the output
-/// projection that query head g meets. To first order an error dk_j changes logit ij by q_i dk_j and the layer's output by
-/// p_ij (q_i dk_j) (v_j - o_i) W_g; an error dv_j changes it by p_ij dv_j W_g. With errors that are independent from token to
-/// token, the expected squared change of the output is E[dk A_K dk^T] + E[dv A_V dv^T], per KV head:
-///   A_K = sum_{g,i} ( sum_j p_ij^2 (v_j - o_i) N_g (v_j - o_i)^T ) q_i^T q_i        A_V = sum_g N_g sum_{i,j} p_ij^2
-/// q scaled by 1/sqrt(head_dim); j over the rows that will be compressed, i over later queries. Both metrics are in one unit,
-/// that of the layer's residual stream, so one water-filling serves keys, values and heads.
+/// Softmax weights p_ij, outputs o_i = sum_j p_ij v_j, and N_g = W_g W_g^T with W_g [head_dim,
+/// hidden] the part of the output projection that query head g meets. To first order an error dk_j
+/// changes logit ij by q_i dk_j and the layer's output by p_ij (q_i dk_j) (v_j - o_i) W_g; an error
+/// dv_j changes it by p_ij dv_j W_g. With errors that are independent from token to token, the
+/// expected squared change of the output is E[dk A_K dk^T] + E[dv A_V dv^T], per KV head:
+///   A_K = sum_{g,i} ( sum_j p_ij^2 (v_j - o_i) N_g (v_j - o_i)^T ) q_i^T q_i        A_V = sum_g
+///   N_g sum_{i,j} p_ij^2
+/// q scaled by 1/sqrt(head_dim); j over the rows that will be compressed, i over later queries.
+/// Both metrics are in one unit, that of the layer's residual stream, so one water-filling serves
+/// keys, values and heads.
 ///
-/// Layers are compared by what an error is of the stream it is added to: the norms behind it divide by the stream's size. The
-/// metrics of a layer count as A / median |h|^2, h the rows of the residual stream right behind its attention. The median,
-/// since a few tokens (often the first) are thousands of times larger than all others. In absolute units the last layers
-/// would take all the bits: |h|^2 grows 50 000-fold over the layers of SmolLM2-135M.
+/// Layers are compared by what an error is of the stream it is added to: the norms behind it divide
+/// by the stream's size. The metrics of a layer count as A / median |h|^2, h the rows of the
+/// residual stream right behind its attention. The median, since a few tokens (often the first) are
+/// thousands of times larger than all others. In absolute units the last layers would take all the
+/// bits: |h|^2 grows 50 000-fold over the layers of SmolLM2-135M.
 ///
-/// Only forward passes are needed. Continuations should contain retrieval as well as text: let the model read spans of the context
-/// a second time.
+/// Only forward passes are needed. Continuations should contain retrieval as well as text: let the
+/// model read spans of the context a second time.
 ///
-/// Keys that are stored unrotated see every query turned back by their own position: q_i becomes q_i R_j in A_K, and the sum
-/// over j no longer stands apart. It is sampled: of every query kDraws rows j, in proportion to their share, evenly spaced.
+/// Keys that are stored unrotated see every query turned back by their own position: q_i becomes
+/// q_i R_j in A_K, and the sum over j no longer stands apart. It is sampled: of every query kDraws
+/// rows j, in proportion to their share, evenly spaced.
 #pragma once
 
 #include <Eigen/Core>
@@ -50,20 +56,29 @@ struct CodingHead {
 class CodingStatistics {
  public:
   CodingStatistics() = default;
-  /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are extreme, and left out
+  /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are
+  /// extreme, and left out
   /// @param rope    with Rope::pre, keys come unrotated and statistics are of them
   template <class Real = double>
-  explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32) : shape_(shape), exempt_(exempt) {
+  explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32)
+      : shape_(shape), exempt_(exempt) {
     if (rope.keys == Rope::pre) rotary_ = cpu::RotaryTable(rope, shape.head_dim);
     const Eigen::MatrixX<Real> zero = Eigen::MatrixX<Real>::Zero(shape.head_dim, shape.head_dim);
-    heads_.resize(static_cast<std::size_t>(shape.num_kv_heads), {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
-    grams_.resize(static_cast<std::size_t>(shape.num_qo_heads), Eigen::MatrixX<Real>::Identity(shape.head_dim, shape.head_dim));
+    heads_.resize(static_cast<std::size_t>(shape.num_kv_heads),
+                  {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
+    grams_.resize(static_cast<std::size_t>(shape.num_qo_heads),
+                  Eigen::MatrixX<Real>::Identity(shape.head_dim, shape.head_dim));
   }
-  /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is used.
+  /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is
+  /// used.
   template <class = void>
   void set_output_grams(std::vector<Eigen::MatrixXd> grams) {
-    ::lowrankkv::detail::check_equal("num_qo_heads", "cache", static_cast<std::size_t>(shape_.num_qo_heads), "output_grams", grams.size());
-    for (const Eigen::MatrixXd& gram : grams) ::lowrankkv::detail::check_equal("head_dim", "cache", Eigen::Index{shape_.head_dim}, "output_gram", gram.rows());
+    ::lowrankkv::detail::check_equal("num_qo_heads", "cache",
+                                     static_cast<std::size_t>(shape_.num_qo_heads), "output_grams",
+                                     grams.size());
+    for (const Eigen::MatrixXd& gram : grams)
+      ::lowrankkv::detail::check_equal("head_dim", "cache", Eigen::Index{shape_.head_dim},
+                                       "output_gram", gram.rows());
     grams_ = std::move(grams);
   }
   const CacheShape& shape() const { return shape_; }
@@ -75,13 +90,14 @@ class CodingStatistics {
   double num_queries() const { return num_queries_; }
   void set_num_queries(double queries) { num_queries_ = queries; }
 
-  /// @brief Adds rows h [n, hidden] of the residual stream behind this layer's attention (its output added): what errors are relative to.
-  /// Cost: n hidden products.
+  /// @brief Adds rows h [n, hidden] of the residual stream behind this layer's attention (its
+  /// output added): what errors are relative to. Cost: n hidden products.
   void add_residual_stream(MatrixView rows) {
     std::vector<float> squares;
     for (std::int64_t row = 0; row < rows.rows; ++row) {
       double sum = 0.0;
-      for (std::int64_t i = 0; i < rows.cols; ++i) sum += static_cast<double>(rows.row(row)[i]) * static_cast<double>(rows.row(row)[i]);
+      for (std::int64_t i = 0; i < rows.cols; ++i)
+        sum += static_cast<double>(rows.row(row)[i]) * static_cast<double>(rows.row(row)[i]);
       squares.push_back(static_cast<float>(sum));
     }
     stream_squares_.add({squares.data(), rows.rows, 1});
@@ -89,35 +105,48 @@ class CodingStatistics {
   /// @brief A sample of |h|^2 over the stream's rows: [rows, 1].
   const RowSample& stream_squares() const { return stream_squares_; }
   void set_stream_squares(RowSample squares) { stream_squares_ = std::move(squares); }
-  /// @brief The median of |h|^2. @throws ValueError if no rows were added or the median is not a positive number
+  /// @brief The median of |h|^2. @throws ValueError if no rows were added or the median is not a
+  /// positive number
   double stream_square() const {
     std::vector<float> squares = stream_squares_.values();
-    if (squares.empty()) ::lowrankkv::detail::fail<ValueError>("residual stream: 0 rows were added, at least 1 needed (CodingStatistics::add_residual_stream)");
+    if (squares.empty())
+      ::lowrankkv::detail::fail<ValueError>(
+          "residual stream: 0 rows were added, at least 1 needed "
+          "(CodingStatistics::add_residual_stream)");
     const auto middle = squares.begin() + static_cast<std::ptrdiff_t>(squares.size() / 2);
     std::nth_element(squares.begin(), middle, squares.end());
-    if (!(*middle > 0.0F) || !std::isfinite(*middle)) ::lowrankkv::detail::fail<ValueError>("residual stream: median of |h|^2 is ", *middle, ", a positive number expected");
+    if (!(*middle > 0.0F) || !std::isfinite(*middle))
+      ::lowrankkv::detail::fail<ValueError>("residual stream: median of |h|^2 is ", *middle,
+                                            ", a positive number expected");
     return static_cast<double>(*middle);
   }
-  /// @brief What the metrics are divided by to compare layers: queries they are sums over, times the median |h|^2; the latter is 1
-  /// for a layer that was not shown its residual stream.
-  double error_scale() const { return num_queries_ * (stream_squares_.size() > 0 ? stream_square() : 1.0); }
+  /// @brief What the metrics are divided by to compare layers: queries they are sums over, times
+  /// the median |h|^2; the latter is 1 for a layer that was not shown its residual stream.
+  double error_scale() const {
+    return num_queries_ * (stream_squares_.size() > 0 ? stream_square() : 1.0);
+  }
 
-  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim], rotated; key, value
-  /// [n, num_kv_heads, head_dim], keys in their form. The first `context` tokens are what would be compressed, the rest reads them.
+  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim],
+  /// rotated; key, value [n, num_kv_heads, head_dim], keys in their form. The first `context`
+  /// tokens are what would be compressed, the rest reads them.
   /// @param query_stride  every so-many-th token of the rest is used
-  /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a KV head
+  /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a
+  /// KV head
   /// @throws ShapeError if extents differ or context is not in [1, n]
   /// Cost: 6 n head_dim products per query used and head. Memory: 64 n floats.
   template <class Run, class Real = float>
-  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride, Run&& run) {
+  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
+           int query_stride, Run&& run) {
     using Rows = RowsOf<Real>;
     const std::int64_t n = key.num_tokens;
     ::lowrankkv::detail::check_rows("query", query, n, shape_.num_qo_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("key", key, n, shape_.num_kv_heads, shape_.head_dim);
     ::lowrankkv::detail::check_rows("value", value, n, shape_.num_kv_heads, shape_.head_dim);
-    if (context < 1 || context > n) ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
+    if (context < 1 || context > n)
+      ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
     std::vector<std::int64_t> readers;
-    for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride)) readers.push_back(token);
+    for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride))
+      readers.push_back(token);
     const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
     run(shape_.num_kv_heads, [&](int index) {
       CodingHead& head = heads_[static_cast<std::size_t>(index)];
@@ -129,12 +158,14 @@ class CodingStatistics {
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
         // v N v of every stored row: the same for all readers.
-        const Eigen::MatrixX<Real> gram = grams_[static_cast<std::size_t>(which)].template cast<Real>();
+        const Eigen::MatrixX<Real> gram =
+            grams_[static_cast<std::size_t>(which)].template cast<Real>();
         const auto stored = values.middleRows(first, context - first);
         const Eigen::VectorX<Real> energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
         for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
           const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
-          const auto to = readers.begin() + static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
+          const auto to = readers.begin() +
+                          static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
           add_block(query, which, {from, to}, keys, values, gram, energies, first, context, head);
         }
       }
@@ -143,7 +174,8 @@ class CodingStatistics {
   }
   /// @brief The same on the calling thread.
   template <class = void>
-  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context, int query_stride = 1) {
+  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
+           int query_stride = 1) {
     add(query, key, value, context, query_stride, [](int count, auto&& function) {
       for (int index = 0; index < count; ++index) function(index);
     });
@@ -157,19 +189,24 @@ class CodingStatistics {
   template <class Rows, class View>
   Rows load(const View& view, int head) const {
     Rows rows(view.num_tokens, shape_.head_dim);
-    for (std::int64_t token = 0; token < view.num_tokens; ++token) cpu::load_row(view, token, head, rows.data() + token * shape_.head_dim);
+    for (std::int64_t token = 0; token < view.num_tokens; ++token)
+      cpu::load_row(view, token, head, rows.data() + token * shape_.head_dim);
     return rows;
   }
 
   template <class Rows, class Matrix, class Vector>
-  void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers, const Rows& keys, const Rows& values,
-                 const Matrix& gram, const Vector& energies, std::int64_t first, std::int64_t context, CodingHead& head) const {
+  void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers,
+                 const Rows& keys, const Rows& values, const Matrix& gram, const Vector& energies,
+                 std::int64_t first, std::int64_t context, CodingHead& head) const {
     const Eigen::Index count = static_cast<Eigen::Index>(readers.size());
     Rows queries(count, shape_.head_dim);
-    for (Eigen::Index i = 0; i < count; ++i) cpu::load_row(query, readers[static_cast<std::size_t>(i)], which, queries.data() + i * shape_.head_dim);
+    for (Eigen::Index i = 0; i < count; ++i)
+      cpu::load_row(query, readers[static_cast<std::size_t>(i)], which,
+                    queries.data() + i * shape_.head_dim);
     queries /= std::sqrt(static_cast<float>(shape_.head_dim));
     const Eigen::Index seen = readers.back() + 1;
-    Matrix weights = keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
+    Matrix weights =
+        keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
     for (Eigen::Index i = 0; i < count; ++i) {
       auto column = weights.col(i).array();
       const Eigen::Index own = readers[static_cast<std::size_t>(i)] + 1;
@@ -183,19 +220,24 @@ class CodingStatistics {
     // sum_j w (v - o) N (v - o) = sum_j w v N v - 2 o N (sum_j w v) + (sum_j w) o N o
     const Matrix means = stored.transpose() * squares;
     const Vector sums = squares.colwise().sum();
-    const Matrix seen_by = gram * outputs;  // o N of every query
+    const Matrix seen_by = gram * outputs;                   // o N of every query
     using Real = decltype(1.0 * typename Matrix::Scalar());  // double
     Eigen::VectorX<Real> spread(count);
     for (Eigen::Index i = 0; i < count; ++i) {
-      spread[i] = static_cast<double>(energies.dot(squares.col(i))) - 2.0 * static_cast<double>(seen_by.col(i).dot(means.col(i))) +
-                  static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
+      spread[i] =
+          static_cast<double>(energies.dot(squares.col(i))) -
+          2.0 * static_cast<double>(seen_by.col(i).dot(means.col(i))) +
+          static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
       spread[i] = (std::max)(spread[i], 0.0);
     }
     if (pre_rope()) {
       const Matrix cross = stored * seen_by;
       for (Eigen::Index i = 0; i < count; ++i) {
         const float own = seen_by.col(i).dot(outputs.col(i));
-        const Vector shares = squares.col(i).cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix()).cwiseMax(0.0F);
+        const Vector shares =
+            squares.col(i)
+                .cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix())
+                .cwiseMax(0.0F);
         add_rotated(queries.row(i), shares, first, head.key_metric);
       }
     } else {
@@ -209,7 +251,8 @@ class CodingStatistics {
 
   /// metric += sum_j share_j (q R_j)^T (q R_j), sampled; share 0 belongs to position `first`.
   template <class Query, class Vector>
-  void add_rotated(const Query& query, const Vector& shares, std::int64_t first, Eigen::MatrixXd& metric) const {
+  void add_rotated(const Query& query, const Vector& shares, std::int64_t first,
+                   Eigen::MatrixXd& metric) const {
     constexpr int kDraws = 64;
     const double total = shares.template cast<double>().sum();
     if (!(total > 0.0)) return;
@@ -227,7 +270,8 @@ class CodingStatistics {
       draws += hits;
       ++rows;
     }
-    const Eigen::MatrixX<typename Vector::Scalar> product = drawn.topRows(rows).transpose() * drawn.topRows(rows);
+    const Eigen::MatrixX<typename Vector::Scalar> product =
+        drawn.topRows(rows).transpose() * drawn.topRows(rows);
     metric += product.template cast<double>();
   }
 
@@ -240,9 +284,15 @@ class CodingStatistics {
   std::vector<Eigen::MatrixXd> grams_;
 };
 
-LOWRANKKV_COMPILED_TEMPLATE(CodingStatistics::CodingStatistics(const CacheShape&, const RopeConfig&, int))
-LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add<void>(const QueryView&, const KeyView&, const ValueView&, std::int64_t, int))
-LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add_block<CodingStatistics::RowsOf<float>, Eigen::MatrixXf, Eigen::VectorXf>(const QueryView&, int, const std::vector<std::int64_t>&, const RowsOf<float>&, const RowsOf<float>&, const Eigen::MatrixXf&, const Eigen::VectorXf&, std::int64_t, std::int64_t, CodingHead&) const)
+LOWRANKKV_COMPILED_TEMPLATE(CodingStatistics::CodingStatistics(const CacheShape&, const RopeConfig&,
+                                                               int))
+LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add<void>(const QueryView&, const KeyView&,
+                                                             const ValueView&, std::int64_t, int))
+LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add_block<CodingStatistics::RowsOf<float>,
+                                                             Eigen::MatrixXf, Eigen::VectorXf>(
+    const QueryView&, int, const std::vector<std::int64_t>&, const RowsOf<float>&,
+    const RowsOf<float>&, const Eigen::MatrixXf&, const Eigen::VectorXf&, std::int64_t,
+    std::int64_t, CodingHead&) const)
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/joint_values.hpp  One decomposition for the values of a group of heads (STAR-KV section 4.3; Palu's grouped heads).
+/// @file calibrate/joint_values.hpp  One decomposition for the values of a group of heads (STAR-KV
+/// section 4.3; Palu's grouped heads).
 ///
-/// The values of all heads of a token are one row v = [v_0 | v_1 | ...] of H d channels (H = num_kv_heads, d = head_dim).
-///   encode  c = v value_down                 one vector of r coefficients a token, shared by all heads
-///   decode  v_h = c output_up_h              output_up_h = the rows of head h of value_down, transposed
-///   output  o_h = (sum_i alpha_i c_i) output_up_h
-/// At r = H r_head it stores as much as r_head coefficients for each head, and never loses more energy (lemma 4.2): head-wise
-/// bases are one special joint basis, block-diagonal. The price: weighted sums of r instead of r / H coefficients per head.
+/// The values of all heads of a token are one row v = [v_0 | v_1 | ...] of H d channels (H =
+/// num_kv_heads, d = head_dim).
+///   encode  c = v value_down                 one vector of r coefficients a token, shared by all
+///   heads decode  v_h = c output_up_h              output_up_h = the rows of head h of value_down,
+///   transposed output  o_h = (sum_i alpha_i c_i) output_up_h
+/// At r = H r_head it stores as much as r_head coefficients for each head, and never loses more
+/// energy (lemma 4.2): head-wise bases are one special joint basis, block-diagonal. The price:
+/// weighted sums of r instead of r / H coefficients per head.
 #pragma once
 
 #include <Eigen/Core>
@@ -24,19 +27,23 @@ namespace calibrate {
 
 /// @brief The maps of joint values, f64.
 struct JointValueMaps {
-  Eigen::MatrixXd value_down;              ///< [num_kv_heads head_dim, rank], orthonormal columns
-  std::vector<Eigen::MatrixXd> output_up;  ///< per head [rank, head_dim]; side by side they are value_down transposed
+  Eigen::MatrixXd value_down;  ///< [num_kv_heads head_dim, rank], orthonormal columns
+  std::vector<Eigen::MatrixXd>
+      output_up;  ///< per head [rank, head_dim]; side by side they are value_down transposed
 };
 
 /// @brief The joint maps of smallest squared error sum ||v - v^||^2 of their rank (Eckart-Young).
-/// @param moments of stacked values, [num_kv_heads head_dim]: Moments::add on rows [n, num_kv_heads head_dim], or weight_moments
-/// @throws ShapeError unless num_kv_heads divides the width and 1 <= rank <= width, ValueError on NaN or Inf
-/// Cost: O((num_kv_heads head_dim)^3).
+/// @param moments of stacked values, [num_kv_heads head_dim]: Moments::add on rows [n, num_kv_heads
+/// head_dim], or weight_moments
+/// @throws ShapeError unless num_kv_heads divides the width and 1 <= rank <= width, ValueError on
+/// NaN or Inf Cost: O((num_kv_heads head_dim)^3).
 template <class Real = double>
 JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) {
   const Eigen::Index width = moments.second.rows();
   const Eigen::Index dim = ::lowrankkv::detail::joint_head_dim(width, num_kv_heads);
-  if (rank < 1 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
+  if (rank < 1 || rank > width)
+    ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ",
+                                          width);
   JointValueMaps maps;
   const Eigen::MatrixX<Real> axes = principal_axes(moments.second).vectors;
   maps.value_down = axes.leftCols(rank);
@@ -46,38 +53,47 @@ JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) 
   return maps;
 }
 
-/// @brief The squared error sum ||v - v^||^2 of the best joint maps of `rank`: the sum of the joint sigma^2 beyond it, in
-/// the unit of moments.second. @throws ShapeError unless 0 <= rank <= width. Cost: O((num_kv_heads head_dim)^3).
+/// @brief The squared error sum ||v - v^||^2 of the best joint maps of `rank`: the sum of the joint
+/// sigma^2 beyond it, in the unit of moments.second. @throws ShapeError unless 0 <= rank <= width.
+/// Cost: O((num_kv_heads head_dim)^3).
 template <class Real = double>
 double joint_error(const Moments& moments, int rank) {
   const Eigen::Index width = moments.second.rows();
-  if (rank < 0 || rank > width) ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ", width);
+  if (rank < 0 || rank > width)
+    ::lowrankkv::detail::fail<ShapeError>("rank: joint rank ", rank, ", num_kv_heads * head_dim ",
+                                          width);
   const Eigen::VectorX<Real> values = principal_axes(moments.second).values;
   return values.tail(width - rank).sum();
 }
 
-/// @brief The same for the best maps of each head alone, `rank_per_head` each: joint_error(num_kv_heads rank_per_head) is
-/// never above it (lemma 4.2). @throws ShapeError as above, for head_dim. Cost: O(num_kv_heads head_dim^3).
+/// @brief The same for the best maps of each head alone, `rank_per_head` each:
+/// joint_error(num_kv_heads rank_per_head) is never above it (lemma 4.2). @throws ShapeError as
+/// above, for head_dim. Cost: O(num_kv_heads head_dim^3).
 template <class Real = double>
 double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_head) {
   double error = 0.0;
   for (const Moments& head : head_moments(moments, num_kv_heads)) {
     const Eigen::Index dim = head.second.rows();
-    if (rank_per_head < 0 || rank_per_head > dim) ::lowrankkv::detail::fail<ShapeError>("rank: rank_per_head ", rank_per_head, ", head_dim ", dim);
+    if (rank_per_head < 0 || rank_per_head > dim)
+      ::lowrankkv::detail::fail<ShapeError>("rank: rank_per_head ", rank_per_head, ", head_dim ",
+                                            dim);
     const Eigen::VectorX<Real> values = principal_axes(head.second).values;
     error += values.tail(dim - rank_per_head).sum();
   }
   return error;
 }
 
-/// @brief Folds a head's output_up into the engine's output projection: o_h W_O = (sum_i alpha_i c_i) (output_up_h W_O), so
-/// that values are never reconstructed (STAR-KV section 3.3).
+/// @brief Folds a head's output_up into the engine's output projection: o_h W_O = (sum_i alpha_i
+/// c_i) (output_up_h W_O), so that values are never reconstructed (STAR-KV section 3.3).
 /// @param output_up  [rank, head_dim] of the KV head that the query head reads
-/// @param projection [head_dim, hidden] of the query head, applied from the right: its columns of a torch.nn.Linear.weight, transposed
+/// @param projection [head_dim, hidden] of the query head, applied from the right: its columns of a
+/// torch.nn.Linear.weight, transposed
 /// @return [rank, hidden]. @throws ShapeError if head_dim differs. Cost: O(rank head_dim hidden).
 template <class Real = double>
-Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up, const cpu::MatrixRef<Real>& projection) {
-  ::lowrankkv::detail::check_equal("head_dim", "output_up", output_up.cols(), "projection", projection.rows());
+Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up,
+                              const cpu::MatrixRef<Real>& projection) {
+  ::lowrankkv::detail::check_equal("head_dim", "output_up", output_up.cols(), "projection",
+                                   projection.rows());
   return output_up * projection;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/layer_moments.hpp  The calibration of one attention layer: moments of Q, K, V per KV head, and the bases they give.
+/// @file calibrate/layer_moments.hpp  The calibration of one attention layer: moments of Q, K, V
+/// per KV head, and the bases they give.
 #pragma once
 
 #include <Eigen/Core>
@@ -25,21 +26,24 @@ namespace calibrate {
 /// @brief Which rows a key basis is fitted to.
 enum class KeySource {
   keys,             ///< K alone
-  queries_and_keys  ///< row-stacked [Q; K], the queries of the whole group (OjaKV A.2 with the dimension error corrected)
+  queries_and_keys  ///< row-stacked [Q; K], the queries of the whole group (OjaKV A.2 with the
+                    ///< dimension error corrected)
 };
 
 /// @brief What to make of a layer's moments.
 struct BasisOptions {
   double key_ratio = 0.5;    ///< key_rank / head_dim
   double value_ratio = 0.5;  ///< value_rank / head_dim
-  double key_energy = 0.0;   ///< > 0: the rank that keeps this share of sigma^2, the largest of the layer's heads, instead of key_ratio
-  double value_energy = 0.0; ///< the same for values
+  double key_energy = 0.0;   ///< > 0: the rank that keeps this share of sigma^2, the largest of the
+                             ///< layer's heads, instead of key_ratio
+  double value_energy = 0.0;  ///< the same for values
   KeySource key_source = KeySource::keys;
-  PerHead policy{};          ///< metric and centring; key_source is ignored by query-aware keys, whose metric holds the queries
+  PerHead policy{};  ///< metric and centring; key_source is ignored by query-aware keys, whose
+                     ///< metric holds the queries
 };
 
-/// @brief Moments of the keys, values and (all grouped) queries of one KV head, and a sample of the rows for what moments
-/// cannot tell (percentiles).
+/// @brief Moments of the keys, values and (all grouped) queries of one KV head, and a sample of the
+/// rows for what moments cannot tell (percentiles).
 struct HeadMoments {
   Moments query, key, value;
   RowSample key_sample, value_sample;
@@ -49,13 +53,17 @@ struct HeadMoments {
 class LayerMoments {
  public:
   LayerMoments() = default;
-  /// @param rope  which form of the keys the statistics are of. Unrotated keys meet queries turned back by the key's position:
-  /// the moments of queries are then of queries turned back by that of a key before them, evenly chosen
+  /// @param rope  which form of the keys the statistics are of. Unrotated keys meet queries turned
+  /// back by the key's position: the moments of queries are then of queries turned back by that of
+  /// a key before them, evenly chosen
   template <class = void>
-  explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {}) : shape_(shape), rope_(rope) {
+  explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {})
+      : shape_(shape), rope_(rope) {
     heads_.resize(static_cast<std::size_t>(shape.num_kv_heads));
     const RowSample sample(shape.head_dim, kSampleRows);
-    for (HeadMoments& head : heads_) head = {Moments(shape.head_dim), Moments(shape.head_dim), Moments(shape.head_dim), sample, sample};
+    for (HeadMoments& head : heads_)
+      head = {Moments(shape.head_dim), Moments(shape.head_dim), Moments(shape.head_dim), sample,
+              sample};
     values_ = Moments(shape.num_kv_heads * shape.head_dim);
     coding_ = CodingStatistics(shape, rope);
   }
@@ -65,25 +73,32 @@ class LayerMoments {
   const RopeConfig& rope() const { return rope_; }
   HeadMoments& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const HeadMoments& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
-  /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim]: what joint values are made from.
+  /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim]: what joint values
+  /// are made from.
   Moments& values() { return values_; }
   const Moments& values() const { return values_; }
   /// @brief Statistics for transform coding; filled by CodingStatistics::add(), not by add() below.
   CodingStatistics& coding() { return coding_; }
   const CodingStatistics& coding() const { return coding_; }
 
-  /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim], rotated; key, value [n, num_kv_heads, head_dim], keys in
-  /// their form. @param first_position  of the first token; counts for unrotated keys alone
+  /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim], rotated; key, value
+  /// [n, num_kv_heads, head_dim], keys in their form. @param first_position  of the first token;
+  /// counts for unrotated keys alone
   template <class = void>
-  void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t first_position = 0) {
-    ::lowrankkv::detail::check_rows("query", query, key.num_tokens, shape_.num_qo_heads, shape_.head_dim);
-    ::lowrankkv::detail::check_rows("key", key, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
-    ::lowrankkv::detail::check_rows("value", value, key.num_tokens, shape_.num_kv_heads, shape_.head_dim);
+  void add(const QueryView& query, const KeyView& key, const ValueView& value,
+           std::int64_t first_position = 0) {
+    ::lowrankkv::detail::check_rows("query", query, key.num_tokens, shape_.num_qo_heads,
+                                    shape_.head_dim);
+    ::lowrankkv::detail::check_rows("key", key, key.num_tokens, shape_.num_kv_heads,
+                                    shape_.head_dim);
+    ::lowrankkv::detail::check_rows("value", value, key.num_tokens, shape_.num_kv_heads,
+                                    shape_.head_dim);
     const int dim = shape_.head_dim;
     const std::int64_t n = key.num_tokens;
     std::vector<float> rows(static_cast<std::size_t>(n * dim));
     const auto load = [&](const auto& view, int head) {
-      for (std::int64_t token = 0; token < n; ++token) cpu::load_row(view, token, head, rows.data() + token * dim);
+      for (std::int64_t token = 0; token < n; ++token)
+        cpu::load_row(view, token, head, rows.data() + token * dim);
       return MatrixView(rows.data(), n, dim);
     };
     std::vector<float> stacked(rows.size() * static_cast<std::size_t>(shape_.num_kv_heads));
@@ -96,7 +111,8 @@ class LayerMoments {
       const MatrixView values = load(value, index);
       head.value.add(values);
       head.value_sample.add(values);
-      for (std::int64_t token = 0; token < n; ++token) std::copy_n(values.row(token), dim, stacked.begin() + token * width + index * dim);
+      for (std::int64_t token = 0; token < n; ++token)
+        std::copy_n(values.row(token), dim, stacked.begin() + token * width + index * dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const MatrixView queries = load(query, index * shape_.group_size() + member);
         if (rope_.keys == Rope::pre) rotate_back(rows.data(), n, first_position);
@@ -106,11 +122,13 @@ class LayerMoments {
     values_.add({stacked.data(), n, width});
   }
 
-  /// @brief The spectrum of the key rows that `options` asks for, in their metric: what a key rank is chosen from.
+  /// @brief The spectrum of the key rows that `options` asks for, in their metric: what a key rank
+  /// is chosen from.
   template <class Real = double>
   Spectrum key_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
-    const Eigen::MatrixX<Real> keys = options.policy.centred ? moments.key.centred() : moments.key.second;
+    const Eigen::MatrixX<Real> keys =
+        options.policy.centred ? moments.key.centred() : moments.key.second;
     if (options.policy.key_metric == KeyMetric::query_aware) {
       const Eigen::MatrixX<Real> root = metric_root(moments.query.second).root;
       return principal_axes(root * keys * root);
@@ -125,19 +143,25 @@ class LayerMoments {
     return principal_axes(options.policy.centred ? moments.value.centred() : moments.value.second);
   }
 
-  /// @brief The rank that `options` gives all heads of this layer: by ratio, or by energy (OjaKV A.2).
+  /// @brief The rank that `options` gives all heads of this layer: by ratio, or by energy (OjaKV
+  /// A.2).
   template <class = void>
   int key_rank(const BasisOptions& options) const {
-    return options.key_energy > 0.0 ? rank_over_heads([&](int head) { return key_spectrum(head, options); }, options.key_energy)
-                                    : rank_by_ratio(shape_.head_dim, options.key_ratio);
+    return options.key_energy > 0.0
+               ? rank_over_heads([&](int head) { return key_spectrum(head, options); },
+                                 options.key_energy)
+               : rank_by_ratio(shape_.head_dim, options.key_ratio);
   }
   template <class = void>
   int value_rank(const BasisOptions& options) const {
-    return options.value_energy > 0.0 ? rank_over_heads([&](int head) { return value_spectrum(head, options); }, options.value_energy)
-                                      : rank_by_ratio(shape_.head_dim, options.value_ratio);
+    return options.value_energy > 0.0
+               ? rank_over_heads([&](int head) { return value_spectrum(head, options); },
+                                 options.value_energy)
+               : rank_by_ratio(shape_.head_dim, options.value_ratio);
   }
 
-  /// @brief The maps of all heads at the options' ranks. Cost: a few eigendecompositions of head_dim per head.
+  /// @brief The maps of all heads at the options' ranks. Cost: a few eigendecompositions of
+  /// head_dim per head.
   template <class Real = double>
   LayerBasis basis(const BasisOptions& options) const {
     LayerBasis layer;
@@ -148,7 +172,8 @@ class LayerMoments {
       HeadBasis maps;
       maps.key_rank = of_keys;
       maps.value_rank = of_values;
-      const Eigen::MatrixX<Real> key_axes = key_spectrum(head, options).vectors, value_axes = value_spectrum(head, options).vectors;
+      const Eigen::MatrixX<Real> key_axes = key_spectrum(head, options).vectors,
+                                 value_axes = value_spectrum(head, options).vectors;
       const Eigen::MatrixX<Real> keys = key_axes.leftCols(maps.key_rank);
       maps.value_down = cpu::to_row_major(value_axes.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
@@ -174,17 +199,21 @@ class LayerMoments {
   template <class SpectrumOf>
   int rank_over_heads(SpectrumOf&& spectrum_of, double energy) const {
     std::vector<int> ranks;
-    for (int head = 0; head < shape_.num_kv_heads; ++head) ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
+    for (int head = 0; head < shape_.num_kv_heads; ++head)
+      ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
     return max_over_heads(ranks);
   }
   /// Rotations query rows [n, head_dim] back by positions spread over those up to their own.
   template <class = void>
   void rotate_back(float* rows, std::int64_t n, std::int64_t first_position) const {
-    constexpr double kGolden = 0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
+    constexpr double kGolden =
+        0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
     for (std::int64_t token = 0; token < n; ++token) {
       const double whole = kGolden * static_cast<double>(token + 1);
       const double share = whole - std::floor(whole);
-      coding_.rotary().rotate_row(-static_cast<std::int64_t>(share * static_cast<double>(first_position + token + 1)), rows + token * shape_.head_dim);
+      coding_.rotary().rotate_row(
+          -static_cast<std::int64_t>(share * static_cast<double>(first_position + token + 1)),
+          rows + token * shape_.head_dim);
     }
   }
   CacheShape shape_;
@@ -195,9 +224,12 @@ class LayerMoments {
 };
 
 LOWRANKKV_COMPILED_TEMPLATE(LayerMoments::LayerMoments(const CacheShape&, const RopeConfig&))
-LOWRANKKV_COMPILED_TEMPLATE(void LayerMoments::add<void>(const QueryView&, const KeyView&, const ValueView&, std::int64_t))
-LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::key_spectrum<double>(int, const BasisOptions&) const)
-LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::value_spectrum<void>(int, const BasisOptions&) const)
+LOWRANKKV_COMPILED_TEMPLATE(void LayerMoments::add<void>(const QueryView&, const KeyView&,
+                                                         const ValueView&, std::int64_t))
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::key_spectrum<double>(int, const BasisOptions&)
+                                const)
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::value_spectrum<void>(int, const BasisOptions&)
+                                const)
 LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::key_rank<void>(const BasisOptions&) const)
 LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::value_rank<void>(const BasisOptions&) const)
 LOWRANKKV_COMPILED_TEMPLATE(LayerBasis LayerMoments::basis<double>(const BasisOptions&) const)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/moments.hpp  Second moments of a stream of rows, the eigenbasis they give, and roots for a metric.
+/// @file calibrate/moments.hpp  Second moments of a stream of rows, the eigenbasis they give, and
+/// roots for a metric.
 #pragma once
 
 #include <Eigen/Core>
@@ -16,7 +17,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Sum of x x^T and of x over rows x [head_dim], in f64: one pass over the data, nothing kept of it.
+/// @brief Sum of x x^T and of x over rows x [head_dim], in f64: one pass over the data, nothing
+/// kept of it.
 struct Moments {
   Eigen::MatrixXd second;  ///< sum of x x^T, [head_dim, head_dim]
   Eigen::VectorXd first;   ///< sum of x
@@ -24,21 +26,26 @@ struct Moments {
 
   Moments() = default;
   template <class Real = double>
-  explicit Moments(int head_dim) : second(Eigen::MatrixX<Real>::Zero(head_dim, head_dim)), first(Eigen::VectorX<Real>::Zero(head_dim)) {}
+  explicit Moments(int head_dim)
+      : second(Eigen::MatrixX<Real>::Zero(head_dim, head_dim)),
+        first(Eigen::VectorX<Real>::Zero(head_dim)) {}
 
   /// @brief Adds rows [n, head_dim]. @throws ShapeError if head_dim differs. Cost: n head_dim^2.
   template <class Real = double>
   void add(MatrixView rows) {
-    ::lowrankkv::detail::check_equal("head_dim", "moments", static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
+    ::lowrankkv::detail::check_equal("head_dim", "moments",
+                                     static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
     const Eigen::MatrixX<Real> wide = cpu::to_matrix(rows);
     second.noalias() += wide.transpose() * wide;
     first += wide.colwise().sum().transpose();
     count += static_cast<double>(rows.rows);
   }
-  /// @brief The moments of both streams together: bases of row-stacked [Q; K] come from the sum of their moments.
+  /// @brief The moments of both streams together: bases of row-stacked [Q; K] come from the sum of
+  /// their moments.
   template <class Real = double>
   Moments& operator+=(const Moments& other) {
-    ::lowrankkv::detail::check_equal("head_dim", "moments", second.rows(), "other", other.second.rows());
+    ::lowrankkv::detail::check_equal("head_dim", "moments", second.rows(), "other",
+                                     other.second.rows());
     second += other.second;
     first += other.first;
     count += other.count;
@@ -63,11 +70,14 @@ struct Spectrum {
   Eigen::VectorXd values;   ///< descending, clamped to >= 0: sigma^2 of the stacked rows
 };
 
-/// @brief Principal axes of rows with second moment `matrix`: the right singular vectors of the stacked rows.
+/// @brief Principal axes of rows with second moment `matrix`: the right singular vectors of the
+/// stacked rows.
 /// @throws ValueError if the matrix is not finite. Cost: O(head_dim^3).
 template <class Real = double>
 Spectrum principal_axes(const cpu::MatrixIn<Real>& matrix) {
-  if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ", matrix.trace(), ", finite expected");
+  if (!matrix.allFinite())
+    ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ",
+                                          matrix.trace(), ", finite expected");
   const Eigen::SelfAdjointEigenSolver<Eigen::MatrixX<Real>> solver(matrix);
   return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
 }
@@ -76,17 +86,21 @@ Spectrum principal_axes(const cpu::MatrixIn<Real>& matrix) {
 struct MetricRoot {
   Eigen::MatrixXd root, inverse;
 };
-/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor` times the mean are
-/// raised to it: directions that no query uses must not make the inverse explode. @throws ValueError without energy
+/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor`
+/// times the mean are raised to it: directions that no query uses must not make the inverse
+/// explode. @throws ValueError without energy
 template <class Real = double>
 MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
   const Eigen::MatrixX<Real>& vectors = spectrum.vectors;
   const Eigen::VectorX<Real>& values = spectrum.values;
   const double mean = values.mean();
-  if (!(mean > 0.0)) ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean, ", must be positive");
+  if (!(mean > 0.0))
+    ::lowrankkv::detail::fail<ValueError>("calibration: the queries' mean energy is ", mean,
+                                          ", must be positive");
   const Eigen::VectorX<Real> roots = (values / mean).cwiseMax(floor).cwiseSqrt();
-  return {vectors * roots.asDiagonal() * vectors.transpose(), vectors * roots.cwiseInverse().asDiagonal() * vectors.transpose()};
+  return {vectors * roots.asDiagonal() * vectors.transpose(),
+          vectors * roots.cwiseInverse().asDiagonal() * vectors.transpose()};
 }
 
 LOWRANKKV_COMPILED_TEMPLATE(void Moments::add<double>(MatrixView))

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/row_sample.hpp  A bounded sample of the rows of a stream: what moments cannot tell (percentiles, medians).
+/// @file calibrate/row_sample.hpp  A bounded sample of the rows of a stream: what moments cannot
+/// tell (percentiles, medians).
 #pragma once
 
 #include <algorithm>
@@ -13,19 +14,24 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Rows spread evenly over a stream of unknown length: every stride-th one, the stride doubling when room runs out.
+/// @brief Rows spread evenly over a stream of unknown length: every stride-th one, the stride
+/// doubling when room runs out.
 class RowSample {
  public:
   RowSample() = default;
   RowSample(int head_dim, std::int64_t capacity) : dim_(head_dim), capacity_(capacity) {}
   /// @brief A sample that was stored: rows [n, head_dim].
-  RowSample(int head_dim, std::vector<float> rows) : dim_(head_dim), capacity_(static_cast<std::int64_t>(rows.size()) / head_dim), rows_(std::move(rows)) {}
+  RowSample(int head_dim, std::vector<float> rows)
+      : dim_(head_dim),
+        capacity_(static_cast<std::int64_t>(rows.size()) / head_dim),
+        rows_(std::move(rows)) {}
   /// @brief Rows of the stream, [n, head_dim], in its order.
   void add(MatrixView rows) {
     for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
       if (seen_ % stride_ != 0) continue;
       if (size() == capacity_) {  // keep every second row
-        for (std::int64_t kept = 0; 2 * kept < size(); ++kept) std::copy_n(rows_.begin() + 2 * kept * dim_, dim_, rows_.begin() + kept * dim_);
+        for (std::int64_t kept = 0; 2 * kept < size(); ++kept)
+          std::copy_n(rows_.begin() + 2 * kept * dim_, dim_, rows_.begin() + kept * dim_);
         rows_.resize(static_cast<std::size_t>((size() + 1) / 2 * dim_));
         stride_ *= 2;
         if (seen_ % stride_ != 0) continue;
@@ -33,7 +39,9 @@ class RowSample {
       rows_.insert(rows_.end(), rows.row(row), rows.row(row) + dim_);
     }
   }
-  std::int64_t size() const { return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_; }
+  std::int64_t size() const {
+    return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_;
+  }
   /// @brief The rows kept, [size(), head_dim].
   const std::vector<float>& values() const { return rows_; }
 

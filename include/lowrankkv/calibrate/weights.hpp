@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/weights.hpp  Moments of keys and values from projection weights (Palu; STAR-KV section 4.1): no pass over K and V.
+/// @file calibrate/weights.hpp  Moments of keys and values from projection weights (Palu; STAR-KV
+/// section 4.1): no pass over K and V.
 ///
-/// A head's keys are k = W x + b. From the moments of the layer's input x (S = sum x x^T, s = sum x, n rows) follow
+/// A head's keys are k = W x + b. From the moments of the layer's input x (S = sum x x^T, s = sum
+/// x, n rows) follow
 ///   sum k k^T = W S W^T + (W s) b^T + b (W s)^T + n b b^T,   sum k = W s + n b,
-/// exactly: bases from them are those of an SVD of the whitened weights W S^(1/2). Without an input moment S = I: those
-/// of the SVD of W itself. RoPE is not linear in x: for keys these are moments before RoPE; values never see it.
+/// exactly: bases from them are those of an SVD of the whitened weights W S^(1/2). Without an input
+/// moment S = I: those of the SVD of W itself. RoPE is not linear in x: for keys these are moments
+/// before RoPE; values never see it.
 ///
-/// One head: W is [head_dim, hidden]. Several heads stacked, [num_kv_heads head_dim, hidden], give the joint moments
-/// that calibrate/joint_values.hpp takes; head_moments() cuts the heads' own out of them.
+/// One head: W is [head_dim, hidden]. Several heads stacked, [num_kv_heads head_dim, hidden], give
+/// the joint moments that calibrate/joint_values.hpp takes; head_moments() cuts the heads' own out
+/// of them.
 #pragma once
 
 #include <Eigen/Core>
@@ -29,7 +33,8 @@ namespace detail {
 /// head_dim of `width` channels of stacked heads; raises ShapeError unless the heads divide them.
 inline Eigen::Index joint_head_dim(Eigen::Index width, int num_kv_heads) {
   if (num_kv_heads < 1 || width % num_kv_heads != 0) {
-    ::lowrankkv::detail::fail<ShapeError>("num_kv_heads: ", num_kv_heads, " does not divide the joint width ", width);
+    ::lowrankkv::detail::fail<ShapeError>("num_kv_heads: ", num_kv_heads,
+                                          " does not divide the joint width ", width);
   }
   return width / num_kv_heads;
 }
@@ -38,15 +43,20 @@ inline Eigen::Index joint_head_dim(Eigen::Index width, int num_kv_heads) {
 namespace calibrate {
 
 /// @brief Whitened: the moments of W x + b from those of x (equations in the banner).
-/// @param weight  W [channels, hidden], row-major: a row makes one output channel (torch.nn.Linear.weight)
+/// @param weight  W [channels, hidden], row-major: a row makes one output channel
+/// (torch.nn.Linear.weight)
 /// @param input   moments of x [hidden]: second, first and count as Moments::add collects them
 /// @param bias    b [channels]; empty: none
 /// @throws ShapeError if hidden or channels differ. Cost: O(channels hidden^2). In f64.
 template <class Real = double, class Stored = float>
 Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
-  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment", std::int64_t{input.second.rows()});
-  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "sum", std::int64_t{input.first.size()});
-  if (!bias.empty()) ::lowrankkv::detail::check_equal("channels", "weight", static_cast<std::size_t>(weight.rows), "bias", bias.size());
+  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment",
+                                   std::int64_t{input.second.rows()});
+  ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "sum",
+                                   std::int64_t{input.first.size()});
+  if (!bias.empty())
+    ::lowrankkv::detail::check_equal("channels", "weight", static_cast<std::size_t>(weight.rows),
+                                     "bias", bias.size());
   const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
   Moments moments;
   moments.count = input.count;
@@ -54,19 +64,23 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
   moments.first = w * input.first;
   if (!bias.empty()) {
     const Eigen::VectorX<Real>& sum = moments.first;
-    const Eigen::VectorX<Real> b = Eigen::Map<const Eigen::VectorX<Stored>>(bias.data(), weight.rows).template cast<double>();
+    const Eigen::VectorX<Real> b =
+        Eigen::Map<const Eigen::VectorX<Stored>>(bias.data(), weight.rows).template cast<double>();
     moments.second += sum * b.transpose() + b * sum.transpose() + input.count * b * b.transpose();
     moments.first += input.count * b;
   }
   return moments;
 }
 
-/// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of rows it stands for; no
-/// mean is known, so the sum is 0 and centring does nothing. @throws ShapeError if a size differs, ValueError if count < 0
+/// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of
+/// rows it stands for; no mean is known, so the sum is 0 and centring does nothing. @throws
+/// ShapeError if a size differs, ValueError if count < 0
 template <class Real = double>
-Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_second_moment, double count) {
+Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_second_moment,
+                       double count) {
   if (mean_second_moment.rows() != mean_second_moment.cols()) {
-    ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(), " rows, ", mean_second_moment.cols(), " columns");
+    ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(),
+                                          " rows, ", mean_second_moment.cols(), " columns");
   }
   if (!(count >= 0.0)) ::lowrankkv::detail::fail<ValueError>("count: at least 0, given ", count);
   Moments input;
@@ -76,8 +90,9 @@ Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_secon
   return weight_moments(weight, input);
 }
 
-/// @brief Without whitening: W W^T, as if the input were one row of white noise. Its spectrum is the squared singular
-/// values of W (STAR-KV eq. 1 thresholds their roots, calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
+/// @brief Without whitening: W W^T, as if the input were one row of white noise. Its spectrum is
+/// the squared singular values of W (STAR-KV eq. 1 thresholds their roots,
+/// calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
 template <class Real = double>
 Moments weight_moments(MatrixView weight) {
   const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
@@ -87,10 +102,12 @@ Moments weight_moments(MatrixView weight) {
   return moments;
 }
 
-/// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of some distances: what unrotated
-/// keys meet of queries. Centring goes with it. @param rotary  of head_dim  @param distances  spread over a context
+/// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of
+/// some distances: what unrotated keys meet of queries. Centring goes with it. @param rotary  of
+/// head_dim  @param distances  spread over a context
 template <class Real = double, class Stored = float>
-Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary, std::span<const std::int64_t> distances) {
+Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary,
+                        std::span<const std::int64_t> distances) {
   using Rows = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Eigen::VectorX<Real>& sum = moments.first;
   Moments result(static_cast<int>(moments.second.rows()));
@@ -98,7 +115,8 @@ Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary, 
   for (const std::int64_t distance : distances) {
     const auto turn = [&](const Eigen::MatrixX<Real>& rows) {  // every row
       Rows rotated = rows.template cast<float>();
-      for (Eigen::Index row = 0; row < rotated.rows(); ++row) rotary.rotate_row(distance, rotated.row(row).data());
+      for (Eigen::Index row = 0; row < rotated.rows(); ++row)
+        rotary.rotate_row(distance, rotated.row(row).data());
       return Eigen::MatrixX<Real>(rotated.template cast<double>());
     };
     const double share = 1.0 / static_cast<double>(distances.size());
@@ -109,7 +127,8 @@ Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary, 
 }
 
 /// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.
-/// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless num_kv_heads divides it
+/// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless
+/// num_kv_heads divides it
 template <class Real = double>
 std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
   const Eigen::MatrixX<Real>& second = joint.second;

@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/basis.hpp  What a basis policy must offer on a backend, and one readable line for each thing missing.
+/// @file concepts/basis.hpp  What a basis policy must offer on a backend, and one readable line for
+/// each thing missing.
 ///
 /// A basis policy is a parameter struct B plus `Impl<B, Backend>` with
-///   static void validate(const B&, const LayerBasis&, const CacheShape&);      // raises unless the maps can be used
-///   static std::vector<float> working_basis(const B&, const HeadBasis&, int head_dim, Part);
-///                                         // the orthonormal U [head_dim, rank] that an updater moves
+///   static void validate(const B&, const LayerBasis&, const CacheShape&);      // raises unless
+///   the maps can be used static std::vector<float> working_basis(const B&, const HeadBasis&, int
+///   head_dim, Part);
+///                                         // the orthonormal U [head_dim, rank] that an updater
+///                                         moves
 ///   static void to_metric(const B&, const HeadBasis&, int head_dim, Part, float* rows, int count);
-///                                         // rows [count, head_dim], in place, to the space in which U is orthonormal
-///   static HeadBasis with_working_bases(const B&, const HeadBasis&, int head_dim, std::vector<float> key_basis,
-///                                       std::vector<float> value_basis);       // the maps for moved bases
-/// Optional: `static int heads_per_group(const B&, int num_kv_heads)`: one row of value coefficients serves so many heads;
-///   static constexpr bool fixed;         // true: no orthonormal basis to move; only validate() and to_metric() are needed
+///                                         // rows [count, head_dim], in place, to the space in
+///                                         which U is orthonormal
+///   static HeadBasis with_working_bases(const B&, const HeadBasis&, int head_dim,
+///   std::vector<float> key_basis,
+///                                       std::vector<float> value_basis);       // the maps for
+///                                       moved bases
+/// Optional: `static int heads_per_group(const B&, int num_kv_heads)`: one row of value
+/// coefficients serves so many heads;
+///   static constexpr bool fixed;         // true: no orthonormal basis to move; only validate()
+///   and to_metric() are needed
 #pragma once
 
 #include <concepts>
@@ -23,7 +31,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 template <class P, class B>
-concept BasisHasValidate = requires(const P& policy, const LayerBasis& basis, const CacheShape& shape) {
+concept BasisHasValidate = requires(const P& policy, const LayerBasis& basis,
+                                    const CacheShape& shape) {
   Impl<P, B>::validate(policy, basis, shape);
 };
 template <class P, class B>
@@ -35,15 +44,18 @@ concept BasisHasToMetric = requires(const P& policy, const HeadBasis& head, floa
   Impl<P, B>::to_metric(policy, head, 1, Part::key, rows, 1);
 };
 template <class P, class B>
-concept BasisHasWithWorkingBases = requires(const P& policy, const HeadBasis& head, std::vector<float> basis) {
+concept BasisHasWithWorkingBases = requires(const P& policy, const HeadBasis& head,
+                                            std::vector<float> basis) {
   { Impl<P, B>::with_working_bases(policy, head, 1, basis, basis) } -> std::same_as<HeadBasis>;
 };
 
 /// @brief The maps of P cannot be moved by an updater.
 template <class P, class B>
 constexpr bool basis_is_fixed() {
-  if constexpr (requires { Impl<P, B>::fixed; }) return Impl<P, B>::fixed;
-  else return false;
+  if constexpr (requires { Impl<P, B>::fixed; })
+    return Impl<P, B>::fixed;
+  else
+    return false;
 }
 /// @brief One row of value coefficients of P serves several heads.
 template <class P, class B>
@@ -54,7 +66,7 @@ constexpr bool joins_values() {
 /// @brief P can be used as the Basis of a CompressedKVCache<B, ...>.
 template <class P, class B>
 concept BasisFor = HasImpl<P, B> && BasisHasValidate<P, B> && BasisHasToMetric<P, B> &&
-                   (basis_is_fixed<P, B>() || (BasisHasWorkingBasis<P, B> && BasisHasWithWorkingBases<P, B>));
+    (basis_is_fixed<P, B>() || (BasisHasWorkingBasis<P, B> && BasisHasWithWorkingBases<P, B>));
 
 namespace detail {
 
@@ -62,20 +74,26 @@ namespace detail {
 template <class P, class B>
 struct DiagnoseBasis {
   static_assert(HasImpl<P, B>,
-                "lowrankkv: this Basis has no Impl<Basis, Backend>; include the header that defines it or specialise "
+                "lowrankkv: this Basis has no Impl<Basis, Backend>; include the header that "
+                "defines it or specialise "
                 "lowrankkv::Impl; see concepts/basis.hpp");
   static_assert(!HasImpl<P, B> || BasisHasValidate<P, B>,
-                "lowrankkv: Impl<Basis, Backend> is missing 'static void validate(const Basis&, const LayerBasis&, const "
+                "lowrankkv: Impl<Basis, Backend> is missing 'static void validate(const Basis&, "
+                "const LayerBasis&, const "
                 "CacheShape&)'; see concepts/basis.hpp");
   static_assert(!HasImpl<P, B> || basis_is_fixed<P, B>() || BasisHasWorkingBasis<P, B>,
-                "lowrankkv: Impl<Basis, Backend> is missing 'static std::vector<float> working_basis(const Basis&, const "
+                "lowrankkv: Impl<Basis, Backend> is missing 'static std::vector<float> "
+                "working_basis(const Basis&, const "
                 "HeadBasis&, int, Part)'; see concepts/basis.hpp");
   static_assert(!HasImpl<P, B> || BasisHasToMetric<P, B>,
-                "lowrankkv: Impl<Basis, Backend> is missing 'static void to_metric(const Basis&, const HeadBasis&, int, "
+                "lowrankkv: Impl<Basis, Backend> is missing 'static void to_metric(const Basis&, "
+                "const HeadBasis&, int, "
                 "Part, float*, int)'; see concepts/basis.hpp");
-  static_assert(!HasImpl<P, B> || basis_is_fixed<P, B>() || BasisHasWithWorkingBases<P, B>,
-                "lowrankkv: Impl<Basis, Backend> is missing 'static HeadBasis with_working_bases(const Basis&, const "
-                "HeadBasis&, int, std::vector<float>, std::vector<float>)'; see concepts/basis.hpp");
+  static_assert(
+      !HasImpl<P, B> || basis_is_fixed<P, B>() || BasisHasWithWorkingBases<P, B>,
+      "lowrankkv: Impl<Basis, Backend> is missing 'static HeadBasis with_working_bases(const "
+      "Basis&, const "
+      "HeadBasis&, int, std::vector<float>, std::vector<float>)'; see concepts/basis.hpp");
 };
 
 }  // namespace detail

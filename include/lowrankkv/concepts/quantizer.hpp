@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/quantizer.hpp  What a quantizer must offer on a backend, and one readable line for each thing missing.
+/// @file concepts/quantizer.hpp  What a quantizer must offer on a backend, and one readable line
+/// for each thing missing.
 ///
-/// A page holds the keys of its rows, then their values: two blocks of rows_per_page rows. A quantizer is a parameter
-/// struct Q plus `Impl<Q, Backend>` with
-///   using Layout = ...;                     // how the keys (or values) of one KV head lie in a block; copyable
-///   static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);  // bits: of the basis's channels, or empty
-///   static std::int64_t row_bits(const Layout&);   // of one row of a block, scales included: what memory() counts
-///   static std::size_t block_bytes(const Layout&, int rows);  // of a block of so many rows; may exceed rows x row_bits by padding
-///   static void encode(const Layout&, Part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride);
-///   static void decode(const Layout&, Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride);
-///   static void copy_row(const Layout&, Part, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row);
-/// encode takes rows row-major [count, stride]; decode gives keys channel-major [rank, stride] and values row-major
-/// [count, stride]; copy_row moves the codes themselves between blocks of from_rows and
-/// of to_rows rows (which may be the same block).
-/// Optional: `static void validate(const Q&)`, which raises what is wrong with the parameters;
-///   static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);  // what the stored maps take over
-///   static constexpr bool orders_channels;  // true: channels must stay sorted by energy when a basis moves
+/// A page holds the keys of its rows, then their values: two blocks of rows_per_page rows. A
+/// quantizer is a parameter struct Q plus `Impl<Q, Backend>` with
+///   using Layout = ...;                     // how the keys (or values) of one KV head lie in a
+///   block; copyable static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);
+///   // bits: of the basis's channels, or empty static std::int64_t row_bits(const Layout&);   //
+///   of one row of a block, scales included: what memory() counts static std::size_t
+///   block_bytes(const Layout&, int rows);  // of a block of so many rows; may exceed rows x
+///   row_bits by padding static void encode(const Layout&, Part, int rows_per_page, std::byte*
+///   block, int first, int count, const float* rows, int stride); static void decode(const Layout&,
+///   Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int
+///   stride); static void copy_row(const Layout&, Part, const std::byte* from, int from_rows, int
+///   from_row, std::byte* to, int to_rows, int to_row);
+/// encode takes rows row-major [count, stride]; decode gives keys channel-major [rank, stride] and
+/// values row-major [count, stride]; copy_row moves the codes themselves between blocks of
+/// from_rows and of to_rows rows (which may be the same block). Optional: `static void
+/// validate(const Q&)`, which raises what is wrong with the parameters;
+///   static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);  // what the
+///   stored maps take over static constexpr bool orders_channels;  // true: channels must stay
+///   sorted by energy when a basis moves
 #pragma once
 
 #include <concepts>
@@ -28,8 +33,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What a quantizer asks the stored maps to do for it: rows are encoded with down * rotation * diag(1 / scale) and
-/// read with up * rotation * diag(scale). Empty members: the identity.
+/// @brief What a quantizer asks the stored maps to do for it: rows are encoded with down * rotation
+/// * diag(1 / scale) and read with up * rotation * diag(scale). Empty members: the identity.
 struct ChannelFold {
   std::vector<float> rotation;  ///< [rank, rank] orthogonal, row-major
   std::vector<float> scale;     ///< [rank] positive
@@ -46,28 +51,33 @@ concept QuantizerHasRowBits = requires(const typename Impl<Q, B>::Layout& layout
   { Impl<Q, B>::block_bytes(layout, 1) } -> std::convertible_to<std::size_t>;
 };
 template <class Q, class B>
-concept QuantizerHasEncode = requires(const typename Impl<Q, B>::Layout& layout, std::byte* block, const float* rows) {
+concept QuantizerHasEncode = requires(const typename Impl<Q, B>::Layout& layout, std::byte* block,
+                                      const float* rows) {
   Impl<Q, B>::encode(layout, Part::key, 1, block, 0, 0, rows, 0);
 };
 template <class Q, class B>
-concept QuantizerHasDecode = requires(const typename Impl<Q, B>::Layout& layout, const std::byte* block, float* tile) {
+concept QuantizerHasDecode = requires(const typename Impl<Q, B>::Layout& layout,
+                                      const std::byte* block, float* tile) {
   Impl<Q, B>::decode(layout, Part::key, 1, block, 0, 0, tile, 0);
 };
 template <class Q, class B>
-concept QuantizerHasCopyRow = requires(const typename Impl<Q, B>::Layout& layout, const std::byte* from, std::byte* to) {
+concept QuantizerHasCopyRow = requires(const typename Impl<Q, B>::Layout& layout,
+                                       const std::byte* from, std::byte* to) {
   Impl<Q, B>::copy_row(layout, Part::key, from, 1, 0, to, 1, 0);
 };
 
 /// @brief Q can be used as the Quantizer of a CompressedKVCache<B, ...>.
 template <class Q, class B>
-concept QuantizerFor = HasImpl<Q, B> && QuantizerHasLayout<Q, B> && QuantizerHasRowBits<Q, B> && QuantizerHasEncode<Q, B> &&
-                       QuantizerHasDecode<Q, B> && QuantizerHasCopyRow<Q, B>;
+concept QuantizerFor = HasImpl<Q, B> && QuantizerHasLayout<Q, B> && QuantizerHasRowBits<Q, B> &&
+    QuantizerHasEncode<Q, B> && QuantizerHasDecode<Q, B> && QuantizerHasCopyRow<Q, B>;
 
 /// @brief Q wants channels sorted by energy, largest first.
 template <class Q, class B>
 constexpr bool orders_channels() {
-  if constexpr (requires { Impl<Q, B>::orders_channels; }) return Impl<Q, B>::orders_channels;
-  else return false;
+  if constexpr (requires { Impl<Q, B>::orders_channels; })
+    return Impl<Q, B>::orders_channels;
+  else
+    return false;
 }
 
 namespace detail {
@@ -76,22 +86,29 @@ namespace detail {
 template <class Q, class B>
 struct DiagnoseQuantizer {
   static_assert(HasImpl<Q, B>,
-                "lowrankkv: this Quantizer has no Impl<Quantizer, Backend>; include the header that defines it or "
+                "lowrankkv: this Quantizer has no Impl<Quantizer, Backend>; include the header "
+                "that defines it or "
                 "specialise lowrankkv::Impl; see concepts/quantizer.hpp");
-  static_assert(!HasImpl<Q, B> || QuantizerHasLayout<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing a copyable type 'Layout' or 'static Layout layout(const "
-                "Quantizer&, int rank, std::span<const std::uint8_t> bits)'; see concepts/quantizer.hpp");
+  static_assert(
+      !HasImpl<Q, B> || QuantizerHasLayout<Q, B>,
+      "lowrankkv: Impl<Quantizer, Backend> is missing a copyable type 'Layout' or 'static Layout "
+      "layout(const "
+      "Quantizer&, int rank, std::span<const std::uint8_t> bits)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasRowBits<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static std::int64_t row_bits(const Layout&)' or 'static "
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static std::int64_t "
+                "row_bits(const Layout&)' or 'static "
                 "std::size_t block_bytes(const Layout&, int rows)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasEncode<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void encode(const Layout&, Part, int, std::byte*, "
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void encode(const Layout&, "
+                "Part, int, std::byte*, "
                 "int, int, const float*, int)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasDecode<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void decode(const Layout&, Part, int, const "
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void decode(const Layout&, "
+                "Part, int, const "
                 "std::byte*, int, int, float*, int)'; see concepts/quantizer.hpp");
   static_assert(!HasImpl<Q, B> || !QuantizerHasLayout<Q, B> || QuantizerHasCopyRow<Q, B>,
-                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void copy_row(const Layout&, Part, const "
+                "lowrankkv: Impl<Quantizer, Backend> is missing 'static void copy_row(const "
+                "Layout&, Part, const "
                 "std::byte*, int, int, std::byte*, int, int)'; see concepts/quantizer.hpp");
 };
 

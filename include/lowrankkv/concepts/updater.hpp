@@ -1,21 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/updater.hpp  What an updater must offer on a backend, and one readable line for each thing missing.
+/// @file concepts/updater.hpp  What an updater must offer on a backend, and one readable line for
+/// each thing missing.
 ///
 /// An updater is a parameter struct U plus `Impl<U, Backend>` with
-///   static constexpr bool adapts;                       // false: the basis never moves, nothing below is called
-///   using State = ...;                                  // one per (sequence, KV head, key or value); copied by fork
-///   static PromptSelection prompt_selection(const U&);  // which prompt rows observe() is to see
-///   static void observe(const U&, State&, MatrixView rows, MatrixView basis, Phase);  // rows [n, head_dim], mean
-///                                                       // subtracted and in the metric in which `basis` is orthonormal
-///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated, Phase);
-///                                                       // basis, updated [head_dim, rank] orthonormal; true: it moved
+///   static constexpr bool adapts;                       // false: the basis never moves, nothing
+///   below is called using State = ...;                                  // one per (sequence, KV
+///   head, key or value); copied by fork static PromptSelection prompt_selection(const U&);  //
+///   which prompt rows observe() is to see static void observe(const U&, State&, MatrixView rows,
+///   MatrixView basis, Phase);  // rows [n, head_dim], mean
+///                                                       // subtracted and in the metric in which
+///                                                       `basis` is orthonormal
+///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated,
+///   Phase);
+///                                                       // basis, updated [head_dim, rank]
+///                                                       orthonormal; true: it moved
 ///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
 /// Optional: `static void validate(const U&)`, which raises what is wrong with the parameters;
-///   static State start(const U&, const UpdaterStart&);  // the state of a new sequence; default: State{}
-///   static void write_state(ByteWriter&, const State&);  static void read_state(ByteReader&, State&);  // for save, load;
+///   static State start(const U&, const UpdaterStart&);  // the state of a new sequence; default:
+///   State{} static void write_state(ByteWriter&, const State&);  static void
+///   read_state(ByteReader&, State&);  // for save, load;
 ///                                        // read_state is given the state of a new sequence
-///   static constexpr bool sequential;    // true: prompts too are shown flush_interval rows at a time, in order
-///   static constexpr bool publishes;     // true: every update begins an epoch; default: when rows outweigh its bytes
+///   static constexpr bool sequential;    // true: prompts too are shown flush_interval rows at a
+///   time, in order static constexpr bool publishes;     // true: every update begins an epoch;
+///   default: when rows outweigh its bytes
 #pragma once
 
 #include <concepts>
@@ -35,21 +42,27 @@ struct UpdaterStart {
 };
 
 template <class U, class B>
-concept UpdaterHasAdapts = requires { { Impl<U, B>::adapts } -> std::convertible_to<bool>; };
+concept UpdaterHasAdapts = requires {
+  { Impl<U, B>::adapts } -> std::convertible_to<bool>;
+};
 template <class U, class B>
-concept UpdaterHasState = requires { requires std::copyable<typename Impl<U, B>::State>; };
+concept UpdaterHasState = requires {
+  requires std::copyable<typename Impl<U, B>::State>;
+};
 template <class U, class B>
-concept UpdaterHasSelection =
-    requires(const U& policy) { { Impl<U, B>::prompt_selection(policy) } -> std::same_as<PromptSelection>; };
+concept UpdaterHasSelection = requires(const U& policy) {
+  { Impl<U, B>::prompt_selection(policy) } -> std::same_as<PromptSelection>;
+};
 template <class U, class B>
-concept UpdaterHasObserve = requires(const U& policy, typename Impl<U, B>::State& state, MatrixView rows) {
+concept UpdaterHasObserve = requires(const U& policy, typename Impl<U, B>::State& state,
+                                     MatrixView rows) {
   Impl<U, B>::observe(policy, state, rows, rows, Phase::prefill);
 };
 template <class U, class B>
-concept UpdaterHasMaybeUpdate =
-    requires(const U& policy, typename Impl<U, B>::State& state, MatrixView basis, MutableMatrixView updated) {
-      { Impl<U, B>::maybe_update(policy, state, basis, updated, Phase::prefill) } -> std::same_as<bool>;
-    };
+concept UpdaterHasMaybeUpdate = requires(const U& policy, typename Impl<U, B>::State& state,
+                                         MatrixView basis, MutableMatrixView updated) {
+  { Impl<U, B>::maybe_update(policy, state, basis, updated, Phase::prefill) } -> std::same_as<bool>;
+};
 template <class U, class B>
 concept UpdaterHasStateBytes = requires(const typename Impl<U, B>::State& state) {
   { Impl<U, B>::state_bytes(state) } -> std::convertible_to<std::size_t>;
@@ -57,20 +70,25 @@ concept UpdaterHasStateBytes = requires(const typename Impl<U, B>::State& state)
 
 /// @brief U can be used as the Updater of a CompressedKVCache<B, ...>.
 template <class U, class B>
-concept UpdaterFor = HasImpl<U, B> && UpdaterHasAdapts<U, B> && UpdaterHasState<U, B> && UpdaterHasSelection<U, B> &&
-                     UpdaterHasObserve<U, B> && UpdaterHasMaybeUpdate<U, B> && UpdaterHasStateBytes<U, B>;
+concept UpdaterFor =
+    HasImpl<U, B> && UpdaterHasAdapts<U, B> && UpdaterHasState<U, B> && UpdaterHasSelection<U, B> &&
+    UpdaterHasObserve<U, B> && UpdaterHasMaybeUpdate<U, B> && UpdaterHasStateBytes<U, B>;
 
 /// @brief U wants to see prompts in the order of the stream, a few rows at a time.
 template <class U, class B>
 constexpr bool updates_sequentially() {
-  if constexpr (requires { Impl<U, B>::sequential; }) return Impl<U, B>::sequential;
-  else return false;
+  if constexpr (requires { Impl<U, B>::sequential; })
+    return Impl<U, B>::sequential;
+  else
+    return false;
 }
 /// @brief U decides itself when an epoch begins.
 template <class U, class B>
 constexpr bool publishes_updates() {
-  if constexpr (requires { Impl<U, B>::publishes; }) return Impl<U, B>::publishes;
-  else return false;
+  if constexpr (requires { Impl<U, B>::publishes; })
+    return Impl<U, B>::publishes;
+  else
+    return false;
 }
 
 namespace detail {
@@ -79,23 +97,30 @@ namespace detail {
 template <class U, class B>
 struct DiagnoseUpdater {
   static_assert(HasImpl<U, B>,
-                "lowrankkv: this Updater has no Impl<Updater, Backend>; include the header that defines it or specialise "
+                "lowrankkv: this Updater has no Impl<Updater, Backend>; include the header that "
+                "defines it or specialise "
                 "lowrankkv::Impl; see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || UpdaterHasAdapts<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing 'static constexpr bool adapts'; see concepts/updater.hpp");
+                "lowrankkv: Impl<Updater, Backend> is missing 'static constexpr bool adapts'; see "
+                "concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || UpdaterHasState<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing a copyable type 'State'; see concepts/updater.hpp");
+                "lowrankkv: Impl<Updater, Backend> is missing a copyable type 'State'; see "
+                "concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || UpdaterHasSelection<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing 'static PromptSelection prompt_selection(const Updater&)'; "
+                "lowrankkv: Impl<Updater, Backend> is missing 'static PromptSelection "
+                "prompt_selection(const Updater&)'; "
                 "see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasObserve<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing 'static void observe(const Updater&, State&, MatrixView, "
+                "lowrankkv: Impl<Updater, Backend> is missing 'static void observe(const Updater&, "
+                "State&, MatrixView, "
                 "MatrixView, Phase)'; see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasMaybeUpdate<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing 'static bool maybe_update(const Updater&, State&, "
+                "lowrankkv: Impl<Updater, Backend> is missing 'static bool maybe_update(const "
+                "Updater&, State&, "
                 "MatrixView, MutableMatrixView, Phase)'; see concepts/updater.hpp");
   static_assert(!HasImpl<U, B> || !UpdaterHasState<U, B> || UpdaterHasStateBytes<U, B>,
-                "lowrankkv: Impl<Updater, Backend> is missing 'static std::size_t state_bytes(const State&)'; see "
+                "lowrankkv: Impl<Updater, Backend> is missing 'static std::size_t "
+                "state_bytes(const State&)'; see "
                 "concepts/updater.hpp");
 };
 

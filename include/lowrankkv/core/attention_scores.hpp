@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/attention_scores.hpp  How a prompt's tokens are scored by the attention they get (SnapKV).
+/// @file core/attention_scores.hpp  How a prompt's tokens are scored by the attention they get
+/// (SnapKV).
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ enum class Pooling : std::uint8_t { average, maximum };
 
 /// @brief SnapKV scores of a prompt's rows: the attention they get from the prompt's last queries.
 struct AttentionScores {
-  int window = 0;   ///< queries at the end of the prompt (or chunk) that score it
-  int kernel = 1;   ///< width of the pooling window, odd; 1: no pooling
+  int window = 0;  ///< queries at the end of the prompt (or chunk) that score it
+  int kernel = 1;  ///< width of the pooling window, odd; 1: no pooling
   Pooling pooling = Pooling::average;
   friend bool operator==(const AttentionScores&, const AttentionScores&) = default;
 };

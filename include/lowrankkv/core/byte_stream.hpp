@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/byte_stream.hpp  Writing and reading saved state: little-endian values in a caller's buffer, with a checksum.
+/// @file core/byte_stream.hpp  Writing and reading saved state: little-endian values in a caller's
+/// buffer, with a checksum.
 #pragma once
 
 #include <bit>
@@ -14,23 +15,28 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-static_assert(std::endian::native == std::endian::little, "lowrankkv: saved state is little-endian, and so must the machine be");
+static_assert(std::endian::native == std::endian::little,
+              "lowrankkv: saved state is little-endian, and so must the machine be");
 
-/// @brief FNV-1a over 64-bit words, four of them side by side, then over what is left byte by byte: detects damage, proves no origin. Cost: about 7 GB/s.
-inline std::uint64_t checksum(std::span<const std::byte> bytes, std::uint64_t hash = 0xcbf29ce484222325ULL) {
+/// @brief FNV-1a over 64-bit words, four of them side by side, then over what is left byte by byte:
+/// detects damage, proves no origin. Cost: about 7 GB/s.
+inline std::uint64_t checksum(std::span<const std::byte> bytes,
+                              std::uint64_t hash = 0xcbf29ce484222325ULL) {
   constexpr std::uint64_t prime = 0x100000001b3ULL;
   std::uint64_t lanes[4] = {hash, hash + 1, hash + 2, hash + 3}, words[4];
   std::size_t at = 0;
   for (; bytes.size() - at >= sizeof(words); at += sizeof(words)) {
     std::memcpy(words, bytes.data() + at, sizeof(words));
-    for (int lane = 0; lane < 4; ++lane) lanes[lane] = std::rotl((lanes[lane] ^ words[lane]) * prime, 29);
+    for (int lane = 0; lane < 4; ++lane)
+      lanes[lane] = std::rotl((lanes[lane] ^ words[lane]) * prime, 29);
   }
   for (const std::uint64_t lane : lanes) hash = std::rotl((hash ^ lane) * prime, 31);
   for (; at < bytes.size(); ++at) hash = (hash ^ std::to_integer<std::uint64_t>(bytes[at])) * prime;
   return hash;
 }
 
-/// @brief Appends values to a buffer, or only counts them if there is none: the same code says how much room is needed.
+/// @brief Appends values to a buffer, or only counts them if there is none: the same code says how
+/// much room is needed.
 class ByteWriter {
  public:
   ByteWriter() = default;  ///< counts
@@ -40,7 +46,9 @@ class ByteWriter {
   bool counting() const { return counting_; }
   void bytes(const void* data, std::size_t count) {
     if (!counting_) {
-      if (count > buffer_.size() - size_) detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ", size_ + count, " needed");
+      if (count > buffer_.size() - size_)
+        detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ",
+                                    size_ + count, " needed");
       if (count > 0) std::memcpy(buffer_.data() + size_, data, count);
     }
     size_ += count;
@@ -63,7 +71,9 @@ class ByteWriter {
       size_ += count;
       return nullptr;
     }
-    if (count > buffer_.size() - size_) detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ", size_ + count, " needed");
+    if (count > buffer_.size() - size_)
+      detail::fail<CapacityError>("save: buffer of ", buffer_.size(), " bytes, more than ",
+                                  size_ + count, " needed");
     std::byte* at = buffer_.data() + size_;
     std::memset(at, 0, count);
     size_ += count;
@@ -83,7 +93,9 @@ class ByteReader {
 
   std::size_t left() const { return buffer_.size() - at_; }
   std::span<const std::byte> bytes(std::size_t count) {
-    if (count > left()) detail::fail<FormatError>("saved state: ", count, " bytes expected at ", at_, ", the end is at ", buffer_.size());
+    if (count > left())
+      detail::fail<FormatError>("saved state: ", count, " bytes expected at ", at_,
+                                ", the end is at ", buffer_.size());
     const std::span<const std::byte> part = buffer_.subspan(at_, count);
     at_ += count;
     return part;
@@ -98,7 +110,9 @@ class ByteReader {
   template <class T>
   std::vector<T> list() {
     const auto count = value<std::uint64_t>();
-    if (count > left() / sizeof(T)) detail::fail<FormatError>("saved state: a list of ", count, " elements, ", left(), " bytes are left");
+    if (count > left() / sizeof(T))
+      detail::fail<FormatError>("saved state: a list of ", count, " elements, ", left(),
+                                " bytes are left");
     std::vector<T> values(static_cast<std::size_t>(count));
     const std::span<const std::byte> part = bytes(values.size() * sizeof(T));
     if (!values.empty()) std::memcpy(values.data(), part.data(), part.size());

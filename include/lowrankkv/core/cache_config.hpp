@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/cache_config.hpp  The shape of one attention layer and the capacities of its cache, validated once.
+/// @file core/cache_config.hpp  The shape of one attention layer and the capacities of its cache,
+/// validated once.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,7 @@ using SequenceId = std::int64_t;
 struct CacheShape {
   int num_qo_heads = 0;  ///< query heads, a multiple of num_kv_heads
   int num_kv_heads = 0;  ///< heads of keys and values
-  int head_dim = 0;  ///< channels of a head
+  int head_dim = 0;      ///< channels of a head
 
   /// @brief Query heads that read one KV head: 1 is MHA, num_qo_heads is MQA.
   int group_size() const { return num_qo_heads / num_kv_heads; }
@@ -28,29 +29,35 @@ struct CacheShape {
 
 /// @brief Capacities and storage of a cache. A zero means the default that the comment names.
 struct CacheConfig {
-  CacheShape shape;  ///< of the layer
-  int max_sequences = 1;  ///< at a time
-  std::int64_t max_tokens = 4096;   ///< per sequence
-  std::size_t page_bytes = 0;       ///< one size for all layers of a pool; default: 16 full-rank rows
-  std::int64_t num_pages = 0;       ///< default: what max_sequences of max_tokens can ever need
-  DType full_type = DType::f16;     ///< type of the rows kept at full rank (sinks, tail)
-  int full_row_bits = 0;            ///< 8: full rows outside the tail in 8-bit codes (quantizer/full_rows.hpp); 0: full_type
-  DType epoch_type = DType::f16;    ///< type of the stored projection maps
-  int flush_interval = 32;          ///< T: rows that leave the tail at a time; also the updater's period
-  int tail_capacity = 0;            ///< rows; default: recent + 2 T, so that T appends fit between two maintains
-  std::int64_t prefill_chunk = 0;   ///< tokens; default: the whole prompt is one chunk
-  float softmax_scale = 0.0F;       ///< default: 1 / sqrt(head_dim)
+  CacheShape shape;                ///< of the layer
+  int max_sequences = 1;           ///< at a time
+  std::int64_t max_tokens = 4096;  ///< per sequence
+  std::size_t page_bytes = 0;    ///< one size for all layers of a pool; default: 16 full-rank rows
+  std::int64_t num_pages = 0;    ///< default: what max_sequences of max_tokens can ever need
+  DType full_type = DType::f16;  ///< type of the rows kept at full rank (sinks, tail)
+  int full_row_bits =
+      0;  ///< 8: full rows outside the tail in 8-bit codes (quantizer/full_rows.hpp); 0: full_type
+  DType epoch_type = DType::f16;  ///< type of the stored projection maps
+  int flush_interval = 32;  ///< T: rows that leave the tail at a time; also the updater's period
+  int tail_capacity =
+      0;  ///< rows; default: recent + 2 T, so that T appends fit between two maintains
+  std::int64_t prefill_chunk = 0;     ///< tokens; default: the whole prompt is one chunk
+  float softmax_scale = 0.0F;         ///< default: 1 / sqrt(head_dim)
   std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
-  /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach earlier queries of its call.
-  /// Coefficients of very long rows saturate in f16 either way; they are at most the row's norm.
+  /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach
+  /// earlier queries of its call. Coefficients of very long rows saturate in f16 either way; they
+  /// are at most the row's norm.
   bool check_finite = true;
-  bool keep_residuals = false;      ///< store what compression lost of every row as it arrived (rounded to full_type), for certify(): 4 bytes a row and KV head
-  RopeConfig rope{};                ///< Rope::pre: keys come unrotated, see core/rope.hpp
-  int max_query_tokens = 1;         ///< Cuda backend: query tokens of a sequence per attend(), at most; the workspace is made for them
-  int num_threads = 1;              ///< Cpu backend: threads of the cache's own pool, unless one is passed in
+  bool keep_residuals = false;  ///< store what compression lost of every row as it arrived (rounded
+                                ///< to full_type), for certify(): 4 bytes a row and KV head
+  RopeConfig rope{};            ///< Rope::pre: keys come unrotated, see core/rope.hpp
+  int max_query_tokens = 1;     ///< Cuda backend: query tokens of a sequence per attend(), at most;
+                                ///< the workspace is made for them
+  int num_threads = 1;  ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
   float scale() const {
-    return softmax_scale != 0.0F ? softmax_scale : 1.0F / std::sqrt(static_cast<float>(shape.head_dim));
+    return softmax_scale != 0.0F ? softmax_scale
+                                 : 1.0F / std::sqrt(static_cast<float>(shape.head_dim));
   }
 };
 
@@ -60,47 +67,62 @@ namespace detail {
 inline void validate(const CacheConfig& config) {
   const CacheShape& shape = config.shape;
   if (shape.num_qo_heads < 1 || shape.num_kv_heads < 1 || shape.head_dim < 1) {
-    fail<ShapeError>("shape: num_qo_heads ", shape.num_qo_heads, ", num_kv_heads ", shape.num_kv_heads, ", head_dim ",
-                     shape.head_dim, "; all must be at least 1");
+    fail<ShapeError>("shape: num_qo_heads ", shape.num_qo_heads, ", num_kv_heads ",
+                     shape.num_kv_heads, ", head_dim ", shape.head_dim, "; all must be at least 1");
   }
   if (shape.num_qo_heads % shape.num_kv_heads != 0) {
-    fail<ShapeError>("num_qo_heads ", shape.num_qo_heads, " is not a multiple of num_kv_heads ", shape.num_kv_heads);
+    fail<ShapeError>("num_qo_heads ", shape.num_qo_heads, " is not a multiple of num_kv_heads ",
+                     shape.num_kv_heads);
   }
-  if (config.max_sequences < 1) fail<CapacityError>("max_sequences: at least 1, given ", config.max_sequences);
+  if (config.max_sequences < 1)
+    fail<CapacityError>("max_sequences: at least 1, given ", config.max_sequences);
   if (config.max_tokens < 1 || config.max_tokens > (std::int64_t{1} << 31) - 1) {
     fail<CapacityError>("max_tokens: 1 to 2147483647, given ", config.max_tokens);
   }
-  if (config.flush_interval < 1) fail<CapacityError>("flush_interval: at least 1, given ", config.flush_interval);
-  if (config.max_query_tokens < 1) fail<CapacityError>("max_query_tokens: at least 1, given ", config.max_query_tokens);
-  if (config.num_threads < 1) fail<CapacityError>("num_threads: at least 1, given ", config.num_threads);
-  if (config.prefill_chunk < 0) fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
-  if (config.publish_interval < 0) fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);
+  if (config.flush_interval < 1)
+    fail<CapacityError>("flush_interval: at least 1, given ", config.flush_interval);
+  if (config.max_query_tokens < 1)
+    fail<CapacityError>("max_query_tokens: at least 1, given ", config.max_query_tokens);
+  if (config.num_threads < 1)
+    fail<CapacityError>("num_threads: at least 1, given ", config.num_threads);
+  if (config.prefill_chunk < 0)
+    fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
+  if (config.publish_interval < 0)
+    fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);
   if (!(std::isfinite(config.softmax_scale) && config.softmax_scale >= 0.0F)) {
     fail<ValueError>("softmax_scale: finite and at least 0, given ", config.softmax_scale);
   }
-  if (config.rope.keys == Rope::pre) static_cast<void>(rope_frequencies(config.rope, shape.head_dim));
-  if (config.full_row_bits != 0 && config.full_row_bits != 8) fail<ValueError>("full_row_bits: 0 or 8, given ", config.full_row_bits);
+  if (config.rope.keys == Rope::pre)
+    static_cast<void>(rope_frequencies(config.rope, shape.head_dim));
+  if (config.full_row_bits != 0 && config.full_row_bits != 8)
+    fail<ValueError>("full_row_bits: 0 or 8, given ", config.full_row_bits);
   constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
-  if (config.num_pages < 0 || config.num_pages > limit) fail<CapacityError>("num_pages: 0 to ", limit, ", given ", config.num_pages);
-  if (config.page_bytes > static_cast<std::size_t>(limit)) fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);
+  if (config.num_pages < 0 || config.num_pages > limit)
+    fail<CapacityError>("num_pages: 0 to ", limit, ", given ", config.num_pages);
+  if (config.page_bytes > static_cast<std::size_t>(limit))
+    fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);
 }
 
 /// Fills in the capacity of tails for a token policy's recent window, or raises what does not fit.
 inline void complete_tail(CacheConfig& config, int recent) {
   constexpr int limit = 1 << 24;
   if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
-  if (config.flush_interval > limit) fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
+  if (config.flush_interval > limit)
+    fail<CapacityError>("flush_interval: 1 to ", limit, ", given ", config.flush_interval);
   if (config.tail_capacity == 0) config.tail_capacity = recent + 2 * config.flush_interval;
   if (config.tail_capacity <= recent + config.flush_interval) {
-    fail<CapacityError>("tail_capacity: ", config.tail_capacity, ", must exceed recent + flush_interval = ", recent + config.flush_interval);
+    fail<CapacityError>("tail_capacity: ", config.tail_capacity,
+                        ", must exceed recent + flush_interval = ", recent + config.flush_interval);
   }
 }
 
-/// Takes over the page size of a pool that is shared, or raises if another was asked for. No pool: leaves what is there.
+/// Takes over the page size of a pool that is shared, or raises if another was asked for. No pool:
+/// leaves what is there.
 template <class Pool>
 void adopt_page_bytes(CacheConfig& config, const Pool* pool) {
   if (pool == nullptr) return;
-  if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes()) fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
+  if (config.page_bytes != 0 && config.page_bytes != pool->page_bytes())
+    fail<ShapeError>("page_bytes: cache ", config.page_bytes, ", pool ", pool->page_bytes());
   config.page_bytes = pool->page_bytes();
 }
 

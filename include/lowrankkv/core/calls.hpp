@@ -11,7 +11,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @brief Whether a prompt goes on in a later call.
 enum class Prompt : std::uint8_t { complete, continues };
 
-/// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the dropped rows.
+/// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the
+/// dropped rows.
 enum class TruncateResult : std::uint8_t { exact, inexact };
 
 /// @brief The parameters of a cache's policies; each has the paper's defaults.

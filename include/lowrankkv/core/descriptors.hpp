@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/descriptors.hpp  What an attention kernel reads besides pages: lengths, page tables, segments.
+/// @file core/descriptors.hpp  What an attention kernel reads besides pages: lengths, page tables,
+/// segments.
 ///
-/// All arrays have a fixed capacity and never move, so that a captured CUDA graph can keep their addresses.
+/// All arrays have a fixed capacity and never move, so that a captured CUDA graph can keep their
+/// addresses.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +15,12 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What has become of a row that left the tail: kept as plain K and V rows, kept as coefficients, or gone.
+/// @brief What has become of a row that left the tail: kept as plain K and V rows, kept as
+/// coefficients, or gone.
 enum class RowState : std::uint8_t { full, compressed, dropped };
 
-/// @brief Rows [first_row, first_row + num_rows) of the compressed rows of one KV head: one epoch wrote them.
+/// @brief Rows [first_row, first_row + num_rows) of the compressed rows of one KV head: one epoch
+/// wrote them.
 struct Segment {
   std::int32_t epoch = 0;
   std::int32_t first_row = 0;
@@ -30,7 +34,8 @@ struct HeadRows {
   std::int32_t num_compressed = 0;
 };
 
-/// @brief Lengths of one sequence, the same for all heads. The tail holds the last `tail_length` positions.
+/// @brief Lengths of one sequence, the same for all heads. The tail holds the last `tail_length`
+/// positions.
 struct SequenceLengths {
   std::int64_t num_tokens = 0;
   std::int32_t tail_length = 0;
@@ -44,25 +49,31 @@ enum class RowList : std::uint8_t { full, compressed };
 class DescriptorTable {
  public:
   DescriptorTable() = default;
-  DescriptorTable(int num_slots, int num_heads, std::int32_t max_full_pages, std::int32_t max_compressed_pages,
-                  std::int32_t max_segments)
-      : num_heads_(num_heads), max_pages_{max_full_pages, max_compressed_pages}, max_segments_(max_segments) {
+  DescriptorTable(int num_slots, int num_heads, std::int32_t max_full_pages,
+                  std::int32_t max_compressed_pages, std::int32_t max_segments)
+      : num_heads_(num_heads),
+        max_pages_{max_full_pages, max_compressed_pages},
+        max_segments_(max_segments) {
     const std::size_t slots = static_cast<std::size_t>(num_slots);
     const std::size_t heads = slots * static_cast<std::size_t>(num_heads);
     lengths_.resize(slots);
     rows_.resize(heads);
     segments_.resize(heads * static_cast<std::size_t>(max_segments));
-    for (int list = 0; list < 2; ++list) pages_[list].resize(heads * static_cast<std::size_t>(max_pages_[list]), -1);
+    for (int list = 0; list < 2; ++list)
+      pages_[list].resize(heads * static_cast<std::size_t>(max_pages_[list]), -1);
   }
 
   SequenceLengths& lengths(int slot) { return lengths_[static_cast<std::size_t>(slot)]; }
-  const SequenceLengths& lengths(int slot) const { return lengths_[static_cast<std::size_t>(slot)]; }
+  const SequenceLengths& lengths(int slot) const {
+    return lengths_[static_cast<std::size_t>(slot)];
+  }
   HeadRows& rows(int slot, int head) { return rows_[index(slot, head)]; }
   const HeadRows& rows(int slot, int head) const { return rows_[index(slot, head)]; }
   std::int32_t max_segments() const { return max_segments_; }
   std::int32_t max_pages(RowList list) const { return max_pages_[static_cast<int>(list)]; }
 
-  /// @brief The head's segments: lengths(slot).num_segments are in use. A publication opens one for every head.
+  /// @brief The head's segments: lengths(slot).num_segments are in use. A publication opens one for
+  /// every head.
   std::span<Segment> segments(int slot, int head) {
     return {segments_.data() + index(slot, head) * static_cast<std::size_t>(max_segments_),
             static_cast<std::size_t>(max_segments_)};
@@ -83,12 +94,14 @@ class DescriptorTable {
   /// @brief Bytes of all tables.
   std::size_t bytes() const {
     return lengths_.size() * sizeof(SequenceLengths) + rows_.size() * sizeof(HeadRows) +
-           segments_.size() * sizeof(Segment) + (pages_[0].size() + pages_[1].size()) * sizeof(std::int32_t);
+           segments_.size() * sizeof(Segment) +
+           (pages_[0].size() + pages_[1].size()) * sizeof(std::int32_t);
   }
 
  private:
   std::size_t index(int slot, int head) const {
-    return static_cast<std::size_t>(slot) * static_cast<std::size_t>(num_heads_) + static_cast<std::size_t>(head);
+    return static_cast<std::size_t>(slot) * static_cast<std::size_t>(num_heads_) +
+           static_cast<std::size_t>(head);
   }
   int num_heads_ = 0;
   std::int32_t max_pages_[2] = {0, 0};

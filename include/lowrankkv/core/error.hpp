@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/error.hpp  Typed errors whose text names both values, for example `head_dim: basis 128, key 64`.
+/// @file core/error.hpp  Typed errors whose text names both values, for example `head_dim: basis
+/// 128, key 64`.
 ///
-/// Every public function checks its arguments before it changes anything, so that after an error the cache is as it
-/// was before the call.
+/// Every public function checks its arguments before it changes anything, so that after an error
+/// the cache is as it was before the call.
 #pragma once
 
 #include <cstdio>
@@ -20,12 +21,14 @@ class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
-/// @brief Extents or strides do not fit together (head_dim, number of heads, number of tokens, rank).
+/// @brief Extents or strides do not fit together (head_dim, number of heads, number of tokens,
+/// rank).
 class ShapeError : public Error {
  public:
   using Error::Error;
 };
-/// @brief A value is not usable: NaN or Inf, too large for the stored type, a basis that is not orthonormal.
+/// @brief A value is not usable: NaN or Inf, too large for the stored type, a basis that is not
+/// orthonormal.
 class ValueError : public Error {
  public:
   using Error::Error;
@@ -51,12 +54,16 @@ class FormatError : public Error {
   using Error::Error;
 };
 
-/// @brief Called instead of throwing where exceptions are off. It must not return; if it does, the program aborts.
+/// @brief Called instead of throwing where exceptions are off. It must not return; if it does, the
+/// program aborts.
 using ErrorHandler = void (*)(const char* message);
 
-/// @brief The replaceable handler; by default it prints the message. Only used where exceptions are off.
+/// @brief The replaceable handler; by default it prints the message. Only used where exceptions are
+/// off.
 inline ErrorHandler& error_handler() {
-  static ErrorHandler handler = [](const char* message) { std::fprintf(stderr, "lowrankkv: %s\n", message); };
+  static ErrorHandler handler = [](const char* message) {
+    std::fprintf(stderr, "lowrankkv: %s\n", message);
+  };
   return handler;
 }
 
@@ -83,7 +90,8 @@ template <class E, class... Parts>
 
 /// Raises ShapeError `what: left_name left, right_name right` unless the two are equal.
 template <class Left, class Right>
-void check_equal(const char* what, const char* left_name, Left left, const char* right_name, Right right) {
+void check_equal(const char* what, const char* left_name, Left left, const char* right_name,
+                 Right right) {
   if (left != static_cast<Left>(right)) {
     fail<ShapeError>(what, ": ", left_name, " ", left, ", ", right_name, " ", right);
   }

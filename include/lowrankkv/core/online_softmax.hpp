@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/online_softmax.hpp  Merging attention over disjoint sets of tokens, one query row at a time.
+/// @file core/online_softmax.hpp  Merging attention over disjoint sets of tokens, one query row at
+/// a time.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +11,18 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Merges two normalised attention results over disjoint tokens: (out, lse) <- (out, lse) + (other, other_lse).
+/// @brief Merges two normalised attention results over disjoint tokens: (out, lse) <- (out, lse) +
+/// (other, other_lse).
 ///
-/// out = (exp(lse) out + exp(other_lse) other) / (exp(lse) + exp(other_lse)); lse natural logarithm.
-/// Associative and commutative up to rounding; an lse of -inf stands for no tokens, and two of them merge to none.
+/// out = (exp(lse) out + exp(other_lse) other) / (exp(lse) + exp(other_lse)); lse natural
+/// logarithm. Associative and commutative up to rounding; an lse of -inf stands for no tokens, and
+/// two of them merge to none.
 /// @param[in,out] out   [width] f32
 /// @param[in,out] lse   one value
 /// @param[in]     other [width] f32
 /// Cost: 2 exponentials and 2 x width products.
-inline void merge_attention(float* out, float& lse, const float* other, float other_lse, int width) {
+inline void merge_attention(float* out, float& lse, const float* other, float other_lse,
+                            int width) {
   constexpr float none = -std::numeric_limits<float>::infinity();
   if (other_lse == none) return;  // whatever its values are: an empty part may hold 0 / 0
   if (lse == none) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/page_allocator.hpp  Which pages of a pool are free, and how many sequences share each of the others.
+/// @file core/page_allocator.hpp  Which pages of a pool are free, and how many sequences share each
+/// of the others.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@ struct PoolSize {
   std::int64_t num_pages = 0;
 };
 
-/// @brief An engine's own block manager: says which pages of a pool are free, and hands them out. Asked on the host, never while a step runs.
+/// @brief An engine's own block manager: says which pages of a pool are free, and hands them out.
+/// Asked on the host, never while a step runs.
 class PageSource {
  public:
   virtual ~PageSource() = default;
@@ -31,32 +33,42 @@ class PageSource {
   virtual void release(std::int32_t page) noexcept = 0;
 };
 
-/// @brief Bookkeeping of a page pool; knows page numbers and nothing of their memory, so every backend can use it.
-/// Not thread-safe: the layers of a model call it one after the other.
+/// @brief Bookkeeping of a page pool; knows page numbers and nothing of their memory, so every
+/// backend can use it. Not thread-safe: the layers of a model call it one after the other.
 class PageAllocator {
  public:
-  /// @param num_pages  pages in the pool, numbered from 0  @param source  that hands them out; null: lowest numbers first, here
-  explicit PageAllocator(std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr) : references_(static_cast<std::size_t>(num_pages), 0), source_(std::move(source)) {
+  /// @param num_pages  pages in the pool, numbered from 0  @param source  that hands them out;
+  /// null: lowest numbers first, here
+  explicit PageAllocator(std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
+      : references_(static_cast<std::size_t>(num_pages), 0), source_(std::move(source)) {
     if (source_ != nullptr) return;
     free_.reserve(static_cast<std::size_t>(num_pages));
-    for (std::int64_t page = num_pages; page-- > 0;) free_.push_back(static_cast<std::int32_t>(page));
+    for (std::int64_t page = num_pages; page-- > 0;)
+      free_.push_back(static_cast<std::int32_t>(page));
   }
 
   std::int64_t num_pages() const { return static_cast<std::int64_t>(references_.size()); }
-  std::int64_t num_free() const { return source_ != nullptr ? source_->num_free() : static_cast<std::int64_t>(free_.size()); }
+  std::int64_t num_free() const {
+    return source_ != nullptr ? source_->num_free() : static_cast<std::int64_t>(free_.size());
+  }
 
   /// @brief Raises CapacityError unless `count` pages are free.
   void require(std::int64_t count) const {
-    if (count > num_free()) detail::fail<CapacityError>("page pool: ", count, " pages needed, ", num_free(), " free");
+    if (count > num_free())
+      detail::fail<CapacityError>("page pool: ", count, " pages needed, ", num_free(), " free");
   }
-  /// @brief Takes a free page; the caller has called require(). @throws StateError if the engine's source gives one that is not there, or taken
+  /// @brief Takes a free page; the caller has called require(). @throws StateError if the engine's
+  /// source gives one that is not there, or taken
   std::int32_t take() {
     require(1);
     const std::int32_t page = source_ != nullptr ? source_->take() : free_.back();
     if (source_ == nullptr) {
       free_.pop_back();
     } else if (page < 0 || page >= num_pages() || references(page) != 0) {
-      detail::fail<StateError>("page source: gave page ", page, page < 0 || page >= num_pages() ? ", pages 0 to " : ", which is taken; of pages 0 to ", num_pages() - 1);
+      detail::fail<StateError>(
+          "page source: gave page ", page,
+          page < 0 || page >= num_pages() ? ", pages 0 to " : ", which is taken; of pages 0 to ",
+          num_pages() - 1);
     }
     references_[static_cast<std::size_t>(page)] = 1;
     return page;
@@ -66,8 +78,10 @@ class PageAllocator {
   /// @brief One sequence fewer; the last one frees the page.
   void release(std::int32_t page) {
     if (--references_[static_cast<std::size_t>(page)] != 0) return;
-    if (source_ != nullptr) source_->release(page);
-    else free_.push_back(page);
+    if (source_ != nullptr)
+      source_->release(page);
+    else
+      free_.push_back(page);
   }
   /// @brief Sequences that read this page.
   int references(std::int32_t page) const { return references_[static_cast<std::size_t>(page)]; }
@@ -80,7 +94,8 @@ class PageAllocator {
   std::shared_ptr<PageSource> source_;
 };
 
-/// @brief Pages that were taken for something that has not happened yet; those that are left over go back.
+/// @brief Pages that were taken for something that has not happened yet; those that are left over
+/// go back.
 class TakenPages {
  public:
   explicit TakenPages(PageAllocator& allocator) : allocator_(allocator) {}
@@ -102,8 +117,9 @@ class TakenPages {
   std::vector<std::int32_t> pages_;
 };
 
-/// @brief Counts the pages that a batch of operations will take before any of them runs: new pages, and copies of shared
-/// ones. When several sharers of a page write, the last one keeps the original.
+/// @brief Counts the pages that a batch of operations will take before any of them runs: new pages,
+/// and copies of shared ones. When several sharers of a page write, the last one keeps the
+/// original.
 class PageDemand {
  public:
   void add_new(std::int64_t pages) { new_pages_ += pages; }

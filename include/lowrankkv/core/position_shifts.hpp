@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/position_shifts.hpp  Where the tokens of a sequence stand for the rotary embedding: their index, moved in pieces.
+/// @file core/position_shifts.hpp  Where the tokens of a sequence stand for the rotary embedding:
+/// their index, moved in pieces.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief From token `first` on, positions are (token + offset) / divisor, rounded down.
 struct PositionShift {
-  std::int64_t first = 0;  ///< token
-  std::int64_t offset = 0;  ///< added before the division
+  std::int64_t first = 0;    ///< token
+  std::int64_t offset = 0;   ///< added before the division
   std::int64_t divisor = 1;  ///< 1 to PositionShifts::kMostDivisor
 
   std::int64_t position(std::int64_t token) const {
@@ -27,15 +28,19 @@ struct PositionShift {
   /// @brief The same map, from another token on.
   PositionShift from(std::int64_t token) const { return {token, offset, divisor}; }
   /// @brief Both move tokens alike.
-  bool maps_like(const PositionShift& other) const { return offset == other.offset && divisor == other.divisor; }
+  bool maps_like(const PositionShift& other) const {
+    return offset == other.offset && divisor == other.divisor;
+  }
   friend bool operator==(const PositionShift&, const PositionShift&) = default;
 };
 
-/// @brief The rotary positions of tokens: their indices, moved and divided in pieces; those of tokens to come are never divided. What is stored of a
-/// token does not change when it moves (Rope::pre).
+/// @brief The rotary positions of tokens: their indices, moved and divided in pieces; those of
+/// tokens to come are never divided. What is stored of a token does not change when it moves
+/// (Rope::pre).
 class PositionShifts {
  public:
-  /// The largest magnitude of an offset; with the largest max_tokens, positions stay below twice as much.
+  /// The largest magnitude of an offset; with the largest max_tokens, positions stay below twice as
+  /// much.
   static constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   /// The largest divisor.
   static constexpr std::int64_t kMostDivisor = std::int64_t{1} << 20;
@@ -57,25 +62,31 @@ class PositionShifts {
     }
     join_neighbours();
   }
-  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down. Cost: O(pieces).
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down.
+  /// Cost: O(pieces).
   void divide(std::int64_t first, std::int64_t count, std::int64_t divisor) {
     begin_piece(first);
     begin_piece(first + count);
     for (PositionShift& piece : pieces_) {
-      if (piece.first >= first && piece.first < first + count) piece.divisor *= divisor;  // a quotient's quotient is that by the product
+      if (piece.first >= first && piece.first < first + count)
+        piece.divisor *= divisor;  // a quotient's quotient is that by the product
     }
     join_neighbours();
   }
-  /// @brief Forgets what was said of tokens from `length` on: those that come next go on from the last one that stays.
+  /// @brief Forgets what was said of tokens from `length` on: those that come next go on from the
+  /// last one that stays.
   void truncate(std::int64_t length) {
     const PositionShift last = piece(length - 1);
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
     if (last.divisor != 1) pieces_.push_back({length, last.position(length - 1) + 1 - length});
   }
-  /// @brief Forgets `count` tokens from `first` on: those behind them take their places, and keep their positions. Cost: O(pieces).
+  /// @brief Forgets `count` tokens from `first` on: those behind them take their places, and keep
+  /// their positions. Cost: O(pieces).
   void remove(std::int64_t first, std::int64_t count) {
     begin_piece(first + count);
-    std::erase_if(pieces_, [&](const PositionShift& piece) { return piece.first >= first && piece.first < first + count; });
+    std::erase_if(pieces_, [&](const PositionShift& piece) {
+      return piece.first >= first && piece.first < first + count;
+    });
     for (PositionShift& piece : pieces_) {
       if (piece.first >= first) piece = {piece.first - count, piece.offset + count, piece.divisor};
     }
@@ -84,13 +95,15 @@ class PositionShifts {
   /// @brief Puts back pieces in order of their tokens, as pieces() gave them.
   void append(const PositionShift& piece) { pieces_.push_back(piece); }
   friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
-  /// @brief Calls use(first token, count, position of the first) for stretches of consecutive positions of tokens
-  /// [first, first + count): as long as can be, single tokens where positions are divided.
+  /// @brief Calls use(first token, count, position of the first) for stretches of consecutive
+  /// positions of tokens [first, first + count): as long as can be, single tokens where positions
+  /// are divided.
   template <class Use>
   void for_each(std::int64_t first, std::int64_t count, Use&& use) const {
     const auto stretch = [&use](const PositionShift& piece, std::int64_t begin, std::int64_t end) {
       if (piece.divisor == 1 && begin < end) use(begin, end - begin, piece.position(begin));
-      for (std::int64_t token = begin; piece.divisor != 1 && token < end; ++token) use(token, std::int64_t{1}, piece.position(token));
+      for (std::int64_t token = begin; piece.divisor != 1 && token < end; ++token)
+        use(token, std::int64_t{1}, piece.position(token));
     };
     std::int64_t begin = first;
     PositionShift now = piece(first);
@@ -106,16 +119,22 @@ class PositionShifts {
   /// From here on there is a piece of its own, which maps tokens as before.
   void begin_piece(std::int64_t first) {
     const PositionShift now = piece(first).from(first);
-    const auto at = std::find_if(pieces_.begin(), pieces_.end(), [first](const PositionShift& piece) { return piece.first >= first; });
+    const auto at =
+        std::find_if(pieces_.begin(), pieces_.end(),
+                     [first](const PositionShift& piece) { return piece.first >= first; });
     if (at == pieces_.end() || at->first != first) pieces_.insert(at, now);
   }
   /// Neighbours that map tokens alike are one piece.
   void join_neighbours() {
     PositionShift last;
-    std::erase_if(pieces_, [&](const PositionShift& piece) { return std::exchange(last, piece).maps_like(piece); });
+    std::erase_if(pieces_, [&](const PositionShift& piece) {
+      return std::exchange(last, piece).maps_like(piece);
+    });
   }
   std::vector<PositionShift>::const_iterator after(std::int64_t token) const {
-    return std::upper_bound(pieces_.begin(), pieces_.end(), token, [](std::int64_t at, const PositionShift& piece) { return at < piece.first; });
+    return std::upper_bound(
+        pieces_.begin(), pieces_.end(), token,
+        [](std::int64_t at, const PositionShift& piece) { return at < piece.first; });
   }
   std::vector<PositionShift> pieces_;
 };
@@ -123,23 +142,37 @@ class PositionShifts {
 namespace detail {
 
 /// Raises unless a sequence has the tokens [first, first + count).
-inline void check_token_range(const char* call, std::int64_t num_tokens, std::int64_t first, std::int64_t count) {
-  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first) fail<ShapeError>(call, ": ", count, " tokens from token ", first, " on, sequence has ", num_tokens, " tokens");
+inline void check_token_range(const char* call, std::int64_t num_tokens, std::int64_t first,
+                              std::int64_t count) {
+  if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first)
+    fail<ShapeError>(call, ": ", count, " tokens from token ", first, " on, sequence has ",
+                     num_tokens, " tokens");
 }
-/// Calls check(piece) for the piece that token `first` is in, and for those that begin behind it, before `end`.
+/// Calls check(piece) for the piece that token `first` is in, and for those that begin behind it,
+/// before `end`.
 template <class Check>
-void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& check, std::int64_t end = (std::numeric_limits<std::int64_t>::max)()) {
+void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& check,
+                  std::int64_t end = (std::numeric_limits<std::int64_t>::max)()) {
   check(shifts.piece(first));
   for (const PositionShift& piece : shifts.pieces()) {
     if (piece.first > first && piece.first < end) check(piece);
   }
 }
 
-/// Raises unless the tokens from `first` on can move by `delta`, and no offset beyond `limit` then. @param unrotated  keys are stored before their rotary embedding
-inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t delta, std::int64_t limit) {
-  if (!unrotated) fail<StateError>("shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them by ", delta);
-  if (first < 0 || first > num_tokens) fail<ShapeError>("shift_positions: token ", first, ", sequence has ", num_tokens, " tokens");
-  const auto refuse = [limit](std::int64_t by, std::int64_t offset) { fail<ValueError>("shift_positions: by ", by, " after ", offset, ", at most ", limit, " in all"); };
+/// Raises unless the tokens from `first` on can move by `delta`, and no offset beyond `limit` then.
+/// @param unrotated  keys are stored before their rotary embedding
+inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
+                        std::int64_t first, std::int64_t delta, std::int64_t limit) {
+  if (!unrotated)
+    fail<StateError>(
+        "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them "
+        "by ",
+        delta);
+  if (first < 0 || first > num_tokens)
+    fail<ShapeError>("shift_positions: token ", first, ", sequence has ", num_tokens, " tokens");
+  const auto refuse = [limit](std::int64_t by, std::int64_t offset) {
+    fail<ValueError>("shift_positions: by ", by, " after ", offset, ", at most ", limit, " in all");
+  };
   if (delta > 2 * limit || delta < -2 * limit) refuse(delta, shifts.piece(first).offset);
   check_pieces(shifts, first, [&](const PositionShift& piece) {
     const std::int64_t by = delta * piece.divisor;
@@ -147,31 +180,49 @@ inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64
   });
 }
 
-/// Raises unless the positions of tokens [first, first + count) can be divided. @param unrotated  keys are stored before their rotary embedding
-inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t divisor) {
-  if (!unrotated) fail<StateError>("divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide them by ", divisor);
+/// Raises unless the positions of tokens [first, first + count) can be divided. @param unrotated
+/// keys are stored before their rotary embedding
+inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
+                           std::int64_t first, std::int64_t count, std::int64_t divisor) {
+  if (!unrotated)
+    fail<StateError>(
+        "divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide "
+        "them by ",
+        divisor);
   check_token_range("divide_positions", num_tokens, first, count);
   const auto check = [&](const PositionShift& piece) {
-    if (divisor < 1 || divisor > PositionShifts::kMostDivisor / piece.divisor) fail<ValueError>("divide_positions: by ", divisor, " after ", piece.divisor, ", 1 to ", PositionShifts::kMostDivisor, " in all expected");
+    if (divisor < 1 || divisor > PositionShifts::kMostDivisor / piece.divisor)
+      fail<ValueError>("divide_positions: by ", divisor, " after ", piece.divisor, ", 1 to ",
+                       PositionShifts::kMostDivisor, " in all expected");
   };
   check_pieces(shifts, first, check, first + count);
 }
 
-/// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond `limit` without them.
-inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first, std::int64_t count, std::int64_t limit) {
+/// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond
+/// `limit` without them.
+inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first,
+                          std::int64_t count, std::int64_t limit) {
   check_token_range("remove", num_tokens, first, count);
   check_pieces(shifts, first + count, [&](const PositionShift& piece) {
-    if (piece.offset + count > limit) fail<ValueError>("remove: positions would be ", piece.offset + count, " beyond their tokens, at most ", limit);
+    if (piece.offset + count > limit)
+      fail<ValueError>("remove: positions would be ", piece.offset + count,
+                       " beyond their tokens, at most ", limit);
   });
 }
 
-/// Raises unless the positions of tokens to come are whole, as they are in every sequence that was saved.
+/// Raises unless the positions of tokens to come are whole, as they are in every sequence that was
+/// saved.
 inline void check_saved(const PositionShifts& shifts) {
-  if (!shifts.pieces().empty() && shifts.pieces().back().divisor != 1) fail<FormatError>("saved state: positions of tokens to come are divided by ", shifts.pieces().back().divisor, ", 1 expected");
+  if (!shifts.pieces().empty() && shifts.pieces().back().divisor != 1)
+    fail<FormatError>("saved state: positions of tokens to come are divided by ",
+                      shifts.pieces().back().divisor, ", 1 expected");
 }
 
 /// Whether a saved piece can follow the tokens up to `last` in a sequence of so many.
-inline bool is_next_piece(const PositionShift& piece, std::int64_t last, std::int64_t num_tokens) { return piece.first > last && piece.first <= num_tokens && piece.divisor >= 1 && piece.divisor <= PositionShifts::kMostDivisor; }
+inline bool is_next_piece(const PositionShift& piece, std::int64_t last, std::int64_t num_tokens) {
+  return piece.first > last && piece.first <= num_tokens && piece.divisor >= 1 &&
+         piece.divisor <= PositionShifts::kMostDivisor;
+}
 
 }  // namespace detail
 

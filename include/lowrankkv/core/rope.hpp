@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/rope.hpp  Rotary position embedding: frequencies (with the Llama-3 scaling), the two pairings, and what a cache is
-/// told about them.
+/// @file core/rope.hpp  Rotary position embedding: frequencies (with the Llama-3 scaling), the two
+/// pairings, and what a cache is told about them.
 #pragma once
 
 #include <cmath>
@@ -13,14 +13,16 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Which two channels turn together: (i, i + d/2) as in Hugging Face, or (2i, 2i + 1) as in the original.
+/// @brief Which two channels turn together: (i, i + d/2) as in Hugging Face, or (2i, 2i + 1) as in
+/// the original.
 enum class RopePairing : std::uint8_t { half_split, interleaved };
 
 /// @brief The Llama-3 stretching of low frequencies (`rope_scaling` of type `llama3`).
 struct Llama3RopeScaling {
-  float factor = 8.0F;  ///< by which low frequencies are divided
+  float factor = 8.0F;           ///< by which low frequencies are divided
   float low_freq_factor = 1.0F;  ///< wavelengths above original_context / this are divided
-  float high_freq_factor = 4.0F;  ///< those below original_context / this stay, between them both blend
+  float high_freq_factor =
+      4.0F;  ///< those below original_context / this stay, between them both blend
   float original_context = 8192.0F;  ///< tokens that the model was first trained on
 
   friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
@@ -28,32 +30,38 @@ struct Llama3RopeScaling {
 
 /// @brief Angles per position: frequency_i = theta^(-2i/d), [head_dim / 2], radians per token.
 inline std::vector<double> rope_frequencies(int head_dim, double theta) {
-  if (head_dim < 2 || head_dim % 2 != 0) detail::fail<ShapeError>("rope: head_dim must be even, given ", head_dim);
+  if (head_dim < 2 || head_dim % 2 != 0)
+    detail::fail<ShapeError>("rope: head_dim must be even, given ", head_dim);
   std::vector<double> frequencies(static_cast<std::size_t>(head_dim / 2));
-  for (int i = 0; i < head_dim / 2; ++i) frequencies[static_cast<std::size_t>(i)] = std::pow(theta, -2.0 * i / head_dim);
+  for (int i = 0; i < head_dim / 2; ++i)
+    frequencies[static_cast<std::size_t>(i)] = std::pow(theta, -2.0 * i / head_dim);
   return frequencies;
 }
 
-/// @brief In which form keys arrive and are stored. Queries always arrive rotated to their positions.
+/// @brief In which form keys arrive and are stored. Queries always arrive rotated to their
+/// positions.
 enum class Rope : std::uint8_t {
   post,  ///< rotated: the cache knows nothing of positions, attention runs in coefficient space
-  pre    ///< unrotated: they compress better and can be moved to other positions; attention lifts and rotates what it reads
+  pre  ///< unrotated: they compress better and can be moved to other positions; attention lifts and
+       ///< rotates what it reads
 };
 
 /// @brief The rotary embedding of a layer, for caches that store keys unrotated (Rope::pre).
 struct RopeConfig {
-  Rope keys = Rope::post;  ///< how keys arrive and are stored
+  Rope keys = Rope::post;                         ///< how keys arrive and are stored
   RopePairing pairing = RopePairing::half_split;  ///< which channels turn together
-  double theta = 10000.0;  ///< base of the frequencies
-  std::optional<Llama3RopeScaling> scaling{};  ///< of the frequencies; none: as theta says
+  double theta = 10000.0;                         ///< base of the frequencies
+  std::optional<Llama3RopeScaling> scaling{};     ///< of the frequencies; none: as theta says
   int rotary_dim = 0;  ///< the first so many channels turn, an even number; 0: head_dim
-  std::vector<double> frequencies{};  ///< radians per token of every pair, if neither theta nor scaling says it (YaRN, ...); empty: they do
+  std::vector<double> frequencies{};  ///< radians per token of every pair, if neither theta nor
+                                      ///< scaling says it (YaRN, ...); empty: they do
 
   friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
 };
 
-/// @brief Applies the Llama-3 scaling: wavelengths beyond original_context / low_freq_factor are stretched by factor,
-/// those under original_context / high_freq_factor are left alone, and between the two they are blended.
+/// @brief Applies the Llama-3 scaling: wavelengths beyond original_context / low_freq_factor are
+/// stretched by factor, those under original_context / high_freq_factor are left alone, and between
+/// the two they are blended.
 inline void scale_frequencies(std::vector<double>& frequencies, const Llama3RopeScaling& scaling) {
   const double low = scaling.original_context / scaling.low_freq_factor;
   const double high = scaling.original_context / scaling.high_freq_factor;
@@ -69,23 +77,32 @@ inline void scale_frequencies(std::vector<double>& frequencies, const Llama3Rope
   }
 }
 
-/// @brief The frequencies of a configuration, [rotary_dim / 2]. @throws ShapeError, ValueError if it is not one of a layer of head_dim
+/// @brief The frequencies of a configuration, [rotary_dim / 2]. @throws ShapeError, ValueError if
+/// it is not one of a layer of head_dim
 inline std::vector<double> rope_frequencies(const RopeConfig& config, int head_dim) {
   const int given = 2 * static_cast<int>(config.frequencies.size());
   const int rotary_dim = config.rotary_dim != 0 ? config.rotary_dim : given != 0 ? given : head_dim;
-  if (given != 0 && given != rotary_dim) detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", frequencies for ", given);
+  if (given != 0 && given != rotary_dim)
+    detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", frequencies for ", given);
   for (const double frequency : config.frequencies) {
-    if (!std::isfinite(frequency)) detail::fail<ValueError>("rope: a frequency is ", frequency, ", finite expected");
+    if (!std::isfinite(frequency))
+      detail::fail<ValueError>("rope: a frequency is ", frequency, ", finite expected");
   }
-  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", head_dim ", head_dim, "; an even number up to it expected");
-  if (!(std::isfinite(config.theta) && config.theta > 0.0)) detail::fail<ValueError>("rope: theta is positive, given ", config.theta);
+  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0)
+    detail::fail<ShapeError>("rope: rotary_dim ", rotary_dim, ", head_dim ", head_dim,
+                             "; an even number up to it expected");
+  if (!(std::isfinite(config.theta) && config.theta > 0.0))
+    detail::fail<ValueError>("rope: theta is positive, given ", config.theta);
   if (given != 0) return config.frequencies;
   std::vector<double> frequencies = rope_frequencies(rotary_dim, config.theta);
   if (config.scaling) {
     const Llama3RopeScaling& scaling = *config.scaling;
-    if (!(scaling.factor > 0.0F && scaling.low_freq_factor > 0.0F && scaling.high_freq_factor > scaling.low_freq_factor && scaling.original_context > 0.0F)) {
-      detail::fail<ValueError>("rope: scaling by factor ", scaling.factor, ", low_freq_factor ", scaling.low_freq_factor, ", high_freq_factor ", scaling.high_freq_factor,
-                               ", original_context ", scaling.original_context, "; positive, low below high expected");
+    if (!(scaling.factor > 0.0F && scaling.low_freq_factor > 0.0F &&
+          scaling.high_freq_factor > scaling.low_freq_factor && scaling.original_context > 0.0F)) {
+      detail::fail<ValueError>("rope: scaling by factor ", scaling.factor, ", low_freq_factor ",
+                               scaling.low_freq_factor, ", high_freq_factor ",
+                               scaling.high_freq_factor, ", original_context ",
+                               scaling.original_context, "; positive, low below high expected");
     }
     scale_frequencies(frequencies, scaling);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/row_runs.hpp  Where each position of one KV head is stored: runs of consecutive positions of one state.
+/// @file core/row_runs.hpp  Where each position of one KV head is stored: runs of consecutive
+/// positions of one state.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Where a position that left the tail is stored: row `row` of the list of its state (nothing, if dropped).
+/// @brief Where a position that left the tail is stored: row `row` of the list of its state
+/// (nothing, if dropped).
 struct RowPlace {
   RowState state = RowState::full;
   std::int32_t row = 0;
@@ -25,11 +27,13 @@ struct RowRun {
   RowState state = RowState::full;
 };
 
-/// @brief The positions of one head in order. Rows of a state stand in its list in the order of their positions, so a run
-/// needs two numbers whatever its length: positions are implicit where rows are contiguous.
+/// @brief The positions of one head in order. Rows of a state stand in its list in the order of
+/// their positions, so a run needs two numbers whatever its length: positions are implicit where
+/// rows are contiguous.
 class RowRuns {
  public:
-  /// What a run costs where it is stored: a position, and a row with the state in its two upper bits.
+  /// What a run costs where it is stored: a position, and a row with the state in its two upper
+  /// bits.
   static constexpr std::size_t kRunBytes = 8;
 
   /// @brief Positions covered, dropped ones included.
@@ -39,18 +43,23 @@ class RowRuns {
   std::size_t bytes() const { return runs_.size() * kRunBytes; }
   std::span<const RowRun> runs() const { return runs_; }
   /// @brief One past the last position of a run.
-  std::int32_t end_of(std::size_t run) const { return run + 1 < runs_.size() ? runs_[run + 1].first_position : end_; }
+  std::int32_t end_of(std::size_t run) const {
+    return run + 1 < runs_.size() ? runs_[run + 1].first_position : end_;
+  }
 
   /// @brief The next `count` positions have this state.
   void append(RowState state, std::int32_t count) {
     if (count == 0) return;
-    if (runs_.empty() || runs_.back().state != state) runs_.push_back({end_, rows_[index(state)], state});
+    if (runs_.empty() || runs_.back().state != state)
+      runs_.push_back({end_, rows_[index(state)], state});
     rows_[index(state)] += count;
     end_ += count;
   }
   /// @brief Where `position` is. Cost: O(log runs).
   RowPlace find(std::int64_t position) const {
-    const auto next = std::upper_bound(runs_.begin(), runs_.end(), position, [](std::int64_t at, const RowRun& run) { return at < run.first_position; });
+    const auto next = std::upper_bound(
+        runs_.begin(), runs_.end(), position,
+        [](std::int64_t at, const RowRun& run) { return at < run.first_position; });
     const RowRun& run = *(next - 1);
     return {run.state, run.first_row + static_cast<std::int32_t>(position) - run.first_position};
   }
@@ -59,24 +68,30 @@ class RowRuns {
     std::int32_t rows = 0;
     for (std::size_t run = 0; run < runs_.size() && runs_[run].first_position < position; ++run) {
       if (runs_[run].state != state) continue;
-      rows = runs_[run].first_row + static_cast<std::int32_t>((std::min)(position, std::int64_t{end_of(run)})) - runs_[run].first_position;
+      rows = runs_[run].first_row +
+             static_cast<std::int32_t>((std::min)(position, std::int64_t{end_of(run)})) -
+             runs_[run].first_position;
     }
     return rows;
   }
   /// @brief Forgets the positions from `length` on.
   void truncate(std::int64_t length) {
     if (length >= end_) return;
-    for (const RowState state : {RowState::full, RowState::compressed, RowState::dropped}) rows_[index(state)] = rows_before(state, length);
+    for (const RowState state : {RowState::full, RowState::compressed, RowState::dropped})
+      rows_[index(state)] = rows_before(state, length);
     while (!runs_.empty() && runs_.back().first_position >= length) runs_.pop_back();
     end_ = static_cast<std::int32_t>(length);
   }
-  /// @brief Forgets `count` positions from `first` on, which are covered; those behind them take their places. Cost: O(positions)
+  /// @brief Forgets `count` positions from `first` on, which are covered; those behind them take
+  /// their places. Cost: O(positions)
   void remove(std::int64_t first, std::int64_t count) {
     std::vector<RowState> left = states();
-    left.erase(left.begin() + static_cast<std::ptrdiff_t>(first), left.begin() + static_cast<std::ptrdiff_t>(first + count));
+    left.erase(left.begin() + static_cast<std::ptrdiff_t>(first),
+               left.begin() + static_cast<std::ptrdiff_t>(first + count));
     assign(left);
   }
-  /// @brief The same positions with new states; rows are renumbered. `states` holds one state a position.
+  /// @brief The same positions with new states; rows are renumbered. `states` holds one state a
+  /// position.
   void assign(std::span<const RowState> states) {
     *this = {};
     for (const RowState state : states) append(state, 1);
@@ -84,7 +99,9 @@ class RowRuns {
   /// @brief One state a position.
   std::vector<RowState> states() const {
     std::vector<RowState> all(static_cast<std::size_t>(end_));
-    for (std::size_t run = 0; run < runs_.size(); ++run) std::fill(all.begin() + runs_[run].first_position, all.begin() + end_of(run), runs_[run].state);
+    for (std::size_t run = 0; run < runs_.size(); ++run)
+      std::fill(all.begin() + runs_[run].first_position, all.begin() + end_of(run),
+                runs_[run].state);
     return all;
   }
 

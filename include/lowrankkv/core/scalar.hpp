@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/scalar.hpp  The element types that cross the border or are stored: f32, f16 (IEEE half), bf16.
+/// @file core/scalar.hpp  The element types that cross the border or are stored: f32, f16 (IEEE
+/// half), bf16.
 #pragma once
 
 #include <bit>
@@ -35,7 +36,8 @@ constexpr float max_finite(DType type) {
   return type == DType::f16 ? 65504.0F : type == DType::bf16 ? 3.38953139e38F : 3.40282347e38F;
 }
 
-/// @brief Half the distance from 1 to the next value: the relative error of one rounding (unit roundoff).
+/// @brief Half the distance from 1 to the next value: the relative error of one rounding (unit
+/// roundoff).
 constexpr float unit_roundoff(DType type) {
   return type == DType::f16 ? 0x1p-11F : type == DType::bf16 ? 0x1p-8F : 0x1p-24F;
 }
@@ -44,16 +46,21 @@ constexpr float unit_roundoff(DType type) {
 inline float to_float(Half value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = value.bits & 0x7fffU;
-  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals on the way.
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals on the
+  // way.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
-  const std::uint32_t special = magnitude >= 0x7c00U ? 0x7f800000U | (magnitude << 13) : std::bit_cast<std::uint32_t>(scaled);
+  const std::uint32_t special =
+      magnitude >= 0x7c00U ? 0x7f800000U | (magnitude << 13) : std::bit_cast<std::uint32_t>(scaled);
   return std::bit_cast<float>(sign | special);
 }
 
 /// @brief bf16 to f32; exact.
-inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); }
+inline float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
+}
 
-/// @brief f32 to f16, to nearest even. Finite values beyond +-65504 saturate, so a finite value never becomes Inf.
+/// @brief f32 to f16, to nearest even. Finite values beyond +-65504 saturate, so a finite value
+/// never becomes Inf.
 inline Half to_half(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000U;
@@ -66,7 +73,8 @@ inline Half to_half(float value) {
   } else if (magnitude >= 0x477fe000U) {
     half = 0x7bffU;  // 65504, the largest finite half
   } else if (magnitude < 0x38800000U) {
-    // Subnormal half: adding 0.5 aligns the mantissa so that the hardware rounds to nearest even for us.
+    // Subnormal half: adding 0.5 aligns the mantissa so that the hardware rounds to nearest even
+    // for us.
     half = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
   } else {
     half = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
@@ -84,7 +92,8 @@ inline Half half_not_below(float value) {
 /// @brief f32 to bf16, to nearest even; finite values saturate.
 inline BFloat16 to_bfloat16(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7fffffffU) > 0x7f800000U) return BFloat16{static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
+  if ((bits & 0x7fffffffU) > 0x7f800000U)
+    return BFloat16{static_cast<std::uint16_t>((bits >> 16) | 0x40U)};
   std::uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
   if ((rounded & 0x7f800000U) == 0x7f800000U && (bits & 0x7f800000U) != 0x7f800000U) {
     rounded = (bits & 0x80000000U) | 0x7f7f0000U;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/views.hpp  What crosses the border: pointers (host memory for Cpu, device memory for Cuda) with named extents and strides in elements.
+/// @file core/views.hpp  What crosses the border: pointers (host memory for Cpu, device memory for
+/// Cuda) with named extents and strides in elements.
 ///
-/// A KeyView is not a ValueView and neither is a device view: swapping two arguments does not compile.
+/// A KeyView is not a ValueView and neither is a device view: swapping two arguments does not
+/// compile.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +15,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Read-only rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, any strides; in the backend's memory.
+/// @brief Read-only rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, any strides; in the
+/// backend's memory.
 template <class Tag>
 struct RowsView {
   const void* data = nullptr;
@@ -24,7 +27,8 @@ struct RowsView {
   std::int64_t token_stride = 0;    ///< elements from a token to the next
   std::int64_t head_stride = 0;     ///< elements from a head to the next
   std::int64_t element_stride = 1;  ///< elements from a channel to the next
-  RowPages pages;                   ///< in whose pages rows are, if they are (core/engine_pages.hpp makes such views)
+  RowPages
+      pages;  ///< in whose pages rows are, if they are (core/engine_pages.hpp makes such views)
 
   RowsView() = default;
   /// @brief Dense token-major rows: [num_tokens, num_heads, head_dim].
@@ -35,24 +39,37 @@ struct RowsView {
   RowsView(const BFloat16* rows, std::int64_t tokens, int heads, int dim)
       : RowsView(rows, DType::bf16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
   /// @brief Any layout; strides in elements, not bytes.
-  RowsView(const void* rows, DType type, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token,
-           std::int64_t stride_of_head, std::int64_t stride_of_element = 1)
-      : data(rows), dtype(type), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token),
-        head_stride(stride_of_head), element_stride(stride_of_element) {}
+  RowsView(const void* rows, DType type, std::int64_t tokens, int heads, int dim,
+           std::int64_t stride_of_token, std::int64_t stride_of_head,
+           std::int64_t stride_of_element = 1)
+      : data(rows),
+        dtype(type),
+        num_tokens(tokens),
+        num_heads(heads),
+        head_dim(dim),
+        token_stride(stride_of_token),
+        head_stride(stride_of_head),
+        element_stride(stride_of_element) {}
 
   /// @brief The tokens [first, first + count) of this view.
   RowsView tokens(std::int64_t first, std::int64_t count) const {
     RowsView part = *this;
-    if (pages.used()) part.pages.first += first;
-    else part.data = static_cast<const char*>(data) + first * token_stride * static_cast<std::int64_t>(size_of(dtype));
+    if (pages.used())
+      part.pages.first += first;
+    else
+      part.data = static_cast<const char*>(data) +
+                  first * token_stride * static_cast<std::int64_t>(size_of(dtype));
     part.num_tokens = count;
     return part;
   }
   /// @brief Elements from `data` to a token's rows.
-  std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
+  std::int64_t place(std::int64_t token) const {
+    return pages.used() ? pages.place(token, token_stride) : token * token_stride;
+  }
 };
 
-/// @brief Writable f32 rows [num_tokens, num_heads, head_dim], any strides; in the backend's memory.
+/// @brief Writable f32 rows [num_tokens, num_heads, head_dim], any strides; in the backend's
+/// memory.
 template <class Tag>
 struct MutableRowsView {
   float* data = nullptr;
@@ -65,12 +82,18 @@ struct MutableRowsView {
   MutableRowsView() = default;
   MutableRowsView(float* rows, std::int64_t tokens, int heads, int dim)
       : MutableRowsView(rows, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
-  MutableRowsView(float* rows, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token,
-                  std::int64_t stride_of_head)
-      : data(rows), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token),
+  MutableRowsView(float* rows, std::int64_t tokens, int heads, int dim,
+                  std::int64_t stride_of_token, std::int64_t stride_of_head)
+      : data(rows),
+        num_tokens(tokens),
+        num_heads(heads),
+        head_dim(dim),
+        token_stride(stride_of_token),
         head_stride(stride_of_head) {}
 
-  float* row(std::int64_t token, int head) const { return data + token * token_stride + head * head_stride; }
+  float* row(std::int64_t token, int head) const {
+    return data + token * token_stride + head * head_stride;
+  }
   MutableRowsView tokens(std::int64_t first, std::int64_t count) const {
     MutableRowsView part = *this;
     part.data = data + first * token_stride;
@@ -79,7 +102,8 @@ struct MutableRowsView {
   }
 };
 
-/// @brief Writable rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, channels side by side, any other strides; in the backend's memory.
+/// @brief Writable rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, channels side by
+/// side, any other strides; in the backend's memory.
 template <class Mutable>
 struct TargetRowsView {
   void* data = nullptr;
@@ -93,28 +117,48 @@ struct TargetRowsView {
 
   TargetRowsView() = default;
   TargetRowsView(const Mutable& rows)
-      : data(rows.data), num_tokens(rows.num_tokens), num_heads(rows.num_heads), head_dim(rows.head_dim), token_stride(rows.token_stride), head_stride(rows.head_stride) {}
+      : data(rows.data),
+        num_tokens(rows.num_tokens),
+        num_heads(rows.num_heads),
+        head_dim(rows.head_dim),
+        token_stride(rows.token_stride),
+        head_stride(rows.head_stride) {}
   /// @brief Dense token-major rows.
-  TargetRowsView(float* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::f32, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
-  TargetRowsView(Half* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::f16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
-  TargetRowsView(BFloat16* rows, std::int64_t tokens, int heads, int dim) : TargetRowsView(rows, DType::bf16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  TargetRowsView(float* rows, std::int64_t tokens, int heads, int dim)
+      : TargetRowsView(rows, DType::f32, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  TargetRowsView(Half* rows, std::int64_t tokens, int heads, int dim)
+      : TargetRowsView(rows, DType::f16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
+  TargetRowsView(BFloat16* rows, std::int64_t tokens, int heads, int dim)
+      : TargetRowsView(rows, DType::bf16, tokens, heads, dim, std::int64_t{heads} * dim, dim) {}
   /// @brief Any layout; strides in elements, not bytes.
-  TargetRowsView(void* rows, DType type, std::int64_t tokens, int heads, int dim, std::int64_t stride_of_token, std::int64_t stride_of_head)
-      : data(rows), dtype(type), num_tokens(tokens), num_heads(heads), head_dim(dim), token_stride(stride_of_token), head_stride(stride_of_head) {}
+  TargetRowsView(void* rows, DType type, std::int64_t tokens, int heads, int dim,
+                 std::int64_t stride_of_token, std::int64_t stride_of_head)
+      : data(rows),
+        dtype(type),
+        num_tokens(tokens),
+        num_heads(heads),
+        head_dim(dim),
+        token_stride(stride_of_token),
+        head_stride(stride_of_head) {}
   /// @brief Elements from `data` to a token's rows.
-  std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
+  std::int64_t place(std::int64_t token) const {
+    return pages.used() ? pages.place(token, token_stride) : token * token_stride;
+  }
 };
 
 using KeyView = RowsView<struct KeyTag>;            ///< [num_tokens, num_kv_heads, head_dim]
 using ValueView = RowsView<struct ValueTag>;        ///< [num_tokens, num_kv_heads, head_dim]
 using QueryView = RowsView<struct QueryTag>;        ///< [num_tokens, num_qo_heads, head_dim]
 using OutputView = MutableRowsView<struct OutTag>;  ///< [num_tokens, num_qo_heads, head_dim], f32
-using MutableKeyView = MutableRowsView<struct MutableKeyTag>;      ///< [num_tokens, num_kv_heads, head_dim], f32
-using MutableValueView = MutableRowsView<struct MutableValueTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
-using KeyTargetView = TargetRowsView<MutableKeyView>;              ///< [num_tokens, num_kv_heads, head_dim]
-using ValueTargetView = TargetRowsView<MutableValueView>;          ///< [num_tokens, num_kv_heads, head_dim]
+using MutableKeyView =
+    MutableRowsView<struct MutableKeyTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
+using MutableValueView =
+    MutableRowsView<struct MutableValueTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
+using KeyTargetView = TargetRowsView<MutableKeyView>;      ///< [num_tokens, num_kv_heads, head_dim]
+using ValueTargetView = TargetRowsView<MutableValueView>;  ///< [num_tokens, num_kv_heads, head_dim]
 
-/// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Empty when not wanted.
+/// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Empty when
+/// not wanted.
 struct LseView {
   float* data = nullptr;
   std::int64_t num_tokens = 0;
@@ -133,21 +177,25 @@ struct LseView {
   }
 };
 
-/// @brief Attention received by positions: [num_sequences, num_kv_heads, num_positions] f32, summed over a call's queries and
-/// the heads of a group. Empty when not wanted.
+/// @brief Attention received by positions: [num_sequences, num_kv_heads, num_positions] f32, summed
+/// over a call's queries and the heads of a group. Empty when not wanted.
 struct ScoreView {
   float* data = nullptr;
   std::int64_t num_sequences = 0;
   int num_heads = 0;
-  std::int64_t num_positions = 0;  ///< at least the tokens of the longest sequence; what is beyond a sequence's end is 0
+  std::int64_t num_positions =
+      0;  ///< at least the tokens of the longest sequence; what is beyond a sequence's end is 0
 
   ScoreView() = default;
   ScoreView(float* values, std::int64_t sequences, int heads, std::int64_t positions)
       : data(values), num_sequences(sequences), num_heads(heads), num_positions(positions) {}
-  float* row(std::int64_t sequence, int head) const { return data + (sequence * num_heads + head) * num_positions; }
+  float* row(std::int64_t sequence, int head) const {
+    return data + (sequence * num_heads + head) * num_positions;
+  }
 };
 
-/// @brief Upper bounds on what compression changed in one attention output (diagnostics/certificate.hpp).
+/// @brief Upper bounds on what compression changed in one attention output
+/// (diagnostics/certificate.hpp).
 struct Certificate {
   float logit = 0.0F;    ///< largest error of a logit, natural-log units
   float softmax = 0.0F;  ///< sum of the absolute errors of the weights, at most 2
@@ -155,7 +203,8 @@ struct Certificate {
 };
 
 /// @brief The bounds that hold whatever happened. As a limit: none.
-inline constexpr Certificate kUnboundedCertificate{std::numeric_limits<float>::infinity(), 2.0F, std::numeric_limits<float>::infinity()};
+inline constexpr Certificate kUnboundedCertificate{std::numeric_limits<float>::infinity(), 2.0F,
+                                                   std::numeric_limits<float>::infinity()};
 
 /// @brief Certificates of the queries of a call: [num_tokens, num_qo_heads].
 struct CertificateView {
@@ -164,7 +213,8 @@ struct CertificateView {
   int num_heads = 0;
 
   CertificateView() = default;
-  CertificateView(Certificate* values, std::int64_t tokens, int heads) : data(values), num_tokens(tokens), num_heads(heads) {}
+  CertificateView(Certificate* values, std::int64_t tokens, int heads)
+      : data(values), num_tokens(tokens), num_heads(heads) {}
   Certificate& at(std::int64_t token, int head) const { return data[token * num_heads + head]; }
 };
 
@@ -197,19 +247,22 @@ struct MutableMatrixView {
 
 namespace detail {
 
-/// Checks a view of `tokens` tokens against the cache's shape; `name` is the argument's name in the message.
+/// Checks a view of `tokens` tokens against the cache's shape; `name` is the argument's name in the
+/// message.
 template <class View>
 void check_rows(const char* name, const View& view, std::int64_t tokens, int heads, int head_dim) {
   check_equal("head_dim", "cache", head_dim, name, view.head_dim);
   check_equal("num_heads", "cache", heads, name, view.num_heads);
   check_equal("num_tokens", "expected", tokens, name, view.num_tokens);
   if (tokens < 0) fail<ShapeError>("num_tokens: at least 0, ", name, " ", tokens);
-  if (view.data == nullptr && tokens > 0) fail<ShapeError>(name, ": null pointer with num_tokens ", tokens);
+  if (view.data == nullptr && tokens > 0)
+    fail<ShapeError>(name, ": null pointer with num_tokens ", tokens);
   if constexpr (requires { view.pages; }) check_pages(name, view.pages, tokens);
 }
 
 /// Checks keys and values of m tokens for each of `sequences` sequences.
-inline void check_keys_and_values(const KeyView& key, const ValueView& value, std::int64_t sequences, std::int64_t m, int heads, int head_dim) {
+inline void check_keys_and_values(const KeyView& key, const ValueView& value,
+                                  std::int64_t sequences, std::int64_t m, int heads, int head_dim) {
   check_rows("key", key, sequences * m, heads, head_dim);
   check_rows("value", value, sequences * m, heads, head_dim);
   check_rows_each("key", key.pages, sequences, m);

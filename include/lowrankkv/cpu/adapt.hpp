@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/adapt.hpp  Running the updater on rows about to be compressed, and publishing the basis it arrives at.
+/// @file cpu/adapt.hpp  Running the updater on rows about to be compressed, and publishing the
+/// basis it arrives at.
 #pragma once
 
 #include <algorithm>
@@ -21,22 +22,24 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Rows of one KV head that are leaving full rank, f32 as stored: the first `count` are decided on, the others
-/// (the recent window) only take part in scoring.
+/// @brief Rows of one KV head that are leaving full rank, f32 as stored: the first `count` are
+/// decided on, the others (the recent window) only take part in scoring.
 struct FlushedRows {
   std::vector<float> keys, values;  ///< [total, head_dim]
   std::int64_t total = 0;
   std::int64_t count = 0;
-  std::vector<float> scores;        ///< [count] attention of a prompt's last queries, if the token policy asks for it
-  std::vector<RowFate> fates;       ///< [count]
-  int rejected = 0;                 ///< rows that were not finite, and updates that gave no usable basis
-  bool moved = false;               ///< a working basis moved
+  std::vector<float>
+      scores;  ///< [count] attention of a prompt's last queries, if the token policy asks for it
+  std::vector<RowFate> fates;  ///< [count]
+  int rejected = 0;            ///< rows that were not finite, and updates that gave no usable basis
+  bool moved = false;          ///< a working basis moved
 };
 
-/// @brief Scores of the rows of a prompt under its last queries, pooled over the rows that are leaving: [count]. Empty if
-/// no queries are known.
+/// @brief Scores of the rows of a prompt under its last queries, pooled over the rows that are
+/// leaving: [count]. Empty if no queries are known.
 template <class State>
-std::vector<float> prompt_scores(const State& state, int slot, int head, const FlushedRows& rows, const AttentionScores& wanted) {
+std::vector<float> prompt_scores(const State& state, int slot, int head, const FlushedRows& rows,
+                                 const AttentionScores& wanted) {
   const PromptChunk& chunk = state.sequence(slot).chunk;
   const int num_queries = (std::min)(chunk.num_window_queries(), wanted.window);
   if (num_queries == 0) return {};
@@ -46,18 +49,22 @@ std::vector<float> prompt_scores(const State& state, int slot, int head, const F
   for (int query = 0; query < num_queries; ++query) {
     for (int member = 0; member < group; ++member) {
       const float* source = chunk.window_query(first + query, head * group + member);
-      std::copy(source, source + state.head_dim(), queries.begin() + (query * group + member) * state.head_dim());
+      std::copy(source, source + state.head_dim(),
+                queries.begin() + (query * group + member) * state.head_dim());
     }
   }
   std::vector<float> rotated;
   if (state.stores_unrotated()) {
     rotated = rows.keys;
-    state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot), rows.total, rotated.data(), state.head_dim());
+    state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot),
+                             rows.total, rotated.data(), state.head_dim());
   }
   const std::vector<float>& keys = state.stores_unrotated() ? rotated : rows.keys;
-  const std::vector<float> scores = snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
-                                                  {keys.data(), rows.total, state.head_dim()}, state.config.scale());
-  return pool_scores(std::span(scores).first(static_cast<std::size_t>(rows.count)), wanted.kernel, wanted.pooling);
+  const std::vector<float> scores =
+      snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
+                    {keys.data(), rows.total, state.head_dim()}, state.config.scale());
+  return pool_scores(std::span(scores).first(static_cast<std::size_t>(rows.count)), wanted.kernel,
+                     wanted.pooling);
 }
 
 /// @brief Which rows of all leaving ones a step is about.
@@ -67,7 +74,8 @@ struct RowRange {
   std::int64_t size() const { return end - begin; }
 };
 
-/// @brief The basis that the updater would move next: its working basis, or else that of the current epoch.
+/// @brief The basis that the updater would move next: its working basis, or else that of the
+/// current epoch.
 template <class State>
 std::vector<float> working_basis(const State& state, int slot, int head, Part part) {
   const auto& sequence = state.sequence(slot);
@@ -84,16 +92,19 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
     maps.key_down = epoch.key_down.values();
     maps.value_down = epoch.value_down.values();
   }
-  std::vector<float> basis = State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
+  std::vector<float> basis =
+      State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
   if (sequence.epoch != 0) undo_rotation(state, head, part, basis);
   if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());
   return basis;
 }
 
-/// @brief The rows of `range` that the updater observes: of a prompt those with the highest scores, of decoded rows all.
-/// Only rows that will be compressed are candidates: the basis has nothing to do with the others.
+/// @brief The rows of `range` that the updater observes: of a prompt those with the highest scores,
+/// of decoded rows all. Only rows that will be compressed are candidates: the basis has nothing to
+/// do with the others.
 template <class State>
-std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, const FlushedRows& rows, RowRange range, Phase phase) {
+std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
+                                        const FlushedRows& rows, RowRange range, Phase phase) {
   const PromptSelection selection = State::UpdaterImpl::prompt_selection(state.updater);
   std::vector<std::int64_t> candidates;
   for (std::int64_t row = range.begin; row < range.end; ++row) {
@@ -103,43 +114,56 @@ std::vector<std::int64_t> observed_rows(const State& state, int slot, int head, 
   const std::vector<float> scores = prompt_scores(state, slot, head, rows, selection.scores);
   if (scores.empty()) return candidates;
   std::vector<float> of_candidates;
-  for (const std::int64_t row : candidates) of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
-  // The share counts all rows of the prompt, the exempt ones too; of a part of it, its part of them.
+  for (const std::int64_t row : candidates)
+    of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
+  // The share counts all rows of the prompt, the exempt ones too; of a part of it, its part of
+  // them.
   const double part = static_cast<double>(range.size()) / static_cast<double>(rows.count);
-  const double wanted = static_cast<double>(selection.share) * static_cast<double>(rows.total) * part;
+  const double wanted =
+      static_cast<double>(selection.share) * static_cast<double>(rows.total) * part;
   std::vector<std::int64_t> chosen;
-  for (const std::int64_t index : top_rows(of_candidates, static_cast<std::int64_t>(std::ceil(wanted)))) chosen.push_back(candidates[static_cast<std::size_t>(index)]);
+  for (const std::int64_t index :
+       top_rows(of_candidates, static_cast<std::int64_t>(std::ceil(wanted))))
+    chosen.push_back(candidates[static_cast<std::size_t>(index)]);
   return chosen;
 }
 
-/// @brief True if the columns of `basis` [dim, rank] are finite and orthonormal: what an updater must return.
+/// @brief True if the columns of `basis` [dim, rank] are finite and orthonormal: what an updater
+/// must return.
 inline bool is_orthonormal(const std::vector<float>& basis, int dim, int rank) {
   return ::lowrankkv::detail::biorthogonality_error(basis, basis, dim, rank) < 1e-2;
 }
 
-/// @brief The keys (or values) of some leaving rows, mean subtracted and in the metric of the basis: [chosen, head_dim].
+/// @brief The keys (or values) of some leaving rows, mean subtracted and in the metric of the
+/// basis: [chosen, head_dim].
 template <class State>
-std::vector<float> rows_in_metric(const State& state, int head, const FlushedRows& rows, const std::vector<std::int64_t>& chosen, Part part) {
+std::vector<float> rows_in_metric(const State& state, int head, const FlushedRows& rows,
+                                  const std::vector<std::int64_t>& chosen, Part part) {
   const int dim = state.head_dim();
   const std::vector<float>& source = part == Part::key ? rows.keys : rows.values;
   std::vector<float> batch(chosen.size() * static_cast<std::size_t>(dim));
   for (std::size_t i = 0; i < chosen.size(); ++i) {
-    std::copy_n(source.begin() + chosen[i] * dim, dim, batch.begin() + static_cast<std::ptrdiff_t>(i) * dim);
+    std::copy_n(source.begin() + chosen[i] * dim, dim,
+                batch.begin() + static_cast<std::ptrdiff_t>(i) * dim);
   }
-  State::BasisImpl::to_metric(state.basis_policy, state.calibrated.heads[static_cast<std::size_t>(head)], dim, part, batch.data(), static_cast<int>(chosen.size()));
+  State::BasisImpl::to_metric(state.basis_policy,
+                              state.calibrated.heads[static_cast<std::size_t>(head)], dim, part,
+                              batch.data(), static_cast<int>(chosen.size()));
   return batch;
 }
 
-/// @brief Those of `chosen` whose keys and values are finite in the metric of the basis: NaN, Inf and what overflows must not
-/// reach a basis, which would carry it to other rows.
+/// @brief Those of `chosen` whose keys and values are finite in the metric of the basis: NaN, Inf
+/// and what overflows must not reach a basis, which would carry it to other rows.
 template <class State>
-std::vector<std::int64_t> finite_rows(const State& state, int head, const FlushedRows& rows, const std::vector<std::int64_t>& chosen) {
+std::vector<std::int64_t> finite_rows(const State& state, int head, const FlushedRows& rows,
+                                      const std::vector<std::int64_t>& chosen) {
   const int dim = state.head_dim();
   std::vector<bool> finite(chosen.size(), true);
   for (const Part part : {Part::key, Part::value}) {
     const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
     for (std::size_t i = 0; i < batch.size(); ++i) {
-      if (!(std::abs(batch[i]) <= 1e18F)) finite[i / static_cast<std::size_t>(dim)] = false;  // squares of more overflow f32
+      if (!(std::abs(batch[i]) <= 1e18F))
+        finite[i / static_cast<std::size_t>(dim)] = false;  // squares of more overflow f32
     }
   }
   std::vector<std::int64_t> kept;
@@ -149,8 +173,9 @@ std::vector<std::int64_t> finite_rows(const State& state, int head, const Flushe
   return kept;
 }
 
-/// @brief Lets the updater observe rows of one head and move its working bases. Heads are independent. Notes in `rows`
-/// whether a basis moved, and how many were refused because they were not finite and orthonormal; then the old ones stay.
+/// @brief Lets the updater observe rows of one head and move its working bases. Heads are
+/// independent. Notes in `rows` whether a basis moved, and how many were refused because they were
+/// not finite and orthonormal; then the old ones stay.
 template <class State>
 void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange range, Phase phase) {
   rows.moved = false;
@@ -168,13 +193,17 @@ void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange ra
     auto& updater_state = keys ? adaptation.key_state : adaptation.value_state;
     const int rank = keys ? calibrated.key_rank : calibrated.value_rank;
     const std::vector<float> current = working_basis(state, slot, head, part);
-    State::UpdaterImpl::observe(state.updater, updater_state, MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim),
-                                MatrixView(current.data(), dim, rank), phase);
+    State::UpdaterImpl::observe(
+        state.updater, updater_state,
+        MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim),
+        MatrixView(current.data(), dim, rank), phase);
     std::vector<float> moved(current.size());
-    if (State::UpdaterImpl::maybe_update(state.updater, updater_state, MatrixView(current.data(), dim, rank),
+    if (State::UpdaterImpl::maybe_update(state.updater, updater_state,
+                                         MatrixView(current.data(), dim, rank),
                                          MutableMatrixView(moved.data(), dim, rank), phase)) {
       if (is_orthonormal(moved, dim, rank)) {
-        (keys ? adaptation.key_basis : adaptation.value_basis) = StoredMatrix(state.config.epoch_type, dim, rank, moved);
+        (keys ? adaptation.key_basis : adaptation.value_basis) =
+            StoredMatrix(state.config.epoch_type, dim, rank, moved);
         rows.moved = true;
       } else {
         ++rows.rejected;
@@ -183,8 +212,9 @@ void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange ra
   }
 }
 
-/// @brief Whether `rows` rows that are about to be written are reason to publish: alone they outweigh an epoch's bytes
-/// (a prompt), or enough have gone by since the last one (decoding). Updaters that publish themselves: whenever one moved.
+/// @brief Whether `rows` rows that are about to be written are reason to publish: alone they
+/// outweigh an epoch's bytes (a prompt), or enough have gone by since the last one (decoding).
+/// Updaters that publish themselves: whenever one moved.
 template <class State>
 bool publication_due(const State& state, int slot, std::int64_t rows, bool moved, Phase phase) {
   if (!State::UpdaterImpl::adapts || rows == 0) return false;
@@ -196,11 +226,14 @@ bool publication_due(const State& state, int slot, std::int64_t rows, bool moved
 
 namespace detail {
 
-/// The maps of one head for its working bases, their channels in the order that the quantizer wants.
+/// The maps of one head for its working bases, their channels in the order that the quantizer
+/// wants.
 template <class State>
-HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedRows& rows, RowRange range) {
+HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedRows& rows,
+                          RowRange range) {
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
-  std::vector<float> bases[2] = {working_basis(state, slot, head, Part::key), working_basis(state, slot, head, Part::value)};
+  std::vector<float> bases[2] = {working_basis(state, slot, head, Part::key),
+                                 working_basis(state, slot, head, Part::value)};
   std::vector<float> rms[2] = {calibrated.key_rms, calibrated.value_rms};
   if constexpr (orders_channels<typename State::QuantizerPolicy, Cpu>()) {
     std::vector<std::int64_t> chosen;
@@ -211,11 +244,14 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedR
     for (const Part part : {Part::key, Part::value}) {
       const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
       const std::size_t which = part == Part::key ? 0 : 1;
-      align_to_axes(MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), state.head_dim()), bases[which], rms[which],
-                   part == Part::key ? calibrated.key_rank : calibrated.value_rank);
+      align_to_axes(
+          MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), state.head_dim()),
+          bases[which], rms[which],
+          part == Part::key ? calibrated.key_rank : calibrated.value_rank);
     }
   }
-  HeadBasis maps = State::BasisImpl::with_working_bases(state.basis_policy, calibrated, state.head_dim(), std::move(bases[0]), std::move(bases[1]));
+  HeadBasis maps = State::BasisImpl::with_working_bases(
+      state.basis_policy, calibrated, state.head_dim(), std::move(bases[0]), std::move(bases[1]));
   maps.key_rms = std::move(rms[0]);
   maps.value_rms = std::move(rms[1]);
   return maps;
@@ -223,16 +259,21 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedR
 
 }  // namespace detail
 
-/// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are written under it from now on.
-/// @param rows  per KV head; those of `range` that will be compressed say how channels are ordered and scaled
+/// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are
+/// written under it from now on.
+/// @param rows  per KV head; those of `range` that will be compressed say how channels are ordered
+/// and scaled
 template <class State>
 bool publish(State& state, int slot, const std::vector<FlushedRows>& rows, RowRange range) {
   auto& sequence = state.sequence(slot);
   bool moved = false;
-  for (const auto& adaptation : sequence.adaptation) moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();
+  for (const auto& adaptation : sequence.adaptation)
+    moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();
   if (!moved) return false;
   std::vector<HeadBasis> maps;
-  for (int head = 0; head < state.num_kv_heads(); ++head) maps.push_back(detail::maps_to_publish(state, slot, head, rows[static_cast<std::size_t>(head)], range));
+  for (int head = 0; head < state.num_kv_heads(); ++head)
+    maps.push_back(
+        detail::maps_to_publish(state, slot, head, rows[static_cast<std::size_t>(head)], range));
   for (auto& adaptation : sequence.adaptation) {
     adaptation.key_basis = {};
     adaptation.value_basis = {};

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/attend.hpp  Attention of query rows over everything a sequence stores: full rows, segments, tail, prompt chunk.
+/// @file cpu/attend.hpp  Attention of query rows over everything a sequence stores: full rows,
+/// segments, tail, prompt chunk.
 ///
-/// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space: a query is projected
-/// once per segment, q~ = q query_down, logits are q~ c_k, and sum p c_v is expanded once, by output_up (OjaKV A.3).
-/// With centred maps a segment adds q mean_k to its logits and (sum p) mean_v to its output. Keys that are stored unrotated
-/// are lifted and turned instead (cpu/stored_head.hpp).
+/// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space:
+/// a query is projected once per segment, q~ = q query_down, logits are q~ c_k, and sum p c_v is
+/// expanded once, by output_up (OjaKV A.3). With centred maps a segment adds q mean_k to its logits
+/// and (sum p) mean_v to its output. Keys that are stored unrotated are lifted and turned instead
+/// (cpu/stored_head.hpp).
 #pragma once
 
 #include <algorithm>
@@ -18,10 +20,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Where the query tokens of one call stand: token t sees all stored rows and, of the tail (or of the chunk while
-/// a prompt is being prefilled), the rows up to and including its own.
+/// @brief Where the query tokens of one call stand: token t sees all stored rows and, of the tail
+/// (or of the chunk while a prompt is being prefilled), the rows up to and including its own.
 struct QueryBlock {
-  QueryView query;     ///< [num_tokens, num_qo_heads, head_dim]
+  QueryView query;  ///< [num_tokens, num_qo_heads, head_dim]
   OutputView out;
   LseView lse;
   int group_size = 1;
@@ -32,7 +34,8 @@ struct QueryBlock {
 namespace detail {
 
 /// The rows of a block's queries, the softmax scale folded in.
-inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim, std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
+inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim,
+                              std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
   const int group = block.group_size;
   const int width = padded(head_dim);
   for (int row = 0; row < num_tokens * group; ++row) {
@@ -45,7 +48,8 @@ inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim, s
 
 /// One segment: project the queries, attend over coefficients, expand, merge into state 0.
 template <class Quantizer>
-void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment, const QueryRows& full_query, KeyReader<Quantizer>& keys,
+void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
+                    const QueryRows& full_query, KeyReader<Quantizer>& keys,
                     AttentionWorkspace& work) {
   const EpochHead& maps = stored.epochs->head(segment.epoch, stored.head);
   const int value_rank = maps.rank(Part::value);
@@ -59,19 +63,23 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
   for (std::int32_t done = 0; done < segment.num_rows; done += kTile) {
     const int rows = (std::min)(kTile, segment.num_rows - done);
     keys.logits(query, segment.first_row + done, rows, work.logits.data());
-    stored.compressed->load_values(stored.slot, stored.value_list, segment.first_row + done, rows, work.values.data(), value_stride);
-    absorb_logits(query, {nullptr, work.values.data(), value_stride, rows}, [rows](int) { return rows; }, work.logits.data(), part);
+    stored.compressed->load_values(stored.slot, stored.value_list, segment.first_row + done, rows,
+                                   work.values.data(), value_stride);
+    absorb_logits(
+        query, {nullptr, work.values.data(), value_stride, rows}, [rows](int) { return rows; },
+        work.logits.data(), part);
   }
 
   const int width = padded(stored.head_dim);
   maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
-  matmul<false>(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(), width,
-                work.expanded.data(), width);
+  matmul<false>(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(),
+                width, work.expanded.data(), width);
   if (!maps.value_mean.empty()) {
     maps.value_mean.load(work.row.data(), width);
     for (int row = 0; row < full_query.rows; ++row) {
       for (int channel = 0; channel < stored.head_dim; ++channel) {
-        work.expanded[static_cast<std::size_t>(row * width + channel)] += part.sum[row] * work.row[static_cast<std::size_t>(channel)];
+        work.expanded[static_cast<std::size_t>(row * width + channel)] +=
+            part.sum[row] * work.row[static_cast<std::size_t>(channel)];
       }
     }
   }
@@ -82,16 +90,18 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
 
 }  // namespace detail
 
-/// @brief Attention of one KV head's queries: tokens [first_token, first_token + num_tokens) of `block`, which together
-/// with the group's heads fill at most work.max_rows() rows. Writes out and, if wanted, lse (natural logarithm).
-/// Allocates nothing. Cost: 2 (head_dim or rank) products per stored row, query row and K or V.
+/// @brief Attention of one KV head's queries: tokens [first_token, first_token + num_tokens) of
+/// `block`, which together with the group's heads fill at most work.max_rows() rows. Writes out
+/// and, if wanted, lse (natural logarithm). Allocates nothing. Cost: 2 (head_dim or rank) products
+/// per stored row, query row and K or V.
 template <class Quantizer>
-void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, std::int64_t first_token, int num_tokens,
-                  AttentionWorkspace& work) {
+void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
+                  std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
   const int group = block.group_size;
   const int rows = num_tokens * group;
   const int width = padded(stored.head_dim);
-  const QueryRows query = detail::load_queries(block, stored.head, stored.head_dim, first_token, num_tokens, work);
+  const QueryRows query =
+      detail::load_queries(block, stored.head, stored.head_dim, first_token, num_tokens, work);
   const PartialState state = work.state(0);
   state.reset(rows);
 
@@ -101,7 +111,9 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
     const int count = (std::min)(kTile, num_full - done);
     const float* tile = keys.full(done, count);
     stored.full->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
-    absorb_tile(query, {tile, work.values.data(), width, count}, [count](int) { return count; }, work.logits.data(), state);
+    absorb_tile(
+        query, {tile, work.values.data(), width, count}, [count](int) { return count; },
+        work.logits.data(), state);
   }
   for (const Segment& segment : stored.segments) {
     if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, keys, work);
@@ -113,25 +125,37 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block, 
     const float* of_tail = keys.tail(done, count);
     stored.tail->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
     const Tile tile{of_tail, work.values.data(), width, count};
-    absorb_tile(query, tile,
-                [&](int row) { return prompt ? count : static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
-                work.logits.data(), state);
+    absorb_tile(
+        query, tile,
+        [&](int row) {
+          return prompt
+                     ? count
+                     : static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count}));
+        },
+        work.logits.data(), state);
   }
   if (prompt) {
     const std::int64_t last = own_row(rows - 1);
     for (std::int64_t done = 0; done <= last; done += kTile) {
       const int count = static_cast<int>((std::min)(std::int64_t{kTile}, last + 1 - done));
-      const Tile tile{keys.chunk(done, count), stored.chunk->values(stored.head, done), stored.chunk->value_stride(), count};
-      absorb_tile(query, tile, [&](int row) { return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count})); },
-                  work.logits.data(), state);
+      const Tile tile{keys.chunk(done, count), stored.chunk->values(stored.head, done),
+                      stored.chunk->value_stride(), count};
+      absorb_tile(
+          query, tile,
+          [&](int row) {
+            return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count}));
+          },
+          work.logits.data(), state);
     }
   }
   for (int row = 0; row < rows; ++row) {
     const std::int64_t token = first_token + row / group;
     const int head = stored.head * group + row % group;
     float* target = block.out.row(token, head);
-    for (int channel = 0; channel < stored.head_dim; ++channel) target[channel] = state.accumulator[row * state.stride + channel] / state.sum[row];
-    if (block.lse.data != nullptr) block.lse.at(token, head) = state.max[row] + std::log(state.sum[row]);
+    for (int channel = 0; channel < stored.head_dim; ++channel)
+      target[channel] = state.accumulator[row * state.stride + channel] / state.sum[row];
+    if (block.lse.data != nullptr)
+      block.lse.at(token, head) = state.max[row] + std::log(state.sum[row]);
   }
 }
 

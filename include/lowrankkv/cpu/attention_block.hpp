@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/attention_block.hpp  Online softmax of a block of query rows over one tile of keys and values, f32.
+/// @file cpu/attention_block.hpp  Online softmax of a block of query rows over one tile of keys and
+/// values, f32.
 #pragma once
 
 #include <Eigen/Core>
@@ -18,7 +19,8 @@ namespace cpu {
 /// Query rows that are worked on together: (query token, head of the group) pairs of one KV head.
 inline constexpr int kQueryRows = 64;
 
-/// @brief Unnormalised attention of a block: largest logit, sum of exp(logit - max), and the same sum over values.
+/// @brief Unnormalised attention of a block: largest logit, sum of exp(logit - max), and the same
+/// sum over values.
 struct PartialState {
   float* max = nullptr;
   float* sum = nullptr;
@@ -34,7 +36,8 @@ struct PartialState {
   }
 };
 
-/// @brief A tile of at most kTile rows: keys channel-major [key_width, kTile], values row-major [count, value_stride].
+/// @brief A tile of at most kTile rows: keys channel-major [key_width, kTile], values row-major
+/// [count, value_stride].
 struct Tile {
   const float* keys = nullptr;
   const float* values = nullptr;
@@ -48,35 +51,42 @@ struct QueryRows {
   int stride = 0;
   int rows = 0;
   int key_width = 0;
-  int value_width = 0;         ///< padded
-  const float* bias = nullptr; ///< [rows], added to every logit (the centred keys' term); null: none
+  int value_width = 0;  ///< padded
+  const float* bias =
+      nullptr;  ///< [rows], added to every logit (the centred keys' term); null: none
 };
 
-/// @brief line[i] <- exp(line[i] - top) for i < count and 0 up to `width`, a multiple of kPadding; returns the sum.
-/// Whole packets in a fixed order, so that neither addresses nor neighbours change the bits of the result.
+/// @brief line[i] <- exp(line[i] - top) for i < count and 0 up to `width`, a multiple of kPadding;
+/// returns the sum. Whole packets in a fixed order, so that neither addresses nor neighbours change
+/// the bits of the result.
 inline float exponentials(float* line, int count, int width, float top) {
   using namespace Eigen::internal;  // NOLINT: packet functions
   std::fill(line + count, line + width, top);
   const Packet shift = pset1<Packet>(top);
-  for (int i = 0; i < width; i += kLanes) pstoreu(line + i, pexp(psub(ploadu<Packet>(line + i), shift)));
+  for (int i = 0; i < width; i += kLanes)
+    pstoreu(line + i, pexp(psub(ploadu<Packet>(line + i), shift)));
   std::fill(line + count, line + width, 0.0F);
   Packet sum = pset1<Packet>(0.0F);
   for (int i = 0; i < width; i += kLanes) sum = padd(sum, ploadu<Packet>(line + i));
   return predux(sum);
 }
 
-/// @brief logits [rows, kTile] = queries times the keys of a tile, channel-major [key_width, kTile]; without the queries' bias.
+/// @brief logits [rows, kTile] = queries times the keys of a tile, channel-major [key_width,
+/// kTile]; without the queries' bias.
 inline void tile_logits(const QueryRows& query, const float* keys, int count, float* logits) {
-  matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile, logits, kTile);
+  matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile,
+                logits, kTile);
 }
 
-/// @brief Folds a tile whose logits are known into `state`; they are overwritten. Row i sees the first visible(i) tokens of the
-/// tile (clamped to 0..count).
+/// @brief Folds a tile whose logits are known into `state`; they are overwritten. Row i sees the
+/// first visible(i) tokens of the tile (clamped to 0..count).
 ///
-/// FlashAttention's recurrence: m' = max(m, max s); l' = l e^(m-m') + sum e^(s-m'); acc' = acc e^(m-m') + P V.
+/// FlashAttention's recurrence: m' = max(m, max s); l' = l e^(m-m') + sum e^(s-m'); acc' = acc
+/// e^(m-m') + P V.
 /// @param logits  [rows, kTile]
 template <class Visible>
-void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits, const PartialState& state) {
+void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits,
+                   const PartialState& state) {
   for (int row = 0; row < query.rows; ++row) {
     float* line = logits + row * kTile;
     const int wish = visible(row);
@@ -97,15 +107,18 @@ void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, 
     state.sum[row] = state.sum[row] * correction + sum;
     if (correction != 1.0F) {
       float* accumulator = state.accumulator + row * state.stride;
-      for (int channel = 0; channel < query.value_width; ++channel) accumulator[channel] *= correction;
+      for (int channel = 0; channel < query.value_width; ++channel)
+        accumulator[channel] *= correction;
     }
   }
-  matmul<true>(query.rows, query.value_width, tile.count, logits, kTile, tile.values, tile.value_stride, state.accumulator, state.stride);
+  matmul<true>(query.rows, query.value_width, tile.count, logits, kTile, tile.values,
+               tile.value_stride, state.accumulator, state.stride);
 }
 
 /// @brief The same for a tile of keys. @param logits  scratch [rows, kTile]
 template <class Visible>
-void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits, const PartialState& state) {
+void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits,
+                 const PartialState& state) {
   bool any = false;
   for (int row = 0; row < query.rows; ++row) any = any || visible(row) > 0;
   if (!any) return;
@@ -114,7 +127,8 @@ void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, fl
 }
 
 /// @brief state <- state + other, where other's accumulator has been expanded to the same width.
-inline void merge_states(int rows, int width, const PartialState& state, const PartialState& other) {
+inline void merge_states(int rows, int width, const PartialState& state,
+                         const PartialState& other) {
   for (int row = 0; row < rows; ++row) {
     const float top = (std::max)(state.max[row], other.max[row]);
     if (top == -std::numeric_limits<float>::infinity()) continue;
@@ -122,7 +136,8 @@ inline void merge_states(int rows, int width, const PartialState& state, const P
     const float theirs = std::exp(other.max[row] - top);
     float* target = state.accumulator + row * state.stride;
     const float* source = other.accumulator + row * other.stride;
-    for (int channel = 0; channel < width; ++channel) target[channel] = target[channel] * mine + source[channel] * theirs;
+    for (int channel = 0; channel < width; ++channel)
+      target[channel] = target[channel] * mine + source[channel] * theirs;
     state.sum[row] = state.sum[row] * mine + other.sum[row] * theirs;
     state.max[row] = top;
   }
@@ -146,7 +161,8 @@ class AttentionWorkspace {
     expanded.resize(rows * dim);
     logits.resize(rows * kTile);
     bias.resize(rows);
-    keys.resize((pre_rope ? dim + 1 : dim) * kTile);  // folded: one row more, of the channels that do not turn
+    keys.resize((pre_rope ? dim + 1 : dim) *
+                kTile);  // folded: one row more, of the channels that do not turn
     if (pre_rope) {
       coefficients.resize(dim * kTile);
       cosines.resize(dim / 2 * kTile);
@@ -167,9 +183,10 @@ class AttentionWorkspace {
             accumulators_.data() + which * rows * static_cast<std::size_t>(width_), width_};
   }
   std::size_t bytes() const {
-    return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() + logits.size() + bias.size() +
-                keys.size() + values.size() + coefficients.size() + cosines.size() + sines.size() + folded.size() + folded_mean.size() + statistics_.size() +
-                accumulators_.size());
+    return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() +
+                logits.size() + bias.size() + keys.size() + values.size() + coefficients.size() +
+                cosines.size() + sines.size() + folded.size() + folded_mean.size() +
+                statistics_.size() + accumulators_.size());
   }
 
   std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/backend.hpp  The Cpu backend: host memory, Eigen, threads. Includes every policy's CPU implementation.
+/// @file cpu/backend.hpp  The Cpu backend: host memory, Eigen, threads. Includes every policy's CPU
+/// implementation.
 #pragma once
 
 #include "lowrankkv/cpu/basis/joint_values.hpp"

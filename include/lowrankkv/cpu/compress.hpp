@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/compress.hpp  Rows leave full rank: decide, update the basis, publish, project, quantise, store.
+/// @file cpu/compress.hpp  Rows leave full rank: decide, update the basis, publish, project,
+/// quantise, store.
 ///
-/// The same steps serve a prompt (the rows of a chunk) and decoding (T rows of the tail). Everything sees rows as they
-/// are stored, rounded to full_type, so that how a stream was split into calls leaves no trace.
+/// The same steps serve a prompt (the rows of a chunk) and decoding (T rows of the tail).
+/// Everything sees rows as they are stored, rounded to full_type, so that how a stream was split
+/// into calls leaves no trace.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +25,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Adds to `demand` an upper bound, from counts alone, of what moving `count` rows out of full rank takes from the
-/// pool, in one step or in several. Merges and evictions may rewrite any stored row, so sharers of pages may need them all.
+/// @brief Adds to `demand` an upper bound, from counts alone, of what moving `count` rows out of
+/// full rank takes from the pool, in one step or in several. Merges and evictions may rewrite any
+/// stored row, so sharers of pages may need them all.
 template <class State>
-void demand_compress(const State& state, int slot, std::int64_t count, Phase phase, PageDemand& demand) {
+void demand_compress(const State& state, int slot, std::int64_t count, Phase phase,
+                     PageDemand& demand) {
   const auto add = [&](const auto& rows, int list, std::int64_t more, bool rewrites) {
     if (rewrites) {
       rows.demand_rewrite(slot, list, more, demand);
@@ -35,19 +39,24 @@ void demand_compress(const State& state, int slot, std::int64_t count, Phase pha
     }
   };
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    const RowBounds bounds = State::TokenImpl::bounds(state.token_policy, {head, state.first_tail_position(slot), count, phase});
+    const RowBounds bounds = State::TokenImpl::bounds(
+        state.token_policy, {head, state.first_tail_position(slot), count, phase});
     add(state.full, head, bounds.full, State::accumulates_scores);
-    const bool rewrites = State::accumulates_scores || (State::UpdaterImpl::adapts && bounds.compressed > 0);
+    const bool rewrites =
+        State::accumulates_scores || (State::UpdaterImpl::adapts && bounds.compressed > 0);
     add(state.compressed, head, bounds.compressed, rewrites);
-    if (State::joins && head % state.heads_per_group() == 0) add(state.compressed, state.value_list(head), bounds.compressed, rewrites);
+    if (State::joins && head % state.heads_per_group() == 0)
+      add(state.compressed, state.value_list(head), bounds.compressed, rewrites);
   }
 }
 
 namespace detail {
 
-/// All rows of a head that are still at full rank, oldest first: the tail's, then the prompt chunk's.
+/// All rows of a head that are still at full rank, oldest first: the tail's, then the prompt
+/// chunk's.
 template <class State>
-void gather_flushed(const State& state, int slot, int head, std::int64_t count, Phase phase, FlushedRows& rows) {
+void gather_flushed(const State& state, int slot, int head, std::int64_t count, Phase phase,
+                    FlushedRows& rows) {
   const int dim = state.head_dim();
   const PromptChunk& chunk = state.sequence(slot).chunk;
   const std::int64_t tail = state.table.lengths(slot).tail_length;
@@ -72,7 +81,9 @@ void gather_flushed(const State& state, int slot, int head, std::int64_t count, 
     }
   }
   if constexpr (wants(State::TokenImpl::evidence, Evidence::attention)) {
-    if (phase == Phase::prefill) rows.scores = prompt_scores(state, slot, head, rows, State::TokenImpl::attention_scores(state.token_policy));
+    if (phase == Phase::prefill)
+      rows.scores = prompt_scores(state, slot, head, rows,
+                                  State::TokenImpl::attention_scores(state.token_policy));
   }
 }
 
@@ -84,25 +95,30 @@ void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& r
   leader.fates.resize(static_cast<std::size_t>(leader.count));
   for (int head = first + 1; head < first + state.heads_per_group(); ++head) {
     const FlushedRows& other = rows[static_cast<std::size_t>(head)];
-    for (std::size_t row = 0; row < leader.scores.size(); ++row) leader.scores[row] += other.scores[row];
+    for (std::size_t row = 0; row < leader.scores.size(); ++row)
+      leader.scores[row] += other.scores[row];
   }
   RowBatch batch{first, state.first_tail_position(slot), leader.count, phase};
   if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
     // Rows that stay in any case take nobody's place.
     for (std::size_t row = 0; row < leader.scores.size(); ++row) {
-      if (State::TokenImpl::pinned(state.token_policy, batch.first_position + static_cast<std::int64_t>(row))) leader.scores[row] = -1.0F;
+      if (State::TokenImpl::pinned(state.token_policy,
+                                   batch.first_position + static_cast<std::int64_t>(row)))
+        leader.scores[row] = -1.0F;
     }
   }
   batch.attention = leader.scores;
   State::TokenImpl::classify(state.token_policy, batch, leader.fates);
   if constexpr (State::accumulates_scores) evict_rows(state, slot, first, leader, phase);
-  for (int head = first + 1; head < first + state.heads_per_group(); ++head) rows[static_cast<std::size_t>(head)].fates = leader.fates;
+  for (int head = first + 1; head < first + state.heads_per_group(); ++head)
+    rows[static_cast<std::size_t>(head)].fates = leader.fates;
 }
 
-/// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in a state, the list's first new
-/// row being `next`.
+/// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in a
+/// state, the list's first new row being `next`.
 template <class Store>
-void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
+void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next,
+                  Store&& store) {
   for (std::int64_t begin = range.begin; begin < range.end;) {
     const RowState here = state_of(rows.fates[static_cast<std::size_t>(begin)]);
     std::int64_t end = begin + 1;
@@ -117,70 +133,99 @@ void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::i
 
 /// The same in tiles of at most kTile.
 template <class Store>
-void for_each_tile(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next, Store&& store) {
-  for_each_run(rows, range, kind, next, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
-    for (std::int32_t done = 0; done < count; done += kTile) store(begin + done, (std::min)(kTile, count - done), row + done);
-  });
+void for_each_tile(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next,
+                   Store&& store) {
+  for_each_run(rows, range, kind, next,
+               [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+                 for (std::int32_t done = 0; done < count; done += kTile)
+                   store(begin + done, (std::min)(kTile, count - done), row + done);
+               });
 }
 
-/// Stores the decided rows of `range` of the heads of a group; first[head] is where their lists went on.
+/// Stores the decided rows of `range` of the heads of a group; first[head] is where their lists
+/// went on.
 template <class State>
-void store_group(State& state, int slot, int group, const std::vector<FlushedRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+void store_group(State& state, int slot, int group, const std::vector<FlushedRows>& rows,
+                 RowRange range, const std::vector<HeadRows>& first) {
   const int dim = state.head_dim();
   const int leader = group * state.heads_per_group();
   std::vector<Projection> projections;
   for (int head = leader; head < leader + state.heads_per_group(); ++head) {
     const FlushedRows& mine = rows[static_cast<std::size_t>(head)];
     const HeadRows& next = first[static_cast<std::size_t>(head)];
-    for_each_run(mine, range, RowState::full, next.num_full, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
-      state.full.overwrite(slot, head, row, count, mine.keys.data() + begin * dim, dim, mine.values.data() + begin * dim, dim);
-    });
-    if (std::find(mine.fates.begin() + range.begin, mine.fates.begin() + range.end, RowFate::compressed) == mine.fates.begin() + range.end) continue;
-    Projection& projection = projections.emplace_back(state.epochs.head(state.sequence(slot).epoch, head), dim);
-    for_each_tile(mine, range, RowState::compressed, next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
-      const float* keys = projection.project(Part::key, mine.keys.data() + begin * dim, count);
-      const float* values = State::joins ? nullptr : projection.project(Part::value, mine.values.data() + begin * dim, count);
-      state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key), values, State::joins ? 0 : projection.stride(Part::value));
-    });
+    for_each_run(mine, range, RowState::full, next.num_full,
+                 [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+                   state.full.overwrite(slot, head, row, count, mine.keys.data() + begin * dim, dim,
+                                        mine.values.data() + begin * dim, dim);
+                 });
+    if (std::find(mine.fates.begin() + range.begin, mine.fates.begin() + range.end,
+                  RowFate::compressed) == mine.fates.begin() + range.end)
+      continue;
+    Projection& projection =
+        projections.emplace_back(state.epochs.head(state.sequence(slot).epoch, head), dim);
+    for_each_tile(
+        mine, range, RowState::compressed, next.num_compressed,
+        [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+          const float* keys = projection.project(Part::key, mine.keys.data() + begin * dim, count);
+          const float* values =
+              State::joins
+                  ? nullptr
+                  : projection.project(Part::value, mine.values.data() + begin * dim, count);
+          state.compressed.overwrite(slot, head, row, count, keys, projection.stride(Part::key),
+                                     values, State::joins ? 0 : projection.stride(Part::value));
+        });
   }
   if (!State::joins || projections.empty()) return;
   // One latent: the sum of what each head's block of the value map makes of its values.
   const int stride = projections.front().stride(Part::value);
   std::vector<float> sum(static_cast<std::size_t>(kTile * stride));
-  for_each_tile(rows[static_cast<std::size_t>(leader)], range, RowState::compressed, first[static_cast<std::size_t>(leader)].num_compressed,
+  for_each_tile(rows[static_cast<std::size_t>(leader)], range, RowState::compressed,
+                first[static_cast<std::size_t>(leader)].num_compressed,
                 [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
                   std::fill(sum.begin(), sum.end(), 0.0F);
                   for (std::size_t member = 0; member < projections.size(); ++member) {
                     const FlushedRows& mine = rows[static_cast<std::size_t>(leader) + member];
-                    const float* part = projections[member].project(Part::value, mine.values.data() + begin * dim, count);
-                    for (std::int32_t i = 0; i < count * stride; ++i) sum[static_cast<std::size_t>(i)] += part[i];
+                    const float* part = projections[member].project(
+                        Part::value, mine.values.data() + begin * dim, count);
+                    for (std::int32_t i = 0; i < count * stride; ++i)
+                      sum[static_cast<std::size_t>(i)] += part[i];
                   }
-                  state.compressed.overwrite(slot, state.value_list(leader), row, count, nullptr, 0, sum.data(), stride);
+                  state.compressed.overwrite(slot, state.value_list(leader), row, count, nullptr, 0,
+                                             sum.data(), stride);
                 });
 }
 
-/// Notes what compression lost of the rows of `range` of the heads of a group, all of which are stored by now.
+/// Notes what compression lost of the rows of `range` of the heads of a group, all of which are
+/// stored by now.
 template <class State>
-void note_losses(State& state, int slot, int group, const std::vector<FlushedRows>& rows, RowRange range, const std::vector<HeadRows>& first) {
+void note_losses(State& state, int slot, int group, const std::vector<FlushedRows>& rows,
+                 RowRange range, const std::vector<HeadRows>& first) {
   const int dim = state.head_dim();
-  for (int head = group * state.heads_per_group(); head < (group + 1) * state.heads_per_group(); ++head) {
+  for (int head = group * state.heads_per_group(); head < (group + 1) * state.heads_per_group();
+       ++head) {
     const FlushedRows& mine = rows[static_cast<std::size_t>(head)];
     float& largest = state.residuals(slot, head).largest_value;
     for (std::int64_t row = range.begin; row < range.end; ++row) {
       const float norm = 1.001F * static_cast<float>(norm_of(mine.values.data() + row * dim, dim));
-      largest = norm <= largest ? largest : std::isnan(norm) ? std::numeric_limits<float>::infinity() : norm;
+      largest = norm <= largest    ? largest
+                : std::isnan(norm) ? std::numeric_limits<float>::infinity()
+                                   : norm;
     }
     const HeadRows& next = first[static_cast<std::size_t>(head)];
     for (const RowState list : {RowState::full, RowState::compressed}) {
       if (!state.keeps_residuals(list)) continue;
-      for_each_tile(mine, range, list, list == RowState::full ? next.num_full : next.num_compressed, [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
-        note_residuals(state, slot, head, list, row, count, mine.keys.data() + begin * dim, mine.values.data() + begin * dim);
-      });
+      for_each_tile(mine, range, list, list == RowState::full ? next.num_full : next.num_compressed,
+                    [&](std::int64_t begin, std::int32_t count, std::int32_t row) {
+                      note_residuals(state, slot, head, list, row, count,
+                                     mine.keys.data() + begin * dim,
+                                     mine.values.data() + begin * dim);
+                    });
     }
   }
 }
 
-/// Lists the decided rows of `range` of one head: makes room for them, notes where they are. Returns where they begin.
+/// Lists the decided rows of `range` of one head: makes room for them, notes where they are.
+/// Returns where they begin.
 template <class State>
 HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, RowRange range) {
   const HeadRows before = state.table.rows(slot, head);
@@ -198,35 +243,44 @@ HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, Ro
   const std::int32_t compressed = counts[static_cast<int>(RowState::compressed)];
   if (compressed == 0) return before;
   state.compressed.extend(slot, head, compressed);
-  if (State::joins && head % state.heads_per_group() == 0) state.compressed.extend(slot, state.value_list(head), compressed);
+  if (State::joins && head % state.heads_per_group() == 0)
+    state.compressed.extend(slot, state.value_list(head), compressed);
   state.used_segments(slot, head).back().num_rows += compressed;
   return before;
 }
 
-/// Runs the updater on rows of `range`, of which at most `compressed` of a head will be compressed, and publishes what it
-/// arrived at if it is time.
+/// Runs the updater on rows of `range`, of which at most `compressed` of a head will be compressed,
+/// and publishes what it arrived at if it is time.
 template <class State>
-void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range, std::int64_t compressed, Phase phase) {
-  state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) { adapt_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range, phase); });
+void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range,
+                 std::int64_t compressed, Phase phase) {
+  state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
+    adapt_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range,
+               phase);
+  });
   bool moved = false;
   for (const FlushedRows& head : rows) {
     state.statistics.rejected_updates += head.rejected;
     moved = moved || head.moved;
   }
   // The rows that an epoch was published for do not count towards the next one.
-  const bool published = publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
+  const bool published =
+      publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
   auto& sequence = state.sequence(slot);
   sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + compressed;
 }
 
-/// Rows of `range` leave: the updater sees them, a basis may be published, those that it reconstructs badly may stay at full
-/// rank, and all are stored.
+/// Rows of `range` leave: the updater sees them, a basis may be published, those that it
+/// reconstructs badly may stay at full rank, and all are stored.
 template <class State>
-void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range, Phase phase) {
+void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range,
+                    Phase phase) {
   const auto most_compressed = [&] {
     std::int64_t most = 0;
     for (const FlushedRows& head : rows) {
-      most = (std::max)(most, std::int64_t{std::count(head.fates.begin() + range.begin, head.fates.begin() + range.end, RowFate::compressed)});
+      most = (std::max)(
+          most, std::int64_t{std::count(head.fates.begin() + range.begin,
+                                        head.fates.begin() + range.end, RowFate::compressed)});
     }
     return most;
   };
@@ -234,16 +288,22 @@ void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowR
   if constexpr (State::UpdaterImpl::adapts) {
     if (compressed > 0) adapt_range(state, slot, rows, range, compressed, phase);
   }
-  if constexpr (State::TokenImpl::compresses && wants(State::TokenImpl::evidence, Evidence::residuals)) {
-    if (compressed > 0) state.threads->run(state.num_groups(), [&](std::int64_t group, int) { exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase); });
+  if constexpr (State::TokenImpl::compresses &&
+                wants(State::TokenImpl::evidence, Evidence::residuals)) {
+    if (compressed > 0)
+      state.threads->run(state.num_groups(), [&](std::int64_t group, int) {
+        exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase);
+      });
     compressed = most_compressed();
   }
   if (compressed > 0) open_segment(state, slot);
   std::vector<HeadRows> before;
-  for (int head = 0; head < state.num_kv_heads(); ++head) before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
+  for (int head = 0; head < state.num_kv_heads(); ++head)
+    before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));
   state.threads->run(state.num_groups(), [&](std::int64_t group, int) {
     store_group(state, slot, static_cast<int>(group), rows, range, before);
-    if (state.config.keep_residuals) note_losses(state, slot, static_cast<int>(group), rows, range, before);
+    if (state.config.keep_residuals)
+      note_losses(state, slot, static_cast<int>(group), rows, range, before);
   });
 }
 
@@ -274,18 +334,23 @@ void renew_tail(State& state, int slot, std::int64_t count) {
 
 }  // namespace detail
 
-/// @brief Moves the `count` oldest rows of the tail and the prompt chunk out of full rank; the others become the tail.
-/// The caller has made sure of demand_compress(). Cost per row and head: O(head_dim rank), and what the updater takes.
+/// @brief Moves the `count` oldest rows of the tail and the prompt chunk out of full rank; the
+/// others become the tail. The caller has made sure of demand_compress(). Cost per row and head:
+/// O(head_dim rank), and what the updater takes.
 template <class State>
 void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
   if (count > 0) {
     std::vector<FlushedRows> rows(static_cast<std::size_t>(state.num_kv_heads()));
     state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
-      detail::gather_flushed(state, slot, static_cast<int>(head), count, phase, rows[static_cast<std::size_t>(head)]);
+      detail::gather_flushed(state, slot, static_cast<int>(head), count, phase,
+                             rows[static_cast<std::size_t>(head)]);
     });
-    for (int group = 0; group < state.num_groups(); ++group) detail::decide_group(state, slot, group, rows, phase);
+    for (int group = 0; group < state.num_groups(); ++group)
+      detail::decide_group(state, slot, group, rows, phase);
     if constexpr (State::accumulates_scores) drop_empty_segments(state, slot);
-    const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>() ? state.config.flush_interval : count;
+    const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>()
+                                  ? state.config.flush_interval
+                                  : count;
     for (std::int64_t begin = 0; begin < count; begin += step) {
       detail::compress_range(state, slot, rows, {begin, (std::min)(begin + step, count)}, phase);
     }

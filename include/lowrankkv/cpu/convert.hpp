@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/convert.hpp  Arrays of f32 to and from the stored types, and rows out of strided views.
+/// @file cpu/convert.hpp  Arrays of f32 to and from the stored types, and rows out of strided
+/// views.
 #pragma once
 
 #include <cmath>
@@ -31,25 +32,29 @@ inline void to_f32(DType type, const void* src, std::int64_t count, float* dst) 
   }
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
-    _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + i))));
+    _mm512_storeu_ps(
+        dst + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + i))));
   }
 #endif
 #if defined(__F16C__)
   for (; i + 8 <= count; i += 8) {
-    _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits + i))));
+    _mm256_storeu_ps(dst + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits + i))));
   }
 #endif
   for (; i < count; ++i) dst[i] = to_float(Half{bits[i]});
 }
 
-/// @brief dst[i] = src[i] rounded to nearest even, finite values saturating, for `count` values, contiguous.
+/// @brief dst[i] = src[i] rounded to nearest even, finite values saturating, for `count` values,
+/// contiguous.
 inline void from_f32(DType type, const float* src, std::int64_t count, void* dst) {
   if (type == DType::f32) {
     if (count > 0) std::memcpy(dst, src, static_cast<std::size_t>(count) * 4);
     return;
   }
   std::uint16_t* bits = static_cast<std::uint16_t*>(dst);
-  for (std::int64_t i = 0; i < count; ++i) bits[i] = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
+  for (std::int64_t i = 0; i < count; ++i)
+    bits[i] = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
 }
 
 /// @brief One row of a view as f32 [head_dim], whatever its type and strides.
@@ -63,41 +68,53 @@ inline void load_row(const RowsView<Tag>& view, std::int64_t token, int head, fl
     return;
   }
   for (int channel = 0; channel < view.head_dim; ++channel) {
-    to_f32(view.dtype, base + channel * view.element_stride * static_cast<std::int64_t>(size), 1, dst + channel);
+    to_f32(view.dtype, base + channel * view.element_stride * static_cast<std::int64_t>(size), 1,
+           dst + channel);
   }
 }
 
 /// @brief Writes a row [head_dim], rounded to the view's type.
 template <class Mutable>
-inline void store_row(const TargetRowsView<Mutable>& view, std::int64_t token, int head, const float* row) {
+inline void store_row(const TargetRowsView<Mutable>& view, std::int64_t token, int head,
+                      const float* row) {
   const std::int64_t offset = view.place(token) + head * view.head_stride;
-  from_f32(view.dtype, row, view.head_dim, static_cast<char*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype)));
+  from_f32(view.dtype, row, view.head_dim,
+           static_cast<char*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype)));
 }
 
-/// @brief Raises what page tables say that no page can be: negative numbers, and sequences shorter than what is wanted of them.
+/// @brief Raises what page tables say that no page can be: negative numbers, and sequences shorter
+/// than what is wanted of them.
 inline void check_tables(const char* name, const RowPages& pages, std::int64_t rows) {
   for (std::int64_t row = 0; pages.used() && row < rows; ++row) {
     std::int64_t table = 0;
     const std::int64_t token = pages.token_of(row, table);
-    if (token < 0) ::lowrankkv::detail::fail<ShapeError>(name, ": the last ", pages.rows_each, " tokens of a sequence of ", token + pages.rows_each - (pages.first + row) % pages.rows_each, ", by its page table");
+    if (token < 0)
+      ::lowrankkv::detail::fail<ShapeError>(
+          name, ": the last ", pages.rows_each, " tokens of a sequence of ",
+          token + pages.rows_each - (pages.first + row) % pages.rows_each, ", by its page table");
     const std::int32_t page = pages.tables.indices[table + token / pages.page_tokens];
-    if (page < 0) ::lowrankkv::detail::fail<ShapeError>(name, ": token ", token, " is in page ", page, ", by its page table");
+    if (page < 0)
+      ::lowrankkv::detail::fail<ShapeError>(name, ": token ", token, " is in page ", page,
+                                            ", by its page table");
   }
 }
 
-/// @brief Raises ValueError if the view holds NaN, Inf or a value beyond `limit`. `scratch` holds one row.
+/// @brief Raises ValueError if the view holds NaN, Inf or a value beyond `limit`. `scratch` holds
+/// one row.
 template <class Tag>
 inline void check_finite(const char* name, const RowsView<Tag>& view, float limit, float* scratch) {
   for (std::int64_t token = 0; token < view.num_tokens; ++token) {
     for (int head = 0; head < view.num_heads; ++head) {
       load_row(view, token, head, scratch);
       bool good = true;
-      for (int channel = 0; channel < view.head_dim; ++channel) good = good && std::abs(scratch[channel]) <= limit;
+      for (int channel = 0; channel < view.head_dim; ++channel)
+        good = good && std::abs(scratch[channel]) <= limit;
       if (good) continue;
       for (int channel = 0; channel < view.head_dim; ++channel) {
         if (!(std::abs(scratch[channel]) <= limit)) {
-          ::lowrankkv::detail::fail<ValueError>(name, ": token ", token, ", head ", head, ", channel ", channel, " is ",
-                                                scratch[channel], ", largest storable value ", limit);
+          ::lowrankkv::detail::fail<ValueError>(name, ": token ", token, ", head ", head,
+                                                ", channel ", channel, " is ", scratch[channel],
+                                                ", largest storable value ", limit);
         }
       }
     }

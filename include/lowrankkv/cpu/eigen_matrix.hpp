@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/eigen_matrix.hpp  Row-major f32 at the border, Eigen f64 inside: the two conversions between them.
+/// @file cpu/eigen_matrix.hpp  Row-major f32 at the border, Eigen f64 inside: the two conversions
+/// between them.
 #pragma once
 
 #include <Eigen/Core>
@@ -13,7 +14,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Parameters of functions that are templates only so that nobody compiles them who does not call them: nothing is deduced from these, whatever converts to them is taken.
+/// @brief Parameters of functions that are templates only so that nobody compiles them who does not
+/// call them: nothing is deduced from these, whatever converts to them is taken.
 template <class Real>
 using MatrixIn = std::type_identity_t<Eigen::MatrixX<Real>>;
 template <class Real>
@@ -25,10 +27,13 @@ using MatrixRef = std::type_identity_t<Eigen::Ref<const Eigen::MatrixX<Real>>>;
 template <class Real = float>
 Eigen::MatrixXd to_matrix(MatrixView view) {
   using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  return Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>(view.data, view.rows, view.cols, Eigen::OuterStride<>(view.row_stride)).template cast<double>();
+  return Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>(view.data, view.rows, view.cols,
+                                                             Eigen::OuterStride<>(view.row_stride))
+      .template cast<double>();
 }
 
-/// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost: one copy.
+/// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost:
+/// one copy.
 template <class Real = double>
 std::vector<float> to_row_major(const cpu::MatrixRef<Real>& matrix) {
   using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;

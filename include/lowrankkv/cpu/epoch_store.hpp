@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/epoch_store.hpp  Basis epochs: immutable sets of maps, shared by every segment and sequence that uses them.
+/// @file cpu/epoch_store.hpp  Basis epochs: immutable sets of maps, shared by every segment and
+/// sequence that uses them.
 #pragma once
 
 #include <cstddef>
@@ -37,14 +38,21 @@ struct StoredMatrix {
   /// @brief target [rows, stride] as f32, the padding columns zero.
   void load(float* target, int stride) const {
     for (int row = 0; row < rows; ++row) {
-      to_f32(type, data.data() + static_cast<std::size_t>(row) * static_cast<std::size_t>(cols) * size_of(type), cols, target + row * stride);
+      to_f32(type,
+             data.data() +
+                 static_cast<std::size_t>(row) * static_cast<std::size_t>(cols) * size_of(type),
+             cols, target + row * stride);
       for (int col = cols; col < stride; ++col) target[row * stride + col] = 0.0F;
     }
   }
-  /// @brief target [cols, stride] = transpose as f32, the padding columns zero. `scratch` holds one row.
+  /// @brief target [cols, stride] = transpose as f32, the padding columns zero. `scratch` holds one
+  /// row.
   void load_transposed(float* target, int stride, float* scratch) const {
     for (int row = 0; row < rows; ++row) {
-      to_f32(type, data.data() + static_cast<std::size_t>(row) * static_cast<std::size_t>(cols) * size_of(type), cols, scratch);
+      to_f32(type,
+             data.data() +
+                 static_cast<std::size_t>(row) * static_cast<std::size_t>(cols) * size_of(type),
+             cols, scratch);
       for (int col = 0; col < cols; ++col) target[col * stride + row] = scratch[col];
     }
     for (int col = 0; col < cols; ++col) {
@@ -58,15 +66,17 @@ struct StoredMatrix {
   }
 };
 
-/// @brief The stored maps of one KV head. Empty query_down or output_up: derived from the other map. Scales are what a
-/// quantizer asked the maps to carry (ChannelFold): rows are encoded with down / scale and read with up * scale.
+/// @brief The stored maps of one KV head. Empty query_down or output_up: derived from the other
+/// map. Scales are what a quantizer asked the maps to carry (ChannelFold): rows are encoded with
+/// down / scale and read with up * scale.
 struct EpochHead {
   StoredMatrix key_down, query_down, value_down, output_up, key_mean, value_mean;
   StoredMatrix key_scale, value_scale;  ///< [1, rank] f32; empty: ones
 
   std::size_t bytes() const {
-    return key_down.data.size() + query_down.data.size() + value_down.data.size() + output_up.data.size() + key_mean.data.size() +
-           value_mean.data.size() + key_scale.data.size() + value_scale.data.size();
+    return key_down.data.size() + query_down.data.size() + value_down.data.size() +
+           output_up.data.size() + key_mean.data.size() + value_mean.data.size() +
+           key_scale.data.size() + value_scale.data.size();
   }
   const StoredMatrix& query_map() const { return query_down.empty() ? key_down : query_down; }
   const StoredMatrix& encoder(Part part) const { return part == Part::key ? key_down : value_down; }
@@ -83,8 +93,8 @@ struct EpochHead {
     query_map().load(target, stride);
     scale_columns(Part::key, target, stride, query_map().rows, false);
   }
-  /// @brief target [rank, stride]: what coefficients (or accumulated values) are multiplied with to become rows.
-  /// `scratch` holds as many numbers as the larger of rank and head_dim.
+  /// @brief target [rank, stride]: what coefficients (or accumulated values) are multiplied with to
+  /// become rows. `scratch` holds as many numbers as the larger of rank and head_dim.
   void load_decoder(Part part, float* target, int stride, float* scratch) const {
     if (part == Part::key) {
       query_map().load_transposed(target, stride, scratch);
@@ -115,19 +125,23 @@ struct HeadFolds {
   ChannelFold key, value;
 };
 
-/// @brief The epochs of a layer. Epoch 0 is the calibrated one: it lives as long as the layer and belongs to nobody.
+/// @brief The epochs of a layer. Epoch 0 is the calibrated one: it lives as long as the layer and
+/// belongs to nobody.
 class EpochStore {
  public:
   EpochStore() = default;
   explicit EpochStore(DType type) : type_(type) {}
 
-  /// @brief Stores maps with their quantizer's folds, rounded to the store's type; the caller holds the first reference.
-  std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds, int head_dim) {
+  /// @brief Stores maps with their quantizer's folds, rounded to the store's type; the caller holds
+  /// the first reference.
+  std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds,
+                   int head_dim) {
     const std::size_t index = free_index();
     Epoch& epoch = epochs_[index];
     epoch.references = 1;
     epoch.heads.clear();
-    for (std::size_t head = 0; head < heads.size(); ++head) epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
+    for (std::size_t head = 0; head < heads.size(); ++head)
+      epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
     return static_cast<std::int32_t>(index);
   }
   /// @brief Takes over maps as they were stored; the caller holds the first reference.
@@ -148,7 +162,8 @@ class EpochStore {
   /// @brief Stored bytes of an epoch over all heads.
   std::size_t bytes(std::int32_t epoch) const {
     std::size_t sum = 0;
-    for (const EpochHead& head : epochs_[static_cast<std::size_t>(epoch)].heads) sum += head.bytes();
+    for (const EpochHead& head : epochs_[static_cast<std::size_t>(epoch)].heads)
+      sum += head.bytes();
     return sum;
   }
   std::int64_t num_alive() const {
@@ -165,18 +180,26 @@ class EpochStore {
     return index;
   }
   EpochHead stored(const HeadBasis& head, const HeadFolds& folds, int head_dim) const {
-    const auto matrix = [&](int rows, int cols, const std::vector<float>& values) { return values.empty() ? StoredMatrix() : StoredMatrix(type_, rows, cols, values); };
-    const auto columns = [&](const std::vector<float>& map, int rank, const ChannelFold& fold) { return matrix(head_dim, rank, rotated_columns(map, head_dim, rank, fold.rotation)); };
+    const auto matrix = [&](int rows, int cols, const std::vector<float>& values) {
+      return values.empty() ? StoredMatrix() : StoredMatrix(type_, rows, cols, values);
+    };
+    const auto columns = [&](const std::vector<float>& map, int rank, const ChannelFold& fold) {
+      return matrix(head_dim, rank, rotated_columns(map, head_dim, rank, fold.rotation));
+    };
     EpochHead result;
     result.key_down = columns(head.key_down, head.key_rank, folds.key);
     result.value_down = columns(head.value_down, head.value_rank, folds.value);
     result.query_down = columns(head.query_down, head.key_rank, folds.key);
-    result.output_up = matrix(head.value_rank, head_dim, rotated_rows(head.output_up, head.value_rank, head_dim, folds.value.rotation));
+    result.output_up =
+        matrix(head.value_rank, head_dim,
+               rotated_rows(head.output_up, head.value_rank, head_dim, folds.value.rotation));
     result.key_mean = matrix(1, head_dim, head.key_mean);
     result.value_mean = matrix(1, head_dim, head.value_mean);
     // Scales span more octaves than f16 has, and are few.
-    if (!folds.key.scale.empty()) result.key_scale = StoredMatrix(DType::f32, 1, head.key_rank, folds.key.scale);
-    if (!folds.value.scale.empty()) result.value_scale = StoredMatrix(DType::f32, 1, head.value_rank, folds.value.scale);
+    if (!folds.key.scale.empty())
+      result.key_scale = StoredMatrix(DType::f32, 1, head.key_rank, folds.key.scale);
+    if (!folds.value.scale.empty())
+      result.value_scale = StoredMatrix(DType::f32, 1, head.value_rank, folds.value.scale);
     return result;
   }
   struct Epoch {

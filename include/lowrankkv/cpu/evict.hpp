@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/evict.hpp  Dropping rows that are stored already: lists close up, positions of the others stay what they were.
+/// @file cpu/evict.hpp  Dropping rows that are stored already: lists close up, positions of the
+/// others stay what they were.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +27,15 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
   std::int32_t first = 0;
   for (Segment& segment : state.used_segments(slot, head)) {
     std::int32_t rows = 0;
-    for (std::int32_t row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) rows += keep[static_cast<std::size_t>(row)] ? 1 : 0;
+    for (std::int32_t row = segment.first_row; row < segment.first_row + segment.num_rows; ++row)
+      rows += keep[static_cast<std::size_t>(row)] ? 1 : 0;
     segment.first_row = first;
     segment.num_rows = rows;
     first += rows;
   }
   state.compressed.retain(slot, head, keep);
-  if (State::joins && head % state.heads_per_group() == 0) state.compressed.retain(slot, state.value_list(head), keep);
+  if (State::joins && head % state.heads_per_group() == 0)
+    state.compressed.retain(slot, state.value_list(head), keep);
 }
 
 }  // namespace detail
@@ -44,35 +47,42 @@ void drop_empty_segments(State& state, int slot) {
   for (int index = lengths.num_segments - 1; index >= 0; --index) {
     const auto at = [&](int head) { return state.used_segments(slot, head).begin() + index; };
     bool empty = true;
-    for (int head = 0; head < state.num_kv_heads(); ++head) empty = empty && at(head)->num_rows == 0;
+    for (int head = 0; head < state.num_kv_heads(); ++head)
+      empty = empty && at(head)->num_rows == 0;
     if (!empty) continue;
     state.epochs.release(at(0)->epoch);
-    for (int head = 0; head < state.num_kv_heads(); ++head) std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
+    for (int head = 0; head < state.num_kv_heads(); ++head)
+      std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
     --lengths.num_segments;
   }
 }
 
-/// @brief Lets the token policy drop stored and leaving rows of the heads of a group, of which `first` is the first and `rows`
-/// are the leaving ones, by the attention that they have received together.
-/// Cost: O(stored rows), and a copy of the codes behind the first row dropped.
+/// @brief Lets the token policy drop stored and leaving rows of the heads of a group, of which
+/// `first` is the first and `rows` are the leaving ones, by the attention that they have received
+/// together. Cost: O(stored rows), and a copy of the codes behind the first row dropped.
 template <class State>
 void evict_rows(State& state, int slot, int first, FlushedRows& rows, Phase phase) {
   const int end = first + state.heads_per_group();
-  std::vector<RowState> states = state.runs(slot, first).states();  // the same for all heads of the group
+  std::vector<RowState> states =
+      state.runs(slot, first).states();  // the same for all heads of the group
   std::vector<StoredRow> stored;
   for (std::size_t position = 0; position < states.size(); ++position) {
     if (states[position] == RowState::dropped) continue;
     const RowPlace place = state.runs(slot, first).find(static_cast<std::int64_t>(position));
     StoredRow row;
-    for (int head = first; head < end; ++head) row.accumulated += state.accumulated(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
+    for (int head = first; head < end; ++head)
+      row.accumulated +=
+          state.accumulated(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
     if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
-      row.pinned = State::TokenImpl::pinned(state.token_policy, static_cast<std::int64_t>(position));
+      row.pinned =
+          State::TokenImpl::pinned(state.token_policy, static_cast<std::int64_t>(position));
     }
     stored.push_back(row);
   }
   std::vector<float> flushed(static_cast<std::size_t>(rows.count), 0.0F);
   for (int head = first; head < end; ++head) {
-    for (std::size_t row = 0; row < flushed.size(); ++row) flushed[row] += state.accumulated(slot, head).recent[row];
+    for (std::size_t row = 0; row < flushed.size(); ++row)
+      flushed[row] += state.accumulated(slot, head).recent[row];
   }
   RowBatch batch{first, state.first_tail_position(slot), rows.count, phase};
   batch.accumulated = flushed;

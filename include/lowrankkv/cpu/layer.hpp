@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/layer.hpp  One attention layer on the CPU: sizes, storage, and the steps that CompressedKVCache calls.
+/// @file cpu/layer.hpp  One attention layer on the CPU: sizes, storage, and the steps that
+/// CompressedKVCache calls.
 ///
 /// Nothing here checks arguments or capacities: the cache has done so before it changes anything.
 #pragma once
@@ -27,10 +28,10 @@ namespace cpu {
 template <class Quantizer>
 struct LayerSizes {
   std::size_t page_bytes = 0;
-  std::vector<RowLayout<FullRows>> full;       ///< per KV head
-  std::vector<RowLayout<Quantizer>> compressed;   ///< per KV head
+  std::vector<RowLayout<FullRows>> full;                      ///< per KV head
+  std::vector<RowLayout<Quantizer>> compressed;               ///< per KV head
   std::int32_t max_full_pages = 0, max_compressed_pages = 0;  ///< per sequence and head
-  std::int64_t num_pages = 0;                     ///< what all sequences at full length can need
+  std::int64_t num_pages = 0;  ///< what all sequences at full length can need
 };
 
 /// @brief The CPU backend's layer.
@@ -40,28 +41,36 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   using State = LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Block = QueryBlock;
 
-  static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis, [[maybe_unused]] const BasisPolicy& of_basis,
-                                      const TokenPolicy& token_policy, const Quantizer& quantizer) {
+  static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis,
+                                     [[maybe_unused]] const BasisPolicy& of_basis,
+                                     const TokenPolicy& token_policy, const Quantizer& quantizer) {
     LayerSizes<Quantizer> result;
     const int dim = config.shape.head_dim;
     const FullRows plain{config.full_type, config.full_row_bits};
-    result.page_bytes = config.page_bytes != 0 ? config.page_bytes : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
+    result.page_bytes = config.page_bytes != 0
+                            ? config.page_bytes
+                            : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
     RowBounds most;  // of rows of one head over the life of a sequence
     for (const Phase phase : {Phase::prefill, Phase::decode}) {
-      const RowBounds bounds = State::TokenImpl::bounds(token_policy, {0, 0, config.max_tokens, phase});
+      const RowBounds bounds =
+          State::TokenImpl::bounds(token_policy, {0, 0, config.max_tokens, phase});
       most = {(std::max)(most.full, bounds.full), (std::max)(most.compressed, bounds.compressed)};
     }
     const int heads = config.shape.num_kv_heads;
-    for (int head = 0; head < heads; ++head) result.full.push_back(make_row_layout(plain, dim, dim, {}, {}, result.page_bytes));
+    for (int head = 0; head < heads; ++head)
+      result.full.push_back(make_row_layout(plain, dim, dim, {}, {}, result.page_bytes));
     if constexpr (State::TokenImpl::compresses) {
       for (const HeadBasis& maps : basis.heads) {
-        result.compressed.push_back(make_row_layout(quantizer, maps.key_rank, State::joins ? 0 : maps.value_rank, maps.key_bits,
-                                                    State::joins ? std::span<const std::uint8_t>() : maps.value_bits, result.page_bytes));
+        result.compressed.push_back(make_row_layout(
+            quantizer, maps.key_rank, State::joins ? 0 : maps.value_rank, maps.key_bits,
+            State::joins ? std::span<const std::uint8_t>() : maps.value_bits, result.page_bytes));
       }
       if constexpr (State::joins) {
-        for (int head = 0; head < heads; head += State::BasisImpl::heads_per_group(of_basis, heads)) {
+        for (int head = 0; head < heads;
+             head += State::BasisImpl::heads_per_group(of_basis, heads)) {
           const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
-          result.compressed.push_back(make_row_layout(quantizer, 0, maps.value_rank, {}, maps.value_bits, result.page_bytes));
+          result.compressed.push_back(make_row_layout(quantizer, 0, maps.value_rank, {},
+                                                      maps.value_bits, result.page_bytes));
         }
       }
     } else {
@@ -70,20 +79,24 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     }
     const auto pages = [&](std::int64_t rows, const auto& layouts, std::int32_t& most_pages) {
       for (const auto& layout : layouts) {
-        const auto count = static_cast<std::int32_t>((rows + layout.rows_per_page - 1) / layout.rows_per_page);
+        const auto count =
+            static_cast<std::int32_t>((rows + layout.rows_per_page - 1) / layout.rows_per_page);
         most_pages = (std::max)(most_pages, count);
         result.num_pages += std::int64_t{config.max_sequences} * count;
       }
     };
     pages(most.full, result.full, result.max_full_pages);
-    // Outliers are a share of the rows seen; truncating to where they are dense and going on can make them more than that.
-    if (wants(State::TokenImpl::evidence, Evidence::residuals)) result.max_full_pages = 2 * result.max_full_pages + 8;
+    // Outliers are a share of the rows seen; truncating to where they are dense and going on can
+    // make them more than that.
+    if (wants(State::TokenImpl::evidence, Evidence::residuals))
+      result.max_full_pages = 2 * result.max_full_pages + 8;
     pages(most.compressed, result.compressed, result.max_compressed_pages);
     return result;
   }
 
-  Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis, const Updater& of_updates, const TokenPolicy& of_tokens,
-        const Quantizer& of_codes, std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
+  Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis,
+        const Updater& of_updates, const TokenPolicy& of_tokens, const Quantizer& of_codes,
+        std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
     const LayerSizes<Quantizer> layout = sizes(settings, basis, of_basis, of_tokens, of_codes);
     this->config = settings;
     this->basis_policy = of_basis;
@@ -92,22 +105,34 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->quantizer = of_codes;
     this->calibrated = std::move(basis);
     const std::int64_t num_pages = settings.num_pages != 0 ? settings.num_pages : layout.num_pages;
-    this->pool = pages ? std::move(pages) : std::make_shared<PagePool>(layout.page_bytes, num_pages);
-    this->threads = workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
+    this->pool =
+        pages ? std::move(pages) : std::make_shared<PagePool>(layout.page_bytes, num_pages);
+    this->threads =
+        workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
     const int heads = settings.shape.num_kv_heads;
     // Room for the calibrated segment and for one that is about to be merged away.
-    this->table = DescriptorTable(settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads, layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
+    this->table = DescriptorTable(
+        settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads,
+        layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
     this->full = PagedRows<FullRows>(RowList::full, layout.full, this->pool.get(), &this->table);
-    this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed, this->pool.get(), &this->table);
-    this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity, settings.shape.head_dim, settings.full_type);
+    this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed,
+                                            this->pool.get(), &this->table);
+    this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity,
+                          settings.shape.head_dim, settings.full_type);
     this->epochs = EpochStore(settings.epoch_type);
-    if (State::TokenImpl::compresses) this->epochs.add(this->calibrated.heads, fold_maps(static_cast<const State&>(*this), this->calibrated.heads), settings.shape.head_dim);
+    if (State::TokenImpl::compresses)
+      this->epochs.add(this->calibrated.heads,
+                       fold_maps(static_cast<const State&>(*this), this->calibrated.heads),
+                       settings.shape.head_dim);
     this->slots.resize(static_cast<std::size_t>(settings.max_sequences));
     int widest = settings.shape.head_dim;
-    for (const HeadBasis& head : this->calibrated.heads) widest = (std::max)(widest, head.value_rank);
-    if (this->stores_unrotated()) this->rotary = RotaryTable(settings.rope, settings.shape.head_dim);
+    for (const HeadBasis& head : this->calibrated.heads)
+      widest = (std::max)(widest, head.value_rank);
+    if (this->stores_unrotated())
+      this->rotary = RotaryTable(settings.rope, settings.shape.head_dim);
     for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
-      this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size(), this->stores_unrotated());
+      this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size(),
+                                    this->stores_unrotated());
     }
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
@@ -120,7 +145,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
   /// @brief Rounds m rows of both views, from row `first`, into the tail.
-  void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first, int count) {
+  void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first,
+                   int count) {
     SequenceLengths& lengths = this->table.lengths(slot);
     float* row = this->workspaces[0].row.data();
     for (int token = 0; token < count; ++token) {
@@ -143,7 +169,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->add_recent_scores(slot, key.num_tokens);
   }
 
-  /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of rows run in parallel.
+  /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of
+  /// rows run in parallel.
   template <class Slots, class Blocks>
   void attend(std::int64_t count, Slots&& slot_of, Blocks&& block_of, bool prompt) {
     const int per_task = tokens_per_task(prompt);
@@ -154,28 +181,35 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       // Later pieces see more rows: take them first, so that the threads finish together.
       const std::int64_t piece = pieces - 1 - task / (count * heads);
       const std::int64_t index = task / heads % count;
-      const StoredHead<Quantizer> stored = stored_head(slot_of(index), static_cast<int>(task % heads), prompt);
+      const StoredHead<Quantizer> stored =
+          stored_head(slot_of(index), static_cast<int>(task % heads), prompt);
       const std::int64_t first = piece * per_task;
-      attend_block(stored, block_of(index), first, static_cast<int>((std::min)(std::int64_t{per_task}, tokens - first)),
+      attend_block(stored, block_of(index), first,
+                   static_cast<int>((std::min)(std::int64_t{per_task}, tokens - first)),
                    this->workspaces[static_cast<std::size_t>(thread)]);
     });
   }
 
-  /// @brief The attention that each stored row of a sequence gets from a block whose lse is known, summed over its queries
-  /// and the heads of a group: added to out(head), which returns the head's HeadScores. Heads run in parallel.
+  /// @brief The attention that each stored row of a sequence gets from a block whose lse is known,
+  /// summed over its queries and the heads of a group: added to out(head), which returns the head's
+  /// HeadScores. Heads run in parallel.
   template <class Out>
   void accumulated_attention(int slot, const QueryBlock& block, bool prompt, Out&& out) {
     const int per_task = tokens_per_task(prompt);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t head, int thread) {
       const StoredHead<Quantizer> stored = stored_head(slot, static_cast<int>(head), prompt);
       for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
-        const int tokens = static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
-        scores_of_block(stored, block, first, tokens, this->workspaces[static_cast<std::size_t>(thread)], out(static_cast<int>(head)));
+        const int tokens =
+            static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
+        scores_of_block(stored, block, first, tokens,
+                        this->workspaces[static_cast<std::size_t>(thread)],
+                        out(static_cast<int>(head)));
       }
     });
   }
 
-  /// @brief Bounds on what compression changed in the outputs of a block whose lse is known. Heads run in parallel.
+  /// @brief Bounds on what compression changed in the outputs of a block whose lse is known. Heads
+  /// run in parallel.
   void certify(int slot, const QueryBlock& block, const CertificateView& out) {
     const int per_task = tokens_per_task(false);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t index, int thread) {
@@ -188,8 +222,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
         largest = (std::max)(largest, norm_of(work.row.data(), this->head_dim()));
       }
       for (std::int64_t first = 0; first < block.query.num_tokens; first += per_task) {
-        const int tokens = static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
-        certify_block(stored, block, first, tokens, this->residuals(slot, head), largest, work, out);
+        const int tokens =
+            static_cast<int>((std::min)(std::int64_t{per_task}, block.query.num_tokens - first));
+        certify_block(stored, block, first, tokens, this->residuals(slot, head), largest, work,
+                      out);
       }
     });
   }
@@ -198,7 +234,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   std::size_t reserved_bytes() const {
     std::size_t tails = this->tail.bytes();
     for (int slot = 0; slot < this->config.max_sequences; ++slot) {
-      tails -= static_cast<std::size_t>(this->table.lengths(slot).tail_length) * this->tail.token_bytes();
+      tails -= static_cast<std::size_t>(this->table.lengths(slot).tail_length) *
+               this->tail.token_bytes();
     }
     std::size_t work = 0;
     for (const AttentionWorkspace& workspace : this->workspaces) work += workspace.bytes();
@@ -213,10 +250,15 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
  private:
-  /// Unrotated keys of a group of one head are turned in folded form while decoding. By configuration alone: the other form
-  /// rounds differently, and results must not depend on how a stream was split into calls.
-  bool folds(bool prompt) const { return this->stores_unrotated() && this->config.shape.group_size() == 1 && !prompt; }
-  int tokens_per_task(bool prompt) const { return folds(prompt) ? 1 : (std::max)(1, kQueryRows / this->config.shape.group_size()); }
+  /// Unrotated keys of a group of one head are turned in folded form while decoding. By
+  /// configuration alone: the other form rounds differently, and results must not depend on how a
+  /// stream was split into calls.
+  bool folds(bool prompt) const {
+    return this->stores_unrotated() && this->config.shape.group_size() == 1 && !prompt;
+  }
+  int tokens_per_task(bool prompt) const {
+    return folds(prompt) ? 1 : (std::max)(1, kQueryRows / this->config.shape.group_size());
+  }
   StoredHead<Quantizer> stored_head(int slot, int head, bool prompt) {
     return {.full = &this->full,
             .compressed = &this->compressed,

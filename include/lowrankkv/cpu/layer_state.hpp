@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/layer_state.hpp  Everything the CPU backend stores for one attention layer, and where each row is.
+/// @file cpu/layer_state.hpp  Everything the CPU backend stores for one attention layer, and where
+/// each row is.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +34,12 @@ namespace cpu {
 template <class UpdaterState>
 struct HeadAdaptation {
   UpdaterState key_state, value_state;
-  StoredMatrix key_basis, value_basis;  ///< working bases [head_dim, rank] in epoch_type; empty: those of the current epoch
+  StoredMatrix key_basis, value_basis;  ///< working bases [head_dim, rank] in epoch_type; empty:
+                                        ///< those of the current epoch
 };
 
-/// @brief Attention that the rows of one head have received, by where the rows are. Kept only for policies that ask for it.
+/// @brief Attention that the rows of one head have received, by where the rows are. Kept only for
+/// policies that ask for it.
 struct HeadScores {
   std::vector<float> full, compressed, recent;  ///< recent: the tail, then the prompt chunk
 
@@ -85,16 +88,17 @@ struct Slot {
   bool used = false;
   std::int32_t epoch = 0;  ///< new rows are written under it
   std::int64_t rows_since_publication = 0;
-  PromptChunk chunk;       ///< rows of an unfinished prefill
-  bool prompt_open = false;  ///< the prompt goes on in a later call
+  PromptChunk chunk;                                     ///< rows of an unfinished prefill
+  bool prompt_open = false;                              ///< the prompt goes on in a later call
   std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
-  std::vector<RowRuns> runs;                             ///< per KV head: the positions that have left the tail
-  std::vector<HeadScores> accumulated;                            ///< per KV head
-  std::vector<HeadResiduals> residuals;                  ///< per KV head
-  PositionShifts shifts;                                 ///< rotary positions, where they are not the token's index
+  std::vector<RowRuns> runs;             ///< per KV head: the positions that have left the tail
+  std::vector<HeadScores> accumulated;   ///< per KV head
+  std::vector<HeadResiduals> residuals;  ///< per KV head
+  PositionShifts shifts;                 ///< rotary positions, where they are not the token's index
 };
 
-/// @brief The stored state of one layer. Plain data: the steps of the algorithm are in cpu/layer.hpp and what it includes.
+/// @brief The stored state of one layer. Plain data: the steps of the algorithm are in
+/// cpu/layer.hpp and what it includes.
 template <class BasisPolicy, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 struct LayerState {
   using UpdaterImpl = Impl<Updater, Cpu>;
@@ -106,7 +110,8 @@ struct LayerState {
   using Epochs = EpochPolicy;
   using Codec = Impl<Quantizer, Cpu>;
   static constexpr bool joins = joins_values<BasisPolicy, Cpu>();
-  static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(), "lowrankkv: this Basis cannot be moved; use it with the Static updater");
+  static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(),
+                "lowrankkv: this Basis cannot be moved; use it with the Static updater");
   static constexpr bool accumulates_scores = wants(TokenImpl::evidence, Evidence::accumulated);
 
   CacheConfig config;
@@ -114,7 +119,8 @@ struct LayerState {
   Updater updater;
   TokenPolicy token_policy;
   Quantizer quantizer;
-  LayerBasis calibrated;  ///< kept in f32: what updaters start from; means and metrics of every epoch
+  LayerBasis
+      calibrated;  ///< kept in f32: what updaters start from; means and metrics of every epoch
   std::shared_ptr<PagePool> pool;
   std::shared_ptr<ThreadPool> threads;
 
@@ -130,25 +136,37 @@ struct LayerState {
 
   int num_kv_heads() const { return config.shape.num_kv_heads; }
   int head_dim() const { return config.shape.head_dim; }
-  /// Lists of rows whose residuals are kept: none, those of compressed rows, those of coded full rows too.
-  bool keeps_residuals(RowState list) const { return config.keep_residuals && (list == RowState::compressed || (list == RowState::full && config.full_row_bits != 0)); }
+  /// Lists of rows whose residuals are kept: none, those of compressed rows, those of coded full
+  /// rows too.
+  bool keeps_residuals(RowState list) const {
+    return config.keep_residuals &&
+           (list == RowState::compressed || (list == RowState::full && config.full_row_bits != 0));
+  }
   bool stores_unrotated() const { return config.rope.keys == Rope::pre; }
   int recent() const { return TokenImpl::recent(token_policy); }
-  /// Heads that share the fate of their tokens, because one row of value coefficients serves them all. Usually one.
+  /// Heads that share the fate of their tokens, because one row of value coefficients serves them
+  /// all. Usually one.
   int heads_per_group() const {
-    if constexpr (joins) return BasisImpl::heads_per_group(basis_policy, num_kv_heads());
-    else return 1;
+    if constexpr (joins)
+      return BasisImpl::heads_per_group(basis_policy, num_kv_heads());
+    else
+      return 1;
   }
   int num_groups() const { return num_kv_heads() / heads_per_group(); }
-  /// Lists of compressed rows: list h holds the keys of head h and its values; with joint values those of group g are in
-  /// list num_kv_heads + g instead, where there are no keys.
+  /// Lists of compressed rows: list h holds the keys of head h and its values; with joint values
+  /// those of group g are in list num_kv_heads + g instead, where there are no keys.
   int num_lists() const { return num_kv_heads() + (joins ? num_groups() : 0); }
-  int value_list(int head) const { return joins ? num_kv_heads() + head / heads_per_group() : head; }
+  int value_list(int head) const {
+    return joins ? num_kv_heads() + head / heads_per_group() : head;
+  }
   int list_of(int head, Part part) const { return part == Part::key ? head : value_list(head); }
-  const typename Impl<Quantizer, Cpu>::Layout& code_layout(int head, Part part) const { return compressed.layout(list_of(head, part)).of(part); }
+  const typename Impl<Quantizer, Cpu>::Layout& code_layout(int head, Part part) const {
+    return compressed.layout(list_of(head, part)).of(part);
+  }
   Sequence& sequence(int slot) { return slots[static_cast<std::size_t>(slot)]; }
   const Sequence& sequence(int slot) const { return slots[static_cast<std::size_t>(slot)]; }
-  /// @brief Position of the first row of the tail (or, if it is empty, of the prompt chunk, or of the next token).
+  /// @brief Position of the first row of the tail (or, if it is empty, of the prompt chunk, or of
+  /// the next token).
   std::int64_t first_tail_position(int slot) const {
     const SequenceLengths& lengths = table.lengths(slot);
     return lengths.num_tokens - lengths.tail_length - sequence(slot).chunk.size();
@@ -157,7 +175,8 @@ struct LayerState {
   std::int64_t publish_interval() const {
     if (config.publish_interval > 0) return config.publish_interval;
     int rank = 1;
-    for (const HeadBasis& head : calibrated.heads) rank = (std::max)({rank, head.key_rank, head.value_rank});
+    for (const HeadBasis& head : calibrated.heads)
+      rank = (std::max)({rank, head.key_rank, head.value_rank});
     return 4 * std::int64_t{rank};
   }
   /// @brief Bytes of `rows` compressed rows over all KV heads.
@@ -170,21 +189,32 @@ struct LayerState {
   /// @brief Queries at the end of a prompt that somebody wants kept, to score its rows by.
   int scoring_window() const {
     int window = 0;
-    if (UpdaterImpl::adapts && TokenImpl::compresses && UpdaterImpl::prompt_selection(updater).share < 1.0F) window = UpdaterImpl::prompt_selection(updater).scores.window;
-    if constexpr (wants(TokenImpl::evidence, Evidence::attention)) window = (std::max)(window, TokenImpl::attention_scores(token_policy).window);
+    if (UpdaterImpl::adapts && TokenImpl::compresses &&
+        UpdaterImpl::prompt_selection(updater).share < 1.0F)
+      window = UpdaterImpl::prompt_selection(updater).scores.window;
+    if constexpr (wants(TokenImpl::evidence, Evidence::attention))
+      window = (std::max)(window, TokenImpl::attention_scores(token_policy).window);
     return window;
   }
 
-  const RowRuns& runs(int slot, int head) const { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
+  const RowRuns& runs(int slot, int head) const {
+    return sequence(slot).runs[static_cast<std::size_t>(head)];
+  }
   RowRuns& runs(int slot, int head) { return sequence(slot).runs[static_cast<std::size_t>(head)]; }
-  HeadResiduals& residuals(int slot, int head) { return sequence(slot).residuals[static_cast<std::size_t>(head)]; }
-  HeadScores& accumulated(int slot, int head) { return sequence(slot).accumulated[static_cast<std::size_t>(head)]; }
+  HeadResiduals& residuals(int slot, int head) {
+    return sequence(slot).residuals[static_cast<std::size_t>(head)];
+  }
+  HeadScores& accumulated(int slot, int head) {
+    return sequence(slot).accumulated[static_cast<std::size_t>(head)];
+  }
 
   std::span<Segment> used_segments(int slot, int head) {
-    return table.segments(slot, head).first(static_cast<std::size_t>(table.lengths(slot).num_segments));
+    return table.segments(slot, head)
+        .first(static_cast<std::size_t>(table.lengths(slot).num_segments));
   }
   std::span<const Segment> used_segments(int slot, int head) const {
-    return table.segments(slot, head).first(static_cast<std::size_t>(table.lengths(slot).num_segments));
+    return table.segments(slot, head)
+        .first(static_cast<std::size_t>(table.lengths(slot).num_segments));
   }
 };
 

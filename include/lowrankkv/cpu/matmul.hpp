@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/matmul.hpp  The one product behind projection, logits and value accumulation: C (+)= A B, f32, small, allocation-free.
+/// @file cpu/matmul.hpp  The one product behind projection, logits and value accumulation: C (+)= A
+/// B, f32, small, allocation-free.
 ///
-/// A decode step multiplies 1 to 16 query rows by tiles of the cache. Eigen's general product packs both operands and may
-/// allocate; this one reads them where they are and keeps the block of C in registers. SIMD through Eigen's packets, so
-/// it follows whatever the including program is compiled for.
+/// A decode step multiplies 1 to 16 query rows by tiles of the cache. Eigen's general product packs
+/// both operands and may allocate; this one reads them where they are and keeps the block of C in
+/// registers. SIMD through Eigen's packets, so it follows whatever the including program is
+/// compiled for.
 #pragma once
 
 #include <Eigen/Core>
@@ -28,7 +30,8 @@ namespace detail {
 
 /// C [M, N x lanes] (+)= A [M, k] B [k, N x lanes], C kept in M x N registers.
 template <int M, int N, bool accumulate>
-inline void matmul_block(int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
+inline void matmul_block(int k, const float* a, int lda, const float* b, int ldb, float* c,
+                         int ldc) {
   using Eigen::internal::pload1;
   using Eigen::internal::ploadu;
   using Eigen::internal::pmadd;
@@ -36,7 +39,8 @@ inline void matmul_block(int k, const float* a, int lda, const float* b, int ldb
   using Eigen::internal::pstoreu;
   Packet sum[M][N];
   for (int i = 0; i < M; ++i) {
-    for (int j = 0; j < N; ++j) sum[i][j] = accumulate ? ploadu<Packet>(c + i * ldc + j * kLanes) : pset1<Packet>(0.0F);
+    for (int j = 0; j < N; ++j)
+      sum[i][j] = accumulate ? ploadu<Packet>(c + i * ldc + j * kLanes) : pset1<Packet>(0.0F);
   }
   for (int p = 0; p < k; ++p) {
     Packet row[N];
@@ -53,32 +57,41 @@ inline void matmul_block(int k, const float* a, int lda, const float* b, int ldb
 
 /// All columns for M rows: N registers wide while they last, then one.
 template <int M, int N, bool accumulate>
-inline void matmul_rows(int n, int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
+inline void matmul_rows(int n, int k, const float* a, int lda, const float* b, int ldb, float* c,
+                        int ldc) {
   int column = 0;
   for (; column + N * kLanes <= n; column += N * kLanes) {
     matmul_block<M, N, accumulate>(k, a, lda, b + column, ldb, c + column, ldc);
   }
-  for (; column < n; column += kLanes) matmul_block<M, 1, accumulate>(k, a, lda, b + column, ldb, c + column, ldc);
+  for (; column < n; column += kLanes)
+    matmul_block<M, 1, accumulate>(k, a, lda, b + column, ldb, c + column, ldc);
 }
 
 }  // namespace detail
 
-/// @brief C [m, n] = A [m, k] B [k, n], or += if `accumulate`; row-major with leading dimensions lda, ldb, ldc.
+/// @brief C [m, n] = A [m, k] B [k, n], or += if `accumulate`; row-major with leading dimensions
+/// lda, ldb, ldc.
 ///
-/// n is rounded up to a multiple of the packet: columns up to there are read from B and written to C, so both need
-/// leading dimensions of at least padded(n). The order of the sums depends on k alone, never on m or n.
+/// n is rounded up to a multiple of the packet: columns up to there are read from B and written to
+/// C, so both need leading dimensions of at least padded(n). The order of the sums depends on k
+/// alone, never on m or n.
 template <bool accumulate>
-inline void matmul(int m, int n, int k, const float* a, int lda, const float* b, int ldb, float* c, int ldc) {
+inline void matmul(int m, int n, int k, const float* a, int lda, const float* b, int ldb, float* c,
+                   int ldc) {
   constexpr bool wide = kLanes >= 16;  // 32 registers
   int row = 0;
   if constexpr (wide) {
-    for (; row + 8 <= m; row += 8) detail::matmul_rows<8, 2, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
+    for (; row + 8 <= m; row += 8)
+      detail::matmul_rows<8, 2, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
   }
   for (; row + 4 <= m; row += 4) {
-    detail::matmul_rows<4, wide ? 4 : 2, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
+    detail::matmul_rows<4, wide ? 4 : 2, accumulate>(n, k, a + row * lda, lda, b, ldb,
+                                                     c + row * ldc, ldc);
   }
-  for (; row + 2 <= m; row += 2) detail::matmul_rows<2, 4, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
-  for (; row < m; ++row) detail::matmul_rows<1, 4, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
+  for (; row + 2 <= m; row += 2)
+    detail::matmul_rows<2, 4, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
+  for (; row < m; ++row)
+    detail::matmul_rows<1, 4, accumulate>(n, k, a + row * lda, lda, b, ldb, c + row * ldc, ldc);
 }
 
 }  // namespace cpu

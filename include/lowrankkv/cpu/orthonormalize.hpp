@@ -14,12 +14,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column signs follow the input.
-/// Spans what the columns span, so projections do not depend on the method; columns stay close to an almost orthonormal input.
+/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column
+/// signs follow the input. Spans what the columns span, so projections do not depend on the method;
+/// columns stay close to an almost orthonormal input.
 template <class Real = double>
 Eigen::MatrixXd orthonormal_columns(const cpu::MatrixIn<Real>& matrix) {
   const Eigen::HouseholderQR<Eigen::MatrixX<Real>> qr(matrix);
-  Eigen::MatrixX<Real> q = qr.householderQ() * Eigen::MatrixX<Real>::Identity(matrix.rows(), matrix.cols());
+  Eigen::MatrixX<Real> q =
+      qr.householderQ() * Eigen::MatrixX<Real>::Identity(matrix.rows(), matrix.cols());
   for (Eigen::Index column = 0; column < q.cols(); ++column) {
     if (qr.matrixQR()(column, column) < 0.0) q.col(column) = -q.col(column);
   }

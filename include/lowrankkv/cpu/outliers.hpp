@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/outliers.hpp  How badly rows would be reconstructed, and exempting the worst of them from compression.
+/// @file cpu/outliers.hpp  How badly rows would be reconstructed, and exempting the worst of them
+/// from compression.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +17,18 @@ namespace cpu {
 
 namespace detail {
 
-/// error[i] += ||x_i - x^_i||^2, or that over ||x_i - mean||^2, in the metric in which the basis is orthonormal; rows
-/// [count, head_dim], decoded [count, padded(head_dim)]. A row without energy has no relative error.
+/// error[i] += ||x_i - x^_i||^2, or that over ||x_i - mean||^2, in the metric in which the basis is
+/// orthonormal; rows [count, head_dim], decoded [count, padded(head_dim)]. A row without energy has
+/// no relative error.
 template <class State>
-void add_error_of_rows(const State& state, int head, Part part, bool relative, const float* rows, const float* decoded, std::int32_t count, float* error) {
+void add_error_of_rows(const State& state, int head, Part part, bool relative, const float* rows,
+                       const float* decoded, std::int32_t count, float* error) {
   const int dim = state.head_dim();
   const HeadBasis& basis = state.calibrated.heads[static_cast<std::size_t>(head)];
-  std::vector<float> exact(rows, rows + static_cast<std::ptrdiff_t>(count) * dim), approximate(exact.size());
-  for (std::int32_t row = 0; row < count; ++row) std::copy_n(decoded + row * padded(dim), dim, approximate.begin() + row * dim);
+  std::vector<float> exact(rows, rows + static_cast<std::ptrdiff_t>(count) * dim),
+      approximate(exact.size());
+  for (std::int32_t row = 0; row < count; ++row)
+    std::copy_n(decoded + row * padded(dim), dim, approximate.begin() + row * dim);
   State::BasisImpl::to_metric(state.basis_policy, basis, dim, part, exact.data(), count);
   State::BasisImpl::to_metric(state.basis_policy, basis, dim, part, approximate.data(), count);
   for (std::int32_t row = 0; row < count; ++row) {
@@ -34,16 +39,19 @@ void add_error_of_rows(const State& state, int head, Part part, bool relative, c
       energy += value * value;
       lost += difference * difference;
     }
-    if (!relative || energy > 0.0) error[row] += static_cast<float>(relative ? lost / energy : lost);
+    if (!relative || energy > 0.0)
+      error[row] += static_cast<float>(relative ? lost / energy : lost);
   }
 }
 
 }  // namespace detail
 
-/// @brief Adds to error[0, range) the (relative) errors of the rows of `range`, summed over heads [first, first + heads), whose
-/// rows share one code: after projection, quantisation and back, under the current epoch. Cost: one encode and one decode.
+/// @brief Adds to error[0, range) the (relative) errors of the rows of `range`, summed over heads
+/// [first, first + heads), whose rows share one code: after projection, quantisation and back,
+/// under the current epoch. Cost: one encode and one decode.
 template <class State>
-void add_error(const State& state, int slot, int first, int heads, Part part, bool relative, const std::vector<FlushedRows>& rows, RowRange range, float* error) {
+void add_error(const State& state, int slot, int first, int heads, Part part, bool relative,
+               const std::vector<FlushedRows>& rows, RowRange range, float* error) {
   using Codec = typename State::Codec;
   const int dim = state.head_dim();
   const auto& layout = state.code_layout(first, part);
@@ -57,18 +65,22 @@ void add_error(const State& state, int slot, int first, int heads, Part part, bo
   }
   const int stride = projections.front().stride(part);
   std::vector<std::byte> block(Codec::block_bytes(layout, per_block));
-  std::vector<float> coefficients(static_cast<std::size_t>(kTile * stride)), codes(static_cast<std::size_t>(kTile * stride));
+  std::vector<float> coefficients(static_cast<std::size_t>(kTile * stride)),
+      codes(static_cast<std::size_t>(kTile * stride));
   std::vector<float> decoded(static_cast<std::size_t>(kTile * padded(dim)));
   for (std::int64_t begin = range.begin; begin < range.end; begin += kTile) {
-    const std::int32_t count = static_cast<std::int32_t>((std::min)(std::int64_t{kTile}, range.end - begin));
+    const std::int32_t count =
+        static_cast<std::int32_t>((std::min)(std::int64_t{kTile}, range.end - begin));
     const auto source = [&](int member) {
       const FlushedRows& mine = rows[static_cast<std::size_t>(first + member)];
       return (part == Part::key ? mine.keys : mine.values).data() + begin * dim;
     };
     std::fill(coefficients.begin(), coefficients.end(), 0.0F);
     for (int member = 0; member < heads; ++member) {
-      const float* projected = projections[static_cast<std::size_t>(member)].project(part, source(member), count);
-      for (std::int32_t i = 0; i < count * stride; ++i) coefficients[static_cast<std::size_t>(i)] += projected[i];
+      const float* projected =
+          projections[static_cast<std::size_t>(member)].project(part, source(member), count);
+      for (std::int32_t i = 0; i < count * stride; ++i)
+        coefficients[static_cast<std::size_t>(i)] += projected[i];
     }
     Codec::encode(layout, part, per_block, block.data(), 0, count, coefficients.data(), stride);
     // Keys come back channel-major.
@@ -76,31 +88,39 @@ void add_error(const State& state, int slot, int first, int heads, Part part, bo
       Codec::decode(layout, part, per_block, block.data(), 0, count, codes.data(), count);
       const int rank = state.epochs.head(state.sequence(slot).epoch, first).rank(part);
       for (std::int32_t row = 0; row < count; ++row) {
-        for (int channel = 0; channel < rank; ++channel) coefficients[static_cast<std::size_t>(row * stride + channel)] = codes[static_cast<std::size_t>(channel * count + row)];
+        for (int channel = 0; channel < rank; ++channel)
+          coefficients[static_cast<std::size_t>(row * stride + channel)] =
+              codes[static_cast<std::size_t>(channel * count + row)];
       }
     } else {
       Codec::decode(layout, part, per_block, block.data(), 0, count, coefficients.data(), stride);
     }
     for (int member = 0; member < heads; ++member) {
-      reconstructions[static_cast<std::size_t>(member)].apply(coefficients.data(), stride, count, decoded.data());
-      detail::add_error_of_rows(state, first + member, part, relative, source(member), decoded.data(), count, error + (begin - range.begin));
+      reconstructions[static_cast<std::size_t>(member)].apply(coefficients.data(), stride, count,
+                                                              decoded.data());
+      detail::add_error_of_rows(state, first + member, part, relative, source(member),
+                                decoded.data(), count, error + (begin - range.begin));
     }
   }
 }
 
-/// @brief Asks the token policy again, now that the basis is known under which rows would be stored: those of `range` that
-/// it wants at full rank are exempted, in all heads of the group.
+/// @brief Asks the token policy again, now that the basis is known under which rows would be
+/// stored: those of `range` that it wants at full rank are exempted, in all heads of the group.
 template <class State>
-void exempt_outliers(const State& state, int slot, int group, std::vector<FlushedRows>& rows, RowRange range, Phase phase) {
+void exempt_outliers(const State& state, int slot, int group, std::vector<FlushedRows>& rows,
+                     RowRange range, Phase phase) {
   const int heads = state.heads_per_group();
   const int first = group * heads;
   std::vector<float> residuals(static_cast<std::size_t>(range.size()), 0.0F);
   bool relative = true;
-  if constexpr (requires { State::TokenImpl::relative_residuals(state.token_policy); }) relative = State::TokenImpl::relative_residuals(state.token_policy);
-  for (int head = first; head < first + heads; ++head) add_error(state, slot, head, 1, Part::key, relative, rows, range, residuals.data());
+  if constexpr (requires { State::TokenImpl::relative_residuals(state.token_policy); })
+    relative = State::TokenImpl::relative_residuals(state.token_policy);
+  for (int head = first; head < first + heads; ++head)
+    add_error(state, slot, head, 1, Part::key, relative, rows, range, residuals.data());
   add_error(state, slot, first, heads, Part::value, relative, rows, range, residuals.data());
   const auto fates_of = [&](int head) {
-    return std::span(rows[static_cast<std::size_t>(head)].fates).subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(range.size()));
+    return std::span(rows[static_cast<std::size_t>(head)].fates)
+        .subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(range.size()));
   };
   const std::span<RowFate> fates = fates_of(first);
   for (std::size_t row = 0; row < fates.size(); ++row) {
@@ -113,7 +133,8 @@ void exempt_outliers(const State& state, int slot, int group, std::vector<Flushe
   for (std::size_t row = 0; row < fates.size(); ++row) {
     if (fates[row] == RowFate::compressed && wish[row] == RowFate::full) fates[row] = RowFate::full;
   }
-  for (int head = first + 1; head < first + heads; ++head) std::copy(fates.begin(), fates.end(), fates_of(head).begin());
+  for (int head = first + 1; head < first + heads; ++head)
+    std::copy(fates.begin(), fates.end(), fates_of(head).begin());
 }
 
 }  // namespace cpu

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/paged_rows.hpp  One list of rows per (sequence, KV head) in pages: full-rank rows, or coefficients.
+/// @file cpu/paged_rows.hpp  One list of rows per (sequence, KV head) in pages: full-rank rows, or
+/// coefficients.
 ///
-/// Rows are packed without holes; a page holds the keys of its rows, then their values, in the quantizer's layout.
-/// Every write goes to a page of the sequence's own: a page that a fork shares is copied first.
+/// Rows are packed without holes; a page holds the keys of its rows, then their values, in the
+/// quantizer's layout. Every write goes to a page of the sequence's own: a page that a fork shares
+/// is copied first.
 #pragma once
 
 #include <algorithm>
@@ -30,23 +32,37 @@ struct RowLayout {
 
   int rank(Part part) const { return part == Part::key ? key_rank : value_rank; }
   const Layout& of(Part part) const { return part == Part::key ? key : value; }
-  std::int64_t row_bits() const { return Impl<Quantizer, Cpu>::row_bits(key) + Impl<Quantizer, Cpu>::row_bits(value); }
+  std::int64_t row_bits() const {
+    return Impl<Quantizer, Cpu>::row_bits(key) + Impl<Quantizer, Cpu>::row_bits(value);
+  }
   /// @brief Bytes that `rows` rows fill, scales included.
-  std::size_t bytes(std::int64_t rows) const { return static_cast<std::size_t>((rows * row_bits() + 7) / 8); }
+  std::size_t bytes(std::int64_t rows) const {
+    return static_cast<std::size_t>((rows * row_bits() + 7) / 8);
+  }
   /// @brief Where the values of a page begin.
-  std::size_t key_block_bytes() const { return Impl<Quantizer, Cpu>::block_bytes(key, rows_per_page); }
+  std::size_t key_block_bytes() const {
+    return Impl<Quantizer, Cpu>::block_bytes(key, rows_per_page);
+  }
   /// @brief Bytes of a page of `rows` rows.
-  std::size_t page_bytes(int rows) const { return Impl<Quantizer, Cpu>::block_bytes(key, rows) + Impl<Quantizer, Cpu>::block_bytes(value, rows); }
+  std::size_t page_bytes(int rows) const {
+    return Impl<Quantizer, Cpu>::block_bytes(key, rows) +
+           Impl<Quantizer, Cpu>::block_bytes(value, rows);
+  }
 };
 
-/// @brief The layout of rows of these ranks under `quantizer`, with `bits` of the channels if the basis has them; raises
-/// CapacityError if a page holds none.
+/// @brief The layout of rows of these ranks under `quantizer`, with `bits` of the channels if the
+/// basis has them; raises CapacityError if a page holds none.
 template <class Quantizer>
-RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, int value_rank, std::span<const std::uint8_t> key_bits,
-                                     std::span<const std::uint8_t> value_bits, std::size_t page_bytes) {
+RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, int value_rank,
+                                     std::span<const std::uint8_t> key_bits,
+                                     std::span<const std::uint8_t> value_bits,
+                                     std::size_t page_bytes) {
   using Codec = Impl<Quantizer, Cpu>;
-  RowLayout<Quantizer> layout{key_rank, value_rank, Codec::layout(quantizer, key_rank, key_bits), Codec::layout(quantizer, value_rank, value_bits), 0};
-  if (layout.page_bytes(1) > page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.page_bytes(1), ", a page has ", page_bytes);
+  RowLayout<Quantizer> layout{key_rank, value_rank, Codec::layout(quantizer, key_rank, key_bits),
+                              Codec::layout(quantizer, value_rank, value_bits), 0};
+  if (layout.page_bytes(1) > page_bytes)
+    ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.page_bytes(1),
+                                             ", a page has ", page_bytes);
   int rows = 1, limit = 1 << 20;  // the most that fit; rows without bits need no bytes at all
   while (rows < limit) {
     const int middle = rows + (limit - rows + 1) / 2;
@@ -67,10 +83,13 @@ class PagedRows {
 
  public:
   PagedRows() = default;
-  PagedRows(RowList list, std::vector<RowLayout<Quantizer>> layouts, PagePool* pool, DescriptorTable* table)
+  PagedRows(RowList list, std::vector<RowLayout<Quantizer>> layouts, PagePool* pool,
+            DescriptorTable* table)
       : list_(list), layouts_(std::move(layouts)), pool_(pool), table_(table) {}
 
-  const RowLayout<Quantizer>& layout(int head) const { return layouts_[static_cast<std::size_t>(head)]; }
+  const RowLayout<Quantizer>& layout(int head) const {
+    return layouts_[static_cast<std::size_t>(head)];
+  }
   std::int32_t size(int slot, int head) const {
     const HeadRows& rows = table_->rows(slot, head);
     return list_ == RowList::full ? rows.num_full : rows.num_compressed;
@@ -81,25 +100,32 @@ class PagedRows {
     return static_cast<std::int32_t>((rows + per_page - 1) / per_page);
   }
 
-  /// @brief Adds what extend() by `count` rows takes from the pool: new pages, and a copy of a shared last page.
+  /// @brief Adds what extend() by `count` rows takes from the pool: new pages, and a copy of a
+  /// shared last page.
   void demand_extend(int slot, int head, std::int64_t count, PageDemand& demand) const {
     if (count == 0) return;
     check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
-    if (rows % layout(head).rows_per_page != 0) demand.add_write(pool_->allocator(), last_page(slot, head));
+    if (rows % layout(head).rows_per_page != 0)
+      demand.add_write(pool_->allocator(), last_page(slot, head));
   }
-  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be rewritten too, from row `first` on.
-  void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand, std::int32_t first = 0) const {
+  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be
+  /// rewritten too, from row `first` on.
+  void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand,
+                      std::int32_t first = 0) const {
     check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
     const auto pages = table_->pages(list_, slot, head);
-    for (std::int32_t page = first / layout(head).rows_per_page; page < num_pages(slot, head); ++page) demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
+    for (std::int32_t page = first / layout(head).rows_per_page; page < num_pages(slot, head);
+         ++page)
+      demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
   }
 
-  /// @brief Makes room for `count` more rows and lists them; overwrite() fills them. The only write that takes pages
-  /// besides overwrite() of shared rows, so that heads can be filled in parallel afterwards.
+  /// @brief Makes room for `count` more rows and lists them; overwrite() fills them. The only write
+  /// that takes pages besides overwrite() of shared rows, so that heads can be filled in parallel
+  /// afterwards.
   void extend(int slot, int head, std::int32_t count) {
     if (count == 0) return;
     const std::int32_t rows = size(slot, head);
@@ -116,39 +142,50 @@ class PagedRows {
   }
 
   /// @brief Writes rows [first, first + count) anew; bytes per row do not change.
-  void overwrite(int slot, int head, std::int32_t first, std::int32_t count, const float* keys, int key_stride,
-                 const float* values, int value_stride) {
+  void overwrite(int slot, int head, std::int32_t first, std::int32_t count, const float* keys,
+                 int key_stride, const float* values, int value_stride) {
     auto pages = table_->pages(list_, slot, head);
-    for_each_page(head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-      std::int32_t& number = pages[static_cast<std::size_t>(page)];
-      number = pool_->exclusive(number);
-      std::byte* block = pool_->page(number);
-      const RowLayout<Quantizer>& rows = layout(head);
-      Codec::encode(rows.key, Part::key, rows.rows_per_page, block, row, length, keys + static_cast<std::ptrdiff_t>(done) * key_stride, key_stride);
-      Codec::encode(rows.value, Part::value, rows.rows_per_page, block + rows.key_block_bytes(), row, length,
-                    values + static_cast<std::ptrdiff_t>(done) * value_stride, value_stride);
-    });
+    for_each_page(
+        head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
+          std::int32_t& number = pages[static_cast<std::size_t>(page)];
+          number = pool_->exclusive(number);
+          std::byte* block = pool_->page(number);
+          const RowLayout<Quantizer>& rows = layout(head);
+          Codec::encode(rows.key, Part::key, rows.rows_per_page, block, row, length,
+                        keys + static_cast<std::ptrdiff_t>(done) * key_stride, key_stride);
+          Codec::encode(rows.value, Part::value, rows.rows_per_page, block + rows.key_block_bytes(),
+                        row, length, values + static_cast<std::ptrdiff_t>(done) * value_stride,
+                        value_stride);
+        });
   }
 
   /// @brief Keys of rows [first, first + count), channel-major: tile [key_rank, stride].
-  void load_keys(int slot, int head, std::int32_t first, std::int32_t count, float* tile, int stride) const {
+  void load_keys(int slot, int head, std::int32_t first, std::int32_t count, float* tile,
+                 int stride) const {
     auto pages = table_->pages(list_, slot, head);
-    for_each_page(head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-      const RowLayout<Quantizer>& rows = layout(head);
-      Codec::decode(rows.key, Part::key, rows.rows_per_page, pool_->page(pages[static_cast<std::size_t>(page)]), row, length, tile + done, stride);
-    });
+    for_each_page(head, first, count,
+                  [&](std::int32_t page, int row, int length, std::int32_t done) {
+                    const RowLayout<Quantizer>& rows = layout(head);
+                    Codec::decode(rows.key, Part::key, rows.rows_per_page,
+                                  pool_->page(pages[static_cast<std::size_t>(page)]), row, length,
+                                  tile + done, stride);
+                  });
   }
   /// @brief Values of rows [first, first + count), row-major: tile [count, stride].
-  void load_values(int slot, int head, std::int32_t first, std::int32_t count, float* tile, int stride) const {
+  void load_values(int slot, int head, std::int32_t first, std::int32_t count, float* tile,
+                   int stride) const {
     auto pages = table_->pages(list_, slot, head);
-    for_each_page(head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-      const RowLayout<Quantizer>& rows = layout(head);
-      Codec::decode(rows.value, Part::value, rows.rows_per_page, pool_->page(pages[static_cast<std::size_t>(page)]) + rows.key_block_bytes(), row,
-                    length, tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
-    });
+    for_each_page(
+        head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
+          const RowLayout<Quantizer>& rows = layout(head);
+          Codec::decode(rows.value, Part::value, rows.rows_per_page,
+                        pool_->page(pages[static_cast<std::size_t>(page)]) + rows.key_block_bytes(),
+                        row, length, tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
+        });
   }
 
-  /// @brief Drops the rows whose `keep` is false; the others move up, codes and all. Their pages were checked (demand_rewrite).
+  /// @brief Drops the rows whose `keep` is false; the others move up, codes and all. Their pages
+  /// were checked (demand_rewrite).
   void retain(int slot, int head, const std::vector<bool>& keep) {
     auto pages = table_->pages(list_, slot, head);
     const RowLayout<Quantizer>& rows = layout(head);
@@ -158,9 +195,11 @@ class PagedRows {
       if (kept != row) {
         std::int32_t& number = pages[static_cast<std::size_t>(kept / rows.rows_per_page)];
         number = pool_->exclusive(number);
-        const std::byte* from = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
+        const std::byte* from =
+            pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
         std::byte* to = pool_->page(number);
-        transfer(rows, from, from + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page, to, to + rows.key_block_bytes(), rows.rows_per_page,
+        transfer(rows, from, from + rows.key_block_bytes(), rows.rows_per_page,
+                 row % rows.rows_per_page, to, to + rows.key_block_bytes(), rows.rows_per_page,
                  kept % rows.rows_per_page);
       }
       ++kept;
@@ -175,8 +214,10 @@ class PagedRows {
     const auto pages = table_->pages(list_, slot, head);
     std::byte* values = block + Codec::block_bytes(rows.key, count);
     for (std::int32_t row = 0; row < count; ++row) {
-      const std::byte* page = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
-      transfer(rows, page, page + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page, block, values, count, row);
+      const std::byte* page =
+          pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
+      transfer(rows, page, page + rows.key_block_bytes(), rows.rows_per_page,
+               row % rows.rows_per_page, block, values, count, row);
     }
   }
   /// @brief Fills all rows of a list, whose pages are its own, from such a block.
@@ -187,7 +228,8 @@ class PagedRows {
     const std::byte* values = block + Codec::block_bytes(rows.key, count);
     for (std::int32_t row = 0; row < count; ++row) {
       std::byte* page = pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
-      transfer(rows, block, values, count, row, page, page + rows.key_block_bytes(), rows.rows_per_page, row % rows.rows_per_page);
+      transfer(rows, block, values, count, row, page, page + rows.key_block_bytes(),
+               rows.rows_per_page, row % rows.rows_per_page);
     }
   }
 
@@ -212,15 +254,20 @@ class PagedRows {
 
  private:
   /// Copies one row between blocks of keys and values that may hold different numbers of rows.
-  static void transfer(const RowLayout<Quantizer>& rows, const std::byte* from_keys, const std::byte* from_values, int from_rows, int from, std::byte* to_keys,
+  static void transfer(const RowLayout<Quantizer>& rows, const std::byte* from_keys,
+                       const std::byte* from_values, int from_rows, int from, std::byte* to_keys,
                        std::byte* to_values, int to_rows, int to) {
     Codec::copy_row(rows.key, Part::key, from_keys, from_rows, from, to_keys, to_rows, to);
     Codec::copy_row(rows.value, Part::value, from_values, from_rows, from, to_values, to_rows, to);
   }
-  /// A page table is as long as max_tokens and the token policy promise; truncating and filling again can break that promise.
+  /// A page table is as long as max_tokens and the token policy promise; truncating and filling
+  /// again can break that promise.
   void check_room(int slot, int head, std::int64_t count) const {
     const std::int32_t pages = pages_for(head, size(slot, head) + count);
-    if (pages > table_->max_pages(list_)) ::lowrankkv::detail::fail<CapacityError>("page table: room for ", table_->max_pages(list_), " pages, rows of KV head ", head, " may need ", pages);
+    if (pages > table_->max_pages(list_))
+      ::lowrankkv::detail::fail<CapacityError>("page table: room for ", table_->max_pages(list_),
+                                               " pages, rows of KV head ", head, " may need ",
+                                               pages);
   }
   void set_size(int slot, int head, std::int32_t rows) {
     HeadRows& counts = table_->rows(slot, head);
@@ -229,7 +276,8 @@ class PagedRows {
   std::int32_t last_page(int slot, int head) const {
     return table_->pages(list_, slot, head)[static_cast<std::size_t>(num_pages(slot, head) - 1)];
   }
-  /// Calls f(page index, row in the page, rows there, rows done before) for the pages under [first, first + count).
+  /// Calls f(page index, row in the page, rows there, rows done before) for the pages under [first,
+  /// first + count).
   template <class Function>
   void for_each_page(int head, std::int32_t first, std::int32_t count, Function&& function) const {
     const int per_page = layout(head).rows_per_page;

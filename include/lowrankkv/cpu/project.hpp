@@ -16,7 +16,8 @@ namespace cpu {
 /// @brief c = (x - mean) down of up to kTile rows at a time; the maps are unpacked once.
 class Projection {
  public:
-  Projection(const EpochHead& maps, int head_dim) : dim_(head_dim), rows_(static_cast<std::size_t>(kTile * head_dim)) {
+  Projection(const EpochHead& maps, int head_dim)
+      : dim_(head_dim), rows_(static_cast<std::size_t>(kTile * head_dim)) {
     for (const Part part : {Part::key, Part::value}) {
       Half& half = of(part);
       half.stride = padded(maps.rank(part));
@@ -28,19 +29,23 @@ class Projection {
   }
   /// @brief Elements from one row of coefficients to the next.
   int stride(Part part) const { return part == Part::key ? key_.stride : value_.stride; }
-  /// @brief Coefficients [count, stride] of rows [count, head_dim]; valid until the next call for the same part.
+  /// @brief Coefficients [count, stride] of rows [count, head_dim]; valid until the next call for
+  /// the same part.
   const float* project(Part part, const float* rows, std::int32_t count) {
     Half& half = of(part);
     const float* source = rows;
     if (!half.mean.empty()) {
       for (std::int32_t row = 0; row < count; ++row) {
         for (int channel = 0; channel < dim_; ++channel) {
-          rows_[static_cast<std::size_t>(row * dim_ + channel)] = rows[static_cast<std::ptrdiff_t>(row) * dim_ + channel] - half.mean[static_cast<std::size_t>(channel)];
+          rows_[static_cast<std::size_t>(row * dim_ + channel)] =
+              rows[static_cast<std::ptrdiff_t>(row) * dim_ + channel] -
+              half.mean[static_cast<std::size_t>(channel)];
         }
       }
       source = rows_.data();
     }
-    matmul<false>(count, half.stride, dim_, source, dim_, half.map.data(), half.stride, half.coefficients.data(), half.stride);
+    matmul<false>(count, half.stride, dim_, source, dim_, half.map.data(), half.stride,
+                  half.coefficients.data(), half.stride);
     return half.coefficients.data();
   }
 
@@ -55,19 +60,24 @@ class Projection {
   Half key_, value_;
 };
 
-/// @brief x = c up + mean of coefficients [count, coefficient_stride]: out [count, padded(head_dim)], count <= kTile.
+/// @brief x = c up + mean of coefficients [count, coefficient_stride]: out [count,
+/// padded(head_dim)], count <= kTile.
 class Reconstruction {
  public:
-  Reconstruction(const EpochHead& maps, Part part, int head_dim) : rank_(maps.rank(part)), width_(padded(head_dim)) {
+  Reconstruction(const EpochHead& maps, Part part, int head_dim)
+      : rank_(maps.rank(part)), width_(padded(head_dim)) {
     map_.resize(static_cast<std::size_t>(rank_ * width_));
     mean_.resize(static_cast<std::size_t>(width_));
     std::vector<float> scratch(static_cast<std::size_t>((std::max)(rank_, head_dim)));
     maps.load_decoder(part, map_.data(), width_, scratch.data());
     if (!maps.mean(part).empty()) maps.mean(part).load(mean_.data(), width_);
   }
-  void apply(const float* coefficients, int coefficient_stride, std::int32_t count, float* out) const {
-    for (std::int32_t row = 0; row < count; ++row) std::copy(mean_.begin(), mean_.end(), out + row * width_);
-    matmul<true>(count, width_, rank_, coefficients, coefficient_stride, map_.data(), width_, out, width_);
+  void apply(const float* coefficients, int coefficient_stride, std::int32_t count,
+             float* out) const {
+    for (std::int32_t row = 0; row < count; ++row)
+      std::copy(mean_.begin(), mean_.end(), out + row * width_);
+    matmul<true>(count, width_, rank_, coefficients, coefficient_stride, map_.data(), width_, out,
+                 width_);
   }
 
  private:

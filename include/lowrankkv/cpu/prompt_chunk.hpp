@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/prompt_chunk.hpp  The rows of a prompt chunk that is not compressed yet: exact f32, laid out for attention.
+/// @file cpu/prompt_chunk.hpp  The rows of a prompt chunk that is not compressed yet: exact f32,
+/// laid out for attention.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +17,18 @@ namespace cpu {
 /// Tokens of one tile: the unit in which attention walks over rows.
 inline constexpr int kTile = 64;
 
-/// @brief K in tiles [num_tiles, head_dim, kTile], V in rows [num_rows, padded(head_dim)], per KV head; and the last
-/// queries [window, num_qo_heads, head_dim], which score the prompt's tokens.
+/// @brief K in tiles [num_tiles, head_dim, kTile], V in rows [num_rows, padded(head_dim)], per KV
+/// head; and the last queries [window, num_qo_heads, head_dim], which score the prompt's tokens.
 class PromptChunk {
  public:
   PromptChunk() = default;
   PromptChunk(int num_heads, int num_qo_heads, int head_dim, int window)
-      : num_heads_(num_heads), num_qo_heads_(num_qo_heads), head_dim_(head_dim), window_(window),
-        keys_(static_cast<std::size_t>(num_heads)), values_(static_cast<std::size_t>(num_heads)) {}
+      : num_heads_(num_heads),
+        num_qo_heads_(num_qo_heads),
+        head_dim_(head_dim),
+        window_(window),
+        keys_(static_cast<std::size_t>(num_heads)),
+        values_(static_cast<std::size_t>(num_heads)) {}
 
   std::int64_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
@@ -39,14 +44,18 @@ class PromptChunk {
     const float* tile = key_tile(head, row / kTile) + row % kTile;
     for (int channel = 0; channel < head_dim_; ++channel) target[channel] = tile[channel * kTile];
   }
-  int num_window_queries() const { return static_cast<int>(queries_.size()) / (std::max)(1, num_qo_heads_ * head_dim_); }
+  int num_window_queries() const {
+    return static_cast<int>(queries_.size()) / (std::max)(1, num_qo_heads_ * head_dim_);
+  }
   const float* window_query(int index, int head) const {
-    return queries_.data() + (static_cast<std::ptrdiff_t>(index) * num_qo_heads_ + head) * head_dim_;
+    return queries_.data() +
+           (static_cast<std::ptrdiff_t>(index) * num_qo_heads_ + head) * head_dim_;
   }
   std::size_t bytes() const {
     std::size_t floats = queries_.size();
     for (int head = 0; head < num_heads_; ++head) {
-      floats += keys_[static_cast<std::size_t>(head)].size() + values_[static_cast<std::size_t>(head)].size();
+      floats += keys_[static_cast<std::size_t>(head)].size() +
+                values_[static_cast<std::size_t>(head)].size();
     }
     return 4 * floats;
   }
@@ -55,8 +64,10 @@ class PromptChunk {
   void reserve(std::int64_t count) {
     const std::size_t tiles = static_cast<std::size_t>((size_ + count + kTile - 1) / kTile);
     for (int head = 0; head < num_heads_; ++head) {
-      keys_[static_cast<std::size_t>(head)].resize(tiles * static_cast<std::size_t>(head_dim_) * kTile);
-      values_[static_cast<std::size_t>(head)].resize(static_cast<std::size_t>(size_ + count) * static_cast<std::size_t>(value_stride()));
+      keys_[static_cast<std::size_t>(head)].resize(tiles * static_cast<std::size_t>(head_dim_) *
+                                                   kTile);
+      values_[static_cast<std::size_t>(head)].resize(static_cast<std::size_t>(size_ + count) *
+                                                     static_cast<std::size_t>(value_stride()));
     }
   }
   /// @brief Adds the rows of both views; `scratch` holds one row.
@@ -66,9 +77,12 @@ class PromptChunk {
       for (std::int64_t token = 0; token < key.num_tokens; ++token) {
         const std::int64_t row = size_ + token;
         load_row(key, token, head, scratch);
-        float* tile = keys_[static_cast<std::size_t>(head)].data() + row / kTile * head_dim_ * kTile + row % kTile;
-        for (int channel = 0; channel < head_dim_; ++channel) tile[channel * kTile] = scratch[channel];
-        load_row(value, token, head, values_[static_cast<std::size_t>(head)].data() + row * value_stride());
+        float* tile = keys_[static_cast<std::size_t>(head)].data() +
+                      row / kTile * head_dim_ * kTile + row % kTile;
+        for (int channel = 0; channel < head_dim_; ++channel)
+          tile[channel * kTile] = scratch[channel];
+        load_row(value, token, head,
+                 values_[static_cast<std::size_t>(head)].data() + row * value_stride());
       }
     }
     size_ += key.num_tokens;
@@ -77,14 +91,17 @@ class PromptChunk {
   void add_queries(const QueryView& query) {
     if (window_ == 0) return;
     const std::int64_t first = (std::max)(std::int64_t{0}, query.num_tokens - window_);
-    const std::size_t row = static_cast<std::size_t>(num_qo_heads_) * static_cast<std::size_t>(head_dim_);
+    const std::size_t row =
+        static_cast<std::size_t>(num_qo_heads_) * static_cast<std::size_t>(head_dim_);
     for (std::int64_t token = first; token < query.num_tokens; ++token) {
       queries_.resize(queries_.size() + row);
       float* target = queries_.data() + queries_.size() - row;
-      for (int head = 0; head < num_qo_heads_; ++head) load_row(query, token, head, target + head * head_dim_);
+      for (int head = 0; head < num_qo_heads_; ++head)
+        load_row(query, token, head, target + head * head_dim_);
     }
     const std::size_t limit = static_cast<std::size_t>(window_) * row;
-    if (queries_.size() > limit) queries_.erase(queries_.begin(), queries_.end() - static_cast<std::ptrdiff_t>(limit));
+    if (queries_.size() > limit)
+      queries_.erase(queries_.begin(), queries_.end() - static_cast<std::ptrdiff_t>(limit));
   }
   /// @brief Forgets everything and gives the memory back.
   void clear() { *this = PromptChunk(num_heads_, num_qo_heads_, head_dim_, window_); }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/remove_tokens.hpp  Tokens leave the middle of a sequence: lists close up, and the tokens behind take their places.
+/// @file cpu/remove_tokens.hpp  Tokens leave the middle of a sequence: lists close up, and the
+/// tokens behind take their places.
 #pragma once
 
 #include <algorithm>
@@ -14,38 +15,46 @@ namespace cpu {
 
 /// @brief Adds the pages that remove_tokens() may have to copy, since forks share them.
 template <class State>
-void demand_removal(const State& state, int slot, std::int64_t first, std::int64_t count, PageDemand& demand) {
+void demand_removal(const State& state, int slot, std::int64_t first, std::int64_t count,
+                    PageDemand& demand) {
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     const RowRuns& runs = state.runs(slot, head);
     for (const RowState kind : {RowState::full, RowState::compressed}) {
-      const std::int32_t begin = runs.rows_before(kind, first), end = runs.rows_before(kind, first + count);
+      const std::int32_t begin = runs.rows_before(kind, first),
+                         end = runs.rows_before(kind, first + count);
       if (begin == end || end == runs.num_rows(kind)) continue;  // no row moves up
       if (kind == RowState::full) {
         state.full.demand_rewrite(slot, head, 0, demand, begin);
       } else {
         state.compressed.demand_rewrite(slot, head, 0, demand, begin);
-        if (State::joins && head % state.heads_per_group() == 0) state.compressed.demand_rewrite(slot, state.value_list(head), 0, demand, begin);
+        if (State::joins && head % state.heads_per_group() == 0)
+          state.compressed.demand_rewrite(slot, state.value_list(head), 0, demand, begin);
       }
     }
   }
 }
 
-/// @brief Removes the tokens [first, first + count), stored ones and those of the tail. Pages were checked (demand_removal).
-/// Cost: O(stored rows), and a copy of the codes behind the first row removed.
+/// @brief Removes the tokens [first, first + count), stored ones and those of the tail. Pages were
+/// checked (demand_removal). Cost: O(stored rows), and a copy of the codes behind the first row
+/// removed.
 template <class State>
 void remove_tokens(State& state, int slot, std::int64_t first, std::int64_t count) {
   SequenceLengths& lengths = state.table.lengths(slot);
-  const std::int64_t tail = state.first_tail_position(slot), stored = std::clamp(tail - first, std::int64_t{0}, count);
-  const int in_tail = static_cast<int>((std::max)(std::int64_t{0}, first - tail)), recent = static_cast<int>(count - stored);
+  const std::int64_t tail = state.first_tail_position(slot),
+                     stored = std::clamp(tail - first, std::int64_t{0}, count);
+  const int in_tail = static_cast<int>((std::max)(std::int64_t{0}, first - tail)),
+            recent = static_cast<int>(count - stored);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     if (State::accumulates_scores) {
       std::vector<float>& accumulated_scores = state.accumulated(slot, head).recent;
-      accumulated_scores.erase(accumulated_scores.begin() + in_tail, accumulated_scores.begin() + in_tail + recent);
+      accumulated_scores.erase(accumulated_scores.begin() + in_tail,
+                               accumulated_scores.begin() + in_tail + recent);
     }
     if (stored == 0) continue;
     RowRuns& runs = state.runs(slot, head);
     for (const RowState kind : {RowState::full, RowState::compressed}) {
-      const std::int32_t begin = runs.rows_before(kind, first), end = runs.rows_before(kind, first + stored);
+      const std::int32_t begin = runs.rows_before(kind, first),
+                         end = runs.rows_before(kind, first + stored);
       if (begin == end) continue;
       std::vector<bool> keep(static_cast<std::size_t>(runs.num_rows(kind)), true);
       std::fill(keep.begin() + begin, keep.begin() + end, false);

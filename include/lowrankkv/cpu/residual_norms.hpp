@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/residual_norms.hpp  Norms of rows and of what compression lost of them, as upper bounds in f16.
+/// @file cpu/residual_norms.hpp  Norms of rows and of what compression lost of them, as upper
+/// bounds in f16.
 #pragma once
 
 #include <cmath>
@@ -10,9 +11,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The smallest f16 that is not below `norm`; infinity if there is none, or if `norm` is not a number.
+/// @brief The smallest f16 that is not below `norm`; infinity if there is none, or if `norm` is not
+/// a number.
 inline Half norm_not_below(double norm) {
-  // f32 arithmetic of projections and attention is not exact: a bound has to cover its rounding too.
+  // f32 arithmetic of projections and attention is not exact: a bound has to cover its rounding
+  // too.
   const float wide = static_cast<float>(1.001 * norm);
   const Half half = half_not_below(wide);
   return to_float(half) >= wide ? half : Half{0x7c00U};
@@ -21,7 +24,8 @@ inline Half norm_not_below(double norm) {
 /// @brief ||row||, summed in f64.
 inline double norm_of(const float* row, int dim) {
   double sum = 0.0;
-  for (int channel = 0; channel < dim; ++channel) sum += static_cast<double>(row[channel]) * row[channel];
+  for (int channel = 0; channel < dim; ++channel)
+    sum += static_cast<double>(row[channel]) * row[channel];
   return std::sqrt(sum);
 }
 /// @brief ||a - b||, summed in f64.

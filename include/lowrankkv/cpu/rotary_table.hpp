@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/rotary_table.hpp  Cosines and sines of any position without evaluating one, and turning tiles of keys by them.
+/// @file cpu/rotary_table.hpp  Cosines and sines of any position without evaluating one, and
+/// turning tiles of keys by them.
 ///
-/// A position is written in digits of base 64; the tables hold the angles of every digit, and angles add:
-/// cos(a + b) = cos a cos b - sin a sin b. Tables are computed in f64 and kept in f32; a position has at most six digits.
+/// A position is written in digits of base 64; the tables hold the angles of every digit, and
+/// angles add: cos(a + b) = cos a cos b - sin a sin b. Tables are computed in f64 and kept in f32;
+/// a position has at most six digits.
 #pragma once
 
 #include <algorithm>
@@ -54,16 +56,22 @@ class RotaryTable {
   int second(int pair) const { return interleaved_ ? 2 * pair + 1 : pair + pairs_; }
   /// @brief Channels that turn; those from here on do not.
   int rotary_dim() const { return 2 * pairs_; }
-  std::size_t bytes() const { return 2 * sizeof(float) * (line_cosines_.size() + kDigits * digits_[0].cosines.size()); }
-
-  /// @brief Cosines and sines of positions [position, position + count): out [num_pairs, stride], from column 0.
-  /// Any count; |position| below 2 PositionShifts::kLimit.
-  void angles(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
-    for (int done = 0; done < count; done += kBase) angles_of_line(position + done, (std::min)(kBase, count - done), cosines + done, sines + done, stride);
+  std::size_t bytes() const {
+    return 2 * sizeof(float) * (line_cosines_.size() + kDigits * digits_[0].cosines.size());
   }
 
-  /// @brief Rotations keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs, stride].
-  void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines, int stride) const {
+  /// @brief Cosines and sines of positions [position, position + count): out [num_pairs, stride],
+  /// from column 0. Any count; |position| below 2 PositionShifts::kLimit.
+  void angles(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
+    for (int done = 0; done < count; done += kBase)
+      angles_of_line(position + done, (std::min)(kBase, count - done), cosines + done, sines + done,
+                     stride);
+  }
+
+  /// @brief Rotations keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs,
+  /// stride].
+  void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines,
+              int stride) const {
     for (int pair = 0; pair < pairs_; ++pair) {
       float* x = tile + first(pair) * tile_stride;
       float* y = tile + second(pair) * tile_stride;
@@ -89,11 +97,15 @@ class RotaryTable {
       x = rotated;
     }
   }
-  /// @brief Rotations rows [count, head_dim] of tokens [first_token, first_token + count) to their positions.
-  void rotate_rows(const PositionShifts& shifts, std::int64_t first_token, std::int64_t count, float* rows, int head_dim) const {
-    shifts.for_each(first_token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
-      for (std::int64_t token = 0; token < length; ++token) rotate_row(position + token, rows + (begin - first_token + token) * head_dim);
-    });
+  /// @brief Rotations rows [count, head_dim] of tokens [first_token, first_token + count) to their
+  /// positions.
+  void rotate_rows(const PositionShifts& shifts, std::int64_t first_token, std::int64_t count,
+                   float* rows, int head_dim) const {
+    shifts.for_each(
+        first_token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
+          for (std::int64_t token = 0; token < length; ++token)
+            rotate_row(position + token, rows + (begin - first_token + token) * head_dim);
+        });
   }
 
  private:
@@ -112,8 +124,10 @@ class RotaryTable {
   Digits digits_of(std::int64_t position) const {
     Digits digits;
     digits.negative = position < 0;
-    for (std::int64_t left = digits.negative ? -position : position; left > 0 && digits.used < kDigits; left /= kBase) {
-      digits.row[digits.used++] = static_cast<std::size_t>(left % kBase) * static_cast<std::size_t>(pairs_);
+    for (std::int64_t left = digits.negative ? -position : position;
+         left > 0 && digits.used < kDigits; left /= kBase) {
+      digits.row[digits.used++] =
+          static_cast<std::size_t>(left % kBase) * static_cast<std::size_t>(pairs_);
     }
     return digits;
   }
@@ -121,12 +135,14 @@ class RotaryTable {
     Phasor sum;
     for (std::size_t d = 0; d < digits.used; ++d) {
       const std::size_t at = digits.row[d] + static_cast<std::size_t>(pair);
-      sum = {sum.cosine * digits_[d].cosines[at] - sum.sine * digits_[d].sines[at], sum.sine * digits_[d].cosines[at] + sum.cosine * digits_[d].sines[at]};
+      sum = {sum.cosine * digits_[d].cosines[at] - sum.sine * digits_[d].sines[at],
+             sum.sine * digits_[d].cosines[at] + sum.cosine * digits_[d].sines[at]};
     }
     return {sum.cosine, digits.negative ? -sum.sine : sum.sine};
   }
 
-  void angles_of_line(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
+  void angles_of_line(std::int64_t position, int count, float* cosines, float* sines,
+                      int stride) const {
     const Digits digits = digits_of(position);
     for (int pair = 0; pair < pairs_; ++pair) {
       const Phasor start = phasor_of(digits, pair);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/saved_frame.hpp  A saved sequence of the CPU backend: core/saved_frame.hpp around cpu/state_io.hpp, and what describes a layer
-/// (shape, types, layouts, fingerprint of the calibrated maps).
+/// @file cpu/saved_frame.hpp  A saved sequence of the CPU backend: core/saved_frame.hpp around
+/// cpu/state_io.hpp, and what describes a layer (shape, types, layouts, fingerprint of the
+/// calibrated maps).
 #pragma once
 
 #include <cstddef>
@@ -25,7 +26,9 @@ namespace detail {
 template <class State>
 LayerDescription describe_layer(const State& state) {
   LayerDescription all;
-  const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
+  const auto add = [&](const char* name, auto value) {
+    all.emplace_back(name, static_cast<std::uint64_t>(value));
+  };
   add("num_kv_heads", state.num_kv_heads());
   add("num_qo_heads", state.config.shape.num_qo_heads);
   add("head_dim", state.head_dim());
@@ -60,7 +63,8 @@ LayerDescription describe_layer(const State& state) {
     }
   }
   std::vector<EpochHead> calibrated;
-  for (int head = 0; head < state.num_kv_heads(); ++head) calibrated.push_back(state.epochs.head(0, head));
+  for (int head = 0; head < state.num_kv_heads(); ++head)
+    calibrated.push_back(state.epochs.head(0, head));
   ByteWriter count;
   write_epoch(count, calibrated);
   std::vector<std::byte> maps(count.size());
@@ -74,8 +78,10 @@ LayerDescription describe_layer(const State& state) {
 
 /// @brief Frames a sequence. @return bytes written (or counted)
 template <class State>
-std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buffer, bool count_only) {
-  return save_framed(kSavedMagic, detail::describe_layer(state), buffer, count_only, [&](ByteWriter& out) { write_sequence(state, slot, out); });
+std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buffer,
+                          bool count_only) {
+  return save_framed(kSavedMagic, detail::describe_layer(state), buffer, count_only,
+                     [&](ByteWriter& out) { write_sequence(state, slot, out); });
 }
 
 /// @brief Opens a frame. @throws as open_framed()

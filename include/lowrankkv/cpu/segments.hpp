@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/segments.hpp  Opening a segment under a new epoch, and merging old segments by re-projection.
+/// @file cpu/segments.hpp  Opening a segment under a new epoch, and merging old segments by
+/// re-projection.
 ///
-/// Merge of an older segment into the next: C' = (C query_down_old^T + mean_old - mean_new) key_down_new for keys and
-/// C' = (C output_up_old + mean_old - mean_new) value_down_new for values, through the r x r product of the two maps.
-/// What a decoded row loses is its part outside the newer basis, plus one rounding to the stored type.
+/// Merge of an older segment into the next: C' = (C query_down_old^T + mean_old - mean_new)
+/// key_down_new for keys and C' = (C output_up_old + mean_old - mean_new) value_down_new for
+/// values, through the r x r product of the two maps. What a decoded row loses is its part outside
+/// the newer basis, plus one rounding to the stored type.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +22,8 @@ namespace cpu {
 
 /// @brief Rows of the compressed list, row-major f32: out [count, rank].
 template <class Rows>
-void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int32_t first, std::int32_t count, float* out, int stride) {
+void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int32_t first,
+                       std::int32_t count, float* out, int stride) {
   if (part == Part::value) {
     rows.load_values(slot, head, first, count, out, stride);
     return;
@@ -29,13 +32,16 @@ void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int
   std::vector<float> tile(static_cast<std::size_t>(rank) * static_cast<std::size_t>(count));
   rows.load_keys(slot, head, first, count, tile.data(), count);
   for (std::int32_t row = 0; row < count; ++row) {
-    for (int channel = 0; channel < rank; ++channel) out[row * stride + channel] = tile[static_cast<std::size_t>(channel * count + row)];
+    for (int channel = 0; channel < rank; ++channel)
+      out[row * stride + channel] = tile[static_cast<std::size_t>(channel * count + row)];
   }
 }
 
-/// @brief Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count, padded(head_dim)].
+/// @brief Decodes compressed rows [row, row + count) of one segment, count <= kTile: out [count,
+/// padded(head_dim)].
 template <class State>
-void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part, std::int32_t row, std::int32_t count, float* out) {
+void decode_rows(const State& state, int slot, int head, const EpochHead& maps, Part part,
+                 std::int32_t row, std::int32_t count, float* out) {
   const int list = state.list_of(head, part);
   const int rank = state.compressed.layout(list).rank(part);
   std::vector<float> coefficients(static_cast<std::size_t>(count * rank));
@@ -43,32 +49,39 @@ void decode_rows(const State& state, int slot, int head, const EpochHead& maps, 
   Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
 }
 
-/// @brief Which segment a new one would push over the edge: it is merged into its successor. -1: none.
-/// Neighbours of equal level first (newest such pair), else the two newest; the new segment only if there is no other.
+/// @brief Which segment a new one would push over the edge: it is merged into its successor. -1:
+/// none. Neighbours of equal level first (newest such pair), else the two newest; the new segment
+/// only if there is no other.
 template <class State>
 int merge_for_new_segment(const State& state, int slot) {
   const auto segments = state.used_segments(slot, 0);
   int first_own = 0;
   if (!State::Epochs::rotates_calibrated_rows) {
-    while (first_own < static_cast<int>(segments.size()) && segments[static_cast<std::size_t>(first_own)].epoch == 0) ++first_own;
+    while (first_own < static_cast<int>(segments.size()) &&
+           segments[static_cast<std::size_t>(first_own)].epoch == 0)
+      ++first_own;
   }
   const int count = static_cast<int>(segments.size());
   if (count - first_own + 1 <= State::Epochs::max_epochs) return -1;
   for (int index = count - 2; index >= first_own; --index) {
-    if (segments[static_cast<std::size_t>(index)].level == segments[static_cast<std::size_t>(index + 1)].level) return index;
+    if (segments[static_cast<std::size_t>(index)].level ==
+        segments[static_cast<std::size_t>(index + 1)].level)
+      return index;
   }
   return count - first_own >= 2 ? count - 2 : count - 1;
 }
 
 namespace detail {
 
-/// [rank_old, rank_new] product of two maps over head_dim, and the constant that differing means leave.
+/// [rank_old, rank_new] product of two maps over head_dim, and the constant that differing means
+/// leave.
 struct Transition {
   std::vector<float> matrix, shift;
   int rank = 0, stride = 0;
 };
 
-inline Transition make_transition(const EpochHead& from, const EpochHead& to, Part part, int head_dim) {
+inline Transition make_transition(const EpochHead& from, const EpochHead& to, Part part,
+                                  int head_dim) {
   const int old_rank = from.rank(part);
   Transition result;
   result.rank = to.rank(part);
@@ -77,10 +90,13 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
   std::vector<float> decode(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(width));
   std::vector<float> scratch(static_cast<std::size_t>(width));
   from.load_decoder(part, decode.data(), width, scratch.data());
-  std::vector<float> encoder(static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(result.stride));
+  std::vector<float> encoder(static_cast<std::size_t>(head_dim) *
+                             static_cast<std::size_t>(result.stride));
   to.load_encoder(part, encoder.data(), result.stride);
-  result.matrix.resize(static_cast<std::size_t>(old_rank) * static_cast<std::size_t>(result.stride));
-  matmul<false>(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(), result.stride, result.matrix.data(), result.stride);
+  result.matrix.resize(static_cast<std::size_t>(old_rank) *
+                       static_cast<std::size_t>(result.stride));
+  matmul<false>(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(),
+                result.stride, result.matrix.data(), result.stride);
   result.shift.resize(static_cast<std::size_t>(result.stride));
   const StoredMatrix& old_mean = from.mean(part);
   const StoredMatrix& new_mean = to.mean(part);
@@ -90,11 +106,13 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
     const std::vector<float> mean = new_mean.values();
     for (std::size_t i = 0; i < mean.size(); ++i) difference[i] -= mean[i];
   }
-  matmul<false>(1, result.stride, head_dim, difference.data(), head_dim, encoder.data(), result.stride, result.shift.data(), result.stride);
+  matmul<false>(1, result.stride, head_dim, difference.data(), head_dim, encoder.data(),
+                result.stride, result.shift.data(), result.stride);
   return result;
 }
 
-/// What moving rows of one head to other maps adds to their residuals: a row may lose more, and what it loses adds up.
+/// What moving rows of one head to other maps adds to their residuals: a row may lose more, and
+/// what it loses adds up.
 template <class State>
 class MoveLosses {
  public:
@@ -115,13 +133,15 @@ class MoveLosses {
       for (std::int32_t row = 0; row < count; ++row) {
         Half& norm = norms[static_cast<std::size_t>(first + row)];
         const std::ptrdiff_t at = row * padded(state_.head_dim());
-        norm = norm_not_below(static_cast<double>(to_float(norm)) + distance_of(old.data() + at, now_.data() + at, state_.head_dim()));
+        norm = norm_not_below(static_cast<double>(to_float(norm)) +
+                              distance_of(old.data() + at, now_.data() + at, state_.head_dim()));
       }
     }
   }
 
  private:
-  void decode(const EpochHead& maps, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
+  void decode(const EpochHead& maps, Part part, std::int32_t first, std::int32_t count,
+              std::vector<float>& out) {
     out.resize(static_cast<std::size_t>(kTile * padded(state_.head_dim())));
     decode_rows(state_, slot_, head_, maps, part, first, count, out.data());
   }
@@ -132,7 +152,8 @@ class MoveLosses {
 
 }  // namespace detail
 
-/// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages were checked before.
+/// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages
+/// were checked before.
 template <class State>
 void merge_segment(State& state, int slot, int index) {
   // Only an updater makes a second epoch, and joint values have none.
@@ -146,15 +167,25 @@ void merge_segment(State& state, int slot, int index) {
     released = from.epoch;
     const EpochHead& old_maps = state.epochs.head(from.epoch, head);
     const EpochHead& new_maps = state.epochs.head(into.epoch, head);
-    const detail::Transition keys = detail::make_transition(old_maps, new_maps, Part::key, state.head_dim());
-    const detail::Transition values = detail::make_transition(old_maps, new_maps, Part::value, state.head_dim());
-    std::vector<float> coefficients(static_cast<std::size_t>(kTile) * static_cast<std::size_t>((std::max)(keys.stride, values.stride)));
-    std::vector<float> new_keys(static_cast<std::size_t>(kTile) * static_cast<std::size_t>(keys.stride));
-    std::vector<float> new_values(static_cast<std::size_t>(kTile) * static_cast<std::size_t>(values.stride));
-    const auto project = [&](const detail::Transition& map, Part part, std::int32_t first, std::int32_t count, std::vector<float>& out) {
-      load_coefficients(state.compressed, slot, head, part, first, count, coefficients.data(), map.stride);
-      for (std::int32_t row = 0; row < count; ++row) std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
-      matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(), map.stride, out.data(), map.stride);
+    const detail::Transition keys =
+        detail::make_transition(old_maps, new_maps, Part::key, state.head_dim());
+    const detail::Transition values =
+        detail::make_transition(old_maps, new_maps, Part::value, state.head_dim());
+    std::vector<float> coefficients(
+        static_cast<std::size_t>(kTile) *
+        static_cast<std::size_t>((std::max)(keys.stride, values.stride)));
+    std::vector<float> new_keys(static_cast<std::size_t>(kTile) *
+                                static_cast<std::size_t>(keys.stride));
+    std::vector<float> new_values(static_cast<std::size_t>(kTile) *
+                                  static_cast<std::size_t>(values.stride));
+    const auto project = [&](const detail::Transition& map, Part part, std::int32_t first,
+                             std::int32_t count, std::vector<float>& out) {
+      load_coefficients(state.compressed, slot, head, part, first, count, coefficients.data(),
+                        map.stride);
+      for (std::int32_t row = 0; row < count; ++row)
+        std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
+      matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
+                   map.stride, out.data(), map.stride);
     };
     detail::MoveLosses<State> losses(state, slot, head);
     for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
@@ -163,7 +194,8 @@ void merge_segment(State& state, int slot, int index) {
       losses.before(old_maps, first, count);
       project(keys, Part::key, first, count, new_keys);
       project(values, Part::value, first, count, new_values);
-      state.compressed.overwrite(slot, head, first, count, new_keys.data(), keys.stride, new_values.data(), values.stride);
+      state.compressed.overwrite(slot, head, first, count, new_keys.data(), keys.stride,
+                                 new_values.data(), values.stride);
       losses.after(new_maps, first, count);
     }
     into.first_row = from.first_row;
@@ -171,14 +203,16 @@ void merge_segment(State& state, int slot, int index) {
     into.level = (std::max)(into.level, from.level) + 1;
     std::copy(segments.begin() + index + 1, segments.end(), segments.begin() + index);
     state.statistics.rows_reprojected += from.num_rows;
-    state.statistics.bytes_reprojected += 2 * static_cast<std::int64_t>(state.compressed.layout(head).bytes(from.num_rows));
+    state.statistics.bytes_reprojected +=
+        2 * static_cast<std::int64_t>(state.compressed.layout(head).bytes(from.num_rows));
   }
   state.epochs.release(released);
   --state.table.lengths(slot).num_segments;
   ++state.statistics.merges;
 }
 
-/// @brief Makes the sequence's current epoch the one that the last segment is under, merging old ones if need be.
+/// @brief Makes the sequence's current epoch the one that the last segment is under, merging old
+/// ones if need be.
 template <class State>
 void open_segment(State& state, int slot) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -191,7 +225,8 @@ void open_segment(State& state, int slot) {
   ++lengths.num_segments;
   state.epochs.share(epoch);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    state.used_segments(slot, head).back() = Segment{epoch, state.compressed.size(slot, head), 0, 0};
+    state.used_segments(slot, head).back() =
+        Segment{epoch, state.compressed.size(slot, head), 0, 0};
   }
   if (merge >= 0) merge_segment(state, slot, merge);
 }

@@ -14,13 +14,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Drops compressed rows of every list from rows_of_head(head) on; a group's values follow its first head.
+/// @brief Drops compressed rows of every list from rows_of_head(head) on; a group's values follow
+/// its first head.
 template <class State, class RowsOfHead>
 void truncate_compressed(State& state, int slot, RowsOfHead&& rows_of_head) {
   if (!State::TokenImpl::compresses) return;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     state.compressed.truncate(slot, head, rows_of_head(head));
-    if (State::joins && head % state.heads_per_group() == 0) state.compressed.truncate(slot, state.value_list(head), rows_of_head(head));
+    if (State::joins && head % state.heads_per_group() == 0)
+      state.compressed.truncate(slot, state.value_list(head), rows_of_head(head));
   }
 }
 
@@ -38,10 +40,14 @@ void clear_slot(State& state, int slot) {
 /// @brief The updater's state of a new sequence.
 template <class State>
 typename State::UpdaterImpl::State start_state(const State& state, int head, Part part) {
-  if constexpr (requires(const UpdaterStart& start) { State::UpdaterImpl::start(state.updater, start); }) {
+  if constexpr (requires(const UpdaterStart& start) {
+                  State::UpdaterImpl::start(state.updater, start);
+                }) {
     const HeadBasis& basis = state.calibrated.heads[static_cast<std::size_t>(head)];
     const bool keys = part == Part::key;
-    return State::UpdaterImpl::start(state.updater, {state.head_dim(), keys ? basis.key_rank : basis.value_rank, part, keys ? basis.key_threshold : basis.value_threshold});
+    return State::UpdaterImpl::start(
+        state.updater, {state.head_dim(), keys ? basis.key_rank : basis.value_rank, part,
+                        keys ? basis.key_threshold : basis.value_threshold});
   } else {
     return {};
   }
@@ -50,7 +56,8 @@ typename State::UpdaterImpl::State start_state(const State& state, int head, Par
 /// @brief append() must not allocate: masses of a full tail have room.
 template <class State>
 void reserve_scores(State& state, int slot) {
-  for (HeadScores& accumulated : state.sequence(slot).accumulated) accumulated.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
+  for (HeadScores& accumulated : state.sequence(slot).accumulated)
+    accumulated.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
 }
 
 /// @brief Makes an unused slot an empty sequence under the calibrated epoch.
@@ -69,11 +76,13 @@ void open_slot(State& state, int slot) {
     sequence.adaptation[head].key_state = start_state(state, static_cast<int>(head), Part::key);
     sequence.adaptation[head].value_state = start_state(state, static_cast<int>(head), Part::value);
   }
-  sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads, state.head_dim(), state.scoring_window());
+  sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads,
+                               state.head_dim(), state.scoring_window());
   if (State::TokenImpl::compresses) state.epochs.share(0);
 }
 
-/// @brief Lets the empty slot `target` continue from what `source` stores. Pages are shared until one of them writes.
+/// @brief Lets the empty slot `target` continue from what `source` stores. Pages are shared until
+/// one of them writes.
 template <class State>
 void fork_slot(State& state, int source, int target) {
   state.table.lengths(target) = state.table.lengths(source);
@@ -82,7 +91,8 @@ void fork_slot(State& state, int source, int target) {
     const auto from = state.used_segments(source, head);
     std::copy(from.begin(), from.end(), state.used_segments(target, head).begin());
   }
-  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) state.compressed.share(source, target, list);
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list)
+    state.compressed.share(source, target, list);
   for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
   state.sequence(target) = state.sequence(source);
   reserve_scores(state, target);
@@ -90,7 +100,8 @@ void fork_slot(State& state, int source, int target) {
   state.tail.copy(source, target);
 }
 
-/// @brief Drops the positions from `length` on, which is below the tail: rows go, epochs and updater state stay.
+/// @brief Drops the positions from `length` on, which is below the tail: rows go, epochs and
+/// updater state stay.
 template <class State>
 void truncate_stored(State& state, int slot, std::int64_t length) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -106,17 +117,21 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
       accumulated.recent.clear();
     }
     for (const RowState kind : {RowState::full, RowState::compressed}) {
-      if (state.keeps_residuals(kind)) state.residuals(slot, head).of(kind).resize(static_cast<std::size_t>(runs.num_rows(kind)));
+      if (state.keeps_residuals(kind))
+        state.residuals(slot, head).of(kind).resize(static_cast<std::size_t>(runs.num_rows(kind)));
     }
     for (Segment& segment : state.used_segments(slot, head)) {
-      segment.num_rows = (std::max)(0, (std::min)(segment.num_rows, compressed - segment.first_row));
+      segment.num_rows =
+          (std::max)(0, (std::min)(segment.num_rows, compressed - segment.first_row));
       segment.first_row = (std::min)(segment.first_row, compressed);
     }
   }
-  truncate_compressed(state, slot, [&](int head) { return state.runs(slot, head).num_rows(RowState::compressed); });
+  truncate_compressed(
+      state, slot, [&](int head) { return state.runs(slot, head).num_rows(RowState::compressed); });
   while (lengths.num_segments > 0) {
     bool last_empty = true;
-    for (int head = 0; head < state.num_kv_heads(); ++head) last_empty = last_empty && state.used_segments(slot, head).back().num_rows == 0;
+    for (int head = 0; head < state.num_kv_heads(); ++head)
+      last_empty = last_empty && state.used_segments(slot, head).back().num_rows == 0;
     if (!last_empty) break;
     state.epochs.release(state.used_segments(slot, 0).back().epoch);
     --lengths.num_segments;
@@ -125,12 +140,12 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
   lengths.num_tokens = length;
 }
 
-/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they are, others decoded,
-/// dropped ones as zeros.
-/// Cost: O(head_dim rank) per compressed row, in runs of up to kTile rows.
+/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they
+/// are, others decoded, dropped ones as zeros. Cost: O(head_dim rank) per compressed row, in runs
+/// of up to kTile rows.
 template <class State>
-void reconstruct_head(const State& state, int slot, int head, std::int64_t first, std::int64_t count, const KeyTargetView& key,
-                      const ValueTargetView& value) {
+void reconstruct_head(const State& state, int slot, int head, std::int64_t first,
+                      std::int64_t count, const KeyTargetView& key, const ValueTargetView& value) {
   const int dim = state.head_dim();
   const int width = padded(dim);
   const PromptChunk& chunk = state.sequence(slot).chunk;
@@ -141,7 +156,8 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
     const std::int64_t position = first + token;
     float* const k = rows.data();
     float* const v = k + width;
-    const RowPlace place = position < tail_position ? state.runs(slot, head).find(position) : RowPlace{RowState::full, 0};
+    const RowPlace place = position < tail_position ? state.runs(slot, head).find(position)
+                                                    : RowPlace{RowState::full, 0};
     if (place.state != RowState::compressed) {
       if (position >= chunk_position) {
         chunk.read_key(head, position - chunk_position, k);
@@ -162,9 +178,11 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
       continue;
     }
     const auto segments = state.used_segments(slot, head);
-    const auto segment = std::find_if(segments.begin(), segments.end(),
-                                      [&](const Segment& s) { return place.row < s.first_row + s.num_rows; });
-    const std::int32_t limit = (std::min)(segment->first_row + segment->num_rows - place.row, kTile);
+    const auto segment = std::find_if(segments.begin(), segments.end(), [&](const Segment& s) {
+      return place.row < s.first_row + s.num_rows;
+    });
+    const std::int32_t limit =
+        (std::min)(segment->first_row + segment->num_rows - place.row, kTile);
     std::int32_t run = 1;
     while (run < limit && token + run < count && position + run < tail_position) {
       if (state.runs(slot, head).find(position + run).state != RowState::compressed) break;
@@ -174,8 +192,10 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
     for (const Part part : {Part::key, Part::value}) {
       decode_rows(state, slot, head, maps, part, place.row, run, rows.data());
       for (std::int32_t i = 0; i < run; ++i) {
-        if (part == Part::key) store_row(key, token + i, head, rows.data() + i * width);
-        else store_row(value, token + i, head, rows.data() + i * width);
+        if (part == Part::key)
+          store_row(key, token + i, head, rows.data() + i * width);
+        else
+          store_row(value, token + i, head, rows.data() + i * width);
       }
     }
     token += run;
@@ -188,9 +208,12 @@ MemoryUsage slot_memory(const State& state, int slot) {
   const auto& sequence = state.sequence(slot);
   const SequenceLengths& lengths = state.table.lengths(slot);
   MemoryUsage usage;
-  const auto count_pages = [&](std::size_t bytes, std::int32_t pages) { usage.slack_bytes += static_cast<std::size_t>(pages) * state.pool->page_bytes() - bytes; };
+  const auto count_pages = [&](std::size_t bytes, std::int32_t pages) {
+    usage.slack_bytes += static_cast<std::size_t>(pages) * state.pool->page_bytes() - bytes;
+  };
   for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
-    const std::size_t coefficients = state.compressed.layout(list).bytes(state.table.rows(slot, list).num_compressed);
+    const std::size_t coefficients =
+        state.compressed.layout(list).bytes(state.table.rows(slot, list).num_compressed);
     usage.coefficient_bytes += coefficients;
     count_pages(coefficients, state.compressed.num_pages(slot, list));
   }
@@ -204,7 +227,8 @@ MemoryUsage slot_memory(const State& state, int slot) {
     if (state.config.keep_residuals) usage.residual_bytes += sequence.residuals[h].bytes();
     const auto& adaptation = sequence.adaptation[h];
     usage.updater_bytes += adaptation.key_basis.data.size() + adaptation.value_basis.data.size() +
-                           State::UpdaterImpl::state_bytes(adaptation.key_state) + State::UpdaterImpl::state_bytes(adaptation.value_state);
+                           State::UpdaterImpl::state_bytes(adaptation.key_state) +
+                           State::UpdaterImpl::state_bytes(adaptation.value_state);
   }
   usage.position_bytes += sequence.shifts.bytes();
   usage.tail_bytes = static_cast<std::size_t>(lengths.tail_length) * state.tail.token_bytes();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/state_io.hpp  One sequence of a layer as bytes and back.
 ///
-/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the sequence's own epochs in full; per head runs of
-/// positions, segments, rows at full rank and compressed rows, in the order of the lists and independent of page size; the tail;
-/// the updater's side, accumulated attention, residuals. Codes are copied, never recoded.
+/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the sequence's own epochs in
+/// full; per head runs of positions, segments, rows at full rank and compressed rows, in the order
+/// of the lists and independent of page size; the tail; the updater's side, accumulated attention,
+/// residuals. Codes are copied, never recoded.
 #pragma once
 
 #include <algorithm>
@@ -36,19 +37,26 @@ inline StoredMatrix read_matrix(ByteReader& in) {
   matrix.rows = in.value<std::int32_t>();
   matrix.cols = in.value<std::int32_t>();
   matrix.data = in.list<std::byte>();
-  if (type < 0 || type > static_cast<std::int32_t>(DType::bf16) || matrix.rows < 0 || matrix.cols < 0 ||
-      matrix.data.size() != static_cast<std::size_t>(matrix.rows) * static_cast<std::size_t>(matrix.cols) * size_of(static_cast<DType>(type))) {
-    ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ", matrix.cols, " in ", matrix.data.size(), " bytes");
+  if (type < 0 || type > static_cast<std::int32_t>(DType::bf16) || matrix.rows < 0 ||
+      matrix.cols < 0 ||
+      matrix.data.size() != static_cast<std::size_t>(matrix.rows) *
+                                static_cast<std::size_t>(matrix.cols) *
+                                size_of(static_cast<DType>(type))) {
+    ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ",
+                                           matrix.cols, " in ", matrix.data.size(), " bytes");
   }
   matrix.type = static_cast<DType>(type);
   for (const float value : matrix.values()) {
-    if (!std::isfinite(value)) ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ", matrix.cols, " holds ", value);
+    if (!std::isfinite(value))
+      ::lowrankkv::detail::fail<FormatError>("saved state: a matrix of ", matrix.rows, " x ",
+                                             matrix.cols, " holds ", value);
   }
   return matrix;
 }
 
-inline constexpr StoredMatrix EpochHead::* kEpochParts[] = {&EpochHead::key_down,   &EpochHead::query_down, &EpochHead::value_down, &EpochHead::output_up,
-                                                            &EpochHead::key_mean,   &EpochHead::value_mean, &EpochHead::key_scale,  &EpochHead::value_scale};
+inline constexpr StoredMatrix EpochHead::*kEpochParts[] = {
+    &EpochHead::key_down, &EpochHead::query_down, &EpochHead::value_down, &EpochHead::output_up,
+    &EpochHead::key_mean, &EpochHead::value_mean, &EpochHead::key_scale,  &EpochHead::value_scale};
 
 inline void write_epoch(ByteWriter& out, const std::vector<EpochHead>& heads) {
   for (const EpochHead& head : heads) {
@@ -66,7 +74,8 @@ void write_rows(ByteWriter& out, const Rows& rows, const Layout& layout, int slo
 
 template <class State>
 constexpr bool saves_updater() {
-  return requires(ByteWriter& out, ByteReader& in, const typename State::UpdaterImpl::State& from, typename State::UpdaterImpl::State& to) {
+  return requires(ByteWriter & out, ByteReader & in, const typename State::UpdaterImpl::State& from,
+                  typename State::UpdaterImpl::State& to) {
     State::UpdaterImpl::write_state(out, from);
     State::UpdaterImpl::read_state(in, to);
   };
@@ -74,17 +83,20 @@ constexpr bool saves_updater() {
 
 }  // namespace detail
 
-/// @brief Writes everything about a sequence that is not in the description. The caller frames it (save_sequence).
+/// @brief Writes everything about a sequence that is not in the description. The caller frames it
+/// (save_sequence).
 template <class State>
 void write_sequence(const State& state, int slot, ByteWriter& out) {
   static_assert(!State::UpdaterImpl::adapts || detail::saves_updater<State>(),
-                "lowrankkv: this Updater cannot be saved: Impl<Updater, Backend> needs 'static void write_state(ByteWriter&, const State&)' and 'static void "
+                "lowrankkv: this Updater cannot be saved: Impl<Updater, Backend> needs 'static "
+                "void write_state(ByteWriter&, const State&)' and 'static void "
                 "read_state(ByteReader&, State&)'");
   const auto& sequence = state.sequence(slot);
   const SequenceLengths& lengths = state.table.lengths(slot);
   out.value(lengths);
   out.value(sequence.rows_since_publication);
-  out.list(std::vector<PositionShift>(sequence.shifts.pieces().begin(), sequence.shifts.pieces().end()));
+  out.list(
+      std::vector<PositionShift>(sequence.shifts.pieces().begin(), sequence.shifts.pieces().end()));
   // Epochs by first use: 0 is the calibrated one, the sequence's own follow.
   std::vector<std::int32_t> epochs;
   const auto index_of = [&](std::int32_t epoch) {
@@ -104,27 +116,34 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
   out.list(segments);
   out.value(static_cast<std::uint64_t>(epochs.size()));
   for (const std::int32_t epoch : epochs) {
-    for (int head = 0; head < state.num_kv_heads(); ++head) detail::write_epoch(out, {state.epochs.head(epoch, head)});
+    for (int head = 0; head < state.num_kv_heads(); ++head)
+      detail::write_epoch(out, {state.epochs.head(epoch, head)});
   }
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     out.list(state.runs(slot, head).states());
     detail::write_rows(out, state.full, state.full.layout(head), slot, head);
     if (State::accumulates_scores) {
       const HeadScores& accumulated = sequence.accumulated[static_cast<std::size_t>(head)];
-      for (const auto* values : {&accumulated.full, &accumulated.compressed, &accumulated.recent}) out.list(*values);
+      for (const auto* values : {&accumulated.full, &accumulated.compressed, &accumulated.recent})
+        out.list(*values);
     }
     if (state.config.keep_residuals) {
       const HeadResiduals& residuals = sequence.residuals[static_cast<std::size_t>(head)];
-      for (const auto* norms : {&residuals.full.key, &residuals.full.value, &residuals.compressed.key, &residuals.compressed.value}) out.list(*norms);
+      for (const auto* norms : {&residuals.full.key, &residuals.full.value,
+                                &residuals.compressed.key, &residuals.compressed.value})
+        out.list(*norms);
       out.value(residuals.largest_value);
     }
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       const auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
-      for (const auto* basis : {&adaptation.key_basis, &adaptation.value_basis}) detail::write_matrix(out, *basis);
-      for (const auto* of : {&adaptation.key_state, &adaptation.value_state}) State::UpdaterImpl::write_state(out, *of);
+      for (const auto* basis : {&adaptation.key_basis, &adaptation.value_basis})
+        detail::write_matrix(out, *basis);
+      for (const auto* of : {&adaptation.key_state, &adaptation.value_state})
+        State::UpdaterImpl::write_state(out, *of);
     }
   }
-  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) detail::write_rows(out, state.compressed, state.compressed.layout(list), slot, list);
+  for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list)
+    detail::write_rows(out, state.compressed, state.compressed.layout(list), slot, list);
   std::vector<float> row(static_cast<std::size_t>(state.head_dim()));
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     for (const Part part : {Part::key, Part::value}) {
@@ -163,7 +182,8 @@ struct SavedSequence {
   }
 };
 
-/// @brief Reads what write_sequence wrote. @throws FormatError if it contradicts itself, CapacityError if it does not fit
+/// @brief Reads what write_sequence wrote. @throws FormatError if it contradicts itself,
+/// CapacityError if it does not fit
 template <class State>
 SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   using ::lowrankkv::detail::fail;
@@ -171,20 +191,36 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   const int heads = state.num_kv_heads();
   saved.lengths = in.value<SequenceLengths>();
   const SequenceLengths& lengths = saved.lengths;
-  if (lengths.num_tokens < 0 || lengths.num_tokens > state.config.max_tokens) fail<CapacityError>("max_tokens: ", state.config.max_tokens, ", saved sequence has ", lengths.num_tokens);
-  if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity) fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ", lengths.tail_length);
-  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1) fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1, " segments, saved sequence has ", lengths.num_segments);
-  if (lengths.tail_length > lengths.num_tokens) fail<FormatError>("saved state: a tail of ", lengths.tail_length, " in ", lengths.num_tokens, " tokens");
-  if (!State::TokenImpl::compresses && lengths.num_segments != 0) fail<FormatError>("saved state: ", lengths.num_segments, " segments in a layer that compresses nothing, 0 expected");
+  if (lengths.num_tokens < 0 || lengths.num_tokens > state.config.max_tokens)
+    fail<CapacityError>("max_tokens: ", state.config.max_tokens, ", saved sequence has ",
+                        lengths.num_tokens);
+  if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity)
+    fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ",
+                        lengths.tail_length);
+  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1)
+    fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1,
+                        " segments, saved sequence has ", lengths.num_segments);
+  if (lengths.tail_length > lengths.num_tokens)
+    fail<FormatError>("saved state: a tail of ", lengths.tail_length, " in ", lengths.num_tokens,
+                      " tokens");
+  if (!State::TokenImpl::compresses && lengths.num_segments != 0)
+    fail<FormatError>("saved state: ", lengths.num_segments,
+                      " segments in a layer that compresses nothing, 0 expected");
   saved.rows_since_publication = in.value<std::int64_t>();
-  if (saved.rows_since_publication < 0 || saved.rows_since_publication > lengths.num_tokens + State::Epochs::max_epochs * (std::int64_t{1} << 31)) {
-    fail<FormatError>("saved state: ", saved.rows_since_publication, " rows since the last epoch, sequence has ", lengths.num_tokens, " tokens");
+  if (saved.rows_since_publication < 0 ||
+      saved.rows_since_publication >
+          lengths.num_tokens + State::Epochs::max_epochs * (std::int64_t{1} << 31)) {
+    fail<FormatError>("saved state: ", saved.rows_since_publication,
+                      " rows since the last epoch, sequence has ", lengths.num_tokens, " tokens");
   }
   std::int64_t last = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
     const std::int64_t limit = PositionShifts::kLimit;
-    if (!::lowrankkv::detail::is_next_piece(piece, last, lengths.num_tokens) || piece.offset < -limit || piece.offset > limit) {
-      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ", piece.divisor, " from token ", piece.first, " on, in a sequence of ", lengths.num_tokens, " tokens");
+    if (!::lowrankkv::detail::is_next_piece(piece, last, lengths.num_tokens) ||
+        piece.offset < -limit || piece.offset > limit) {
+      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ",
+                        piece.divisor, " from token ", piece.first, " on, in a sequence of ",
+                        lengths.num_tokens, " tokens");
     }
     saved.shifts.append(piece);
     last = piece.first;
@@ -192,11 +228,15 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   ::lowrankkv::detail::check_saved(saved.shifts);
   saved.epoch = in.value<std::int32_t>();
   saved.segments = in.list<Segment>();
-  if (saved.segments.size() != static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
-    fail<FormatError>("saved state: ", saved.segments.size(), " segments, expected ", lengths.num_segments, " for each of ", heads, " heads");
+  if (saved.segments.size() !=
+      static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
+    fail<FormatError>("saved state: ", saved.segments.size(), " segments, expected ",
+                      lengths.num_segments, " for each of ", heads, " heads");
   }
   const auto num_epochs = in.value<std::uint64_t>();
-  if (num_epochs > saved.segments.size() + 1 || (num_epochs > 0 && !State::UpdaterImpl::adapts)) fail<FormatError>("saved state: ", num_epochs, " epochs for ", saved.segments.size(), " segments");
+  if (num_epochs > saved.segments.size() + 1 || (num_epochs > 0 && !State::UpdaterImpl::adapts))
+    fail<FormatError>("saved state: ", num_epochs, " epochs for ", saved.segments.size(),
+                      " segments");
   for (std::uint64_t epoch = 0; epoch < num_epochs; ++epoch) {
     auto& maps = saved.epochs.emplace_back(static_cast<std::size_t>(heads));
     for (int head = 0; head < heads; ++head) {
@@ -205,50 +245,86 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
         StoredMatrix& matrix = maps[static_cast<std::size_t>(head)].*part;
         matrix = detail::read_matrix(in);
         const StoredMatrix& like = calibrated.*part;
-        if (matrix.rows != like.rows || matrix.cols != like.cols) fail<FormatError>("saved state: a map of ", matrix.rows, " x ", matrix.cols, ", the calibrated one has ", like.rows, " x ", like.cols);
+        if (matrix.rows != like.rows || matrix.cols != like.cols)
+          fail<FormatError>("saved state: a map of ", matrix.rows, " x ", matrix.cols,
+                            ", the calibrated one has ", like.rows, " x ", like.cols);
       }
     }
   }
-  const auto known = [&](std::int32_t epoch) { return epoch >= 0 && epoch <= static_cast<std::int32_t>(num_epochs) && (epoch > 0 || State::TokenImpl::compresses || lengths.num_segments == 0); };
-  if (!known(saved.epoch)) fail<FormatError>("saved state: epoch ", saved.epoch, " of ", num_epochs);
-  const auto rows_in = [&](const auto& layout, std::int32_t rows) { return in.bytes(layout.page_bytes(rows)); };
+  const auto known = [&](std::int32_t epoch) {
+    return epoch >= 0 && epoch <= static_cast<std::int32_t>(num_epochs) &&
+           (epoch > 0 || State::TokenImpl::compresses || lengths.num_segments == 0);
+  };
+  if (!known(saved.epoch))
+    fail<FormatError>("saved state: epoch ", saved.epoch, " of ", num_epochs);
+  const auto rows_in = [&](const auto& layout, std::int32_t rows) {
+    return in.bytes(layout.page_bytes(rows));
+  };
   for (int head = 0; head < heads; ++head) {
     auto& mine = saved.heads.emplace_back();
     mine.states = in.list<RowState>();
     if (static_cast<std::int64_t>(mine.states.size()) != lengths.num_tokens - lengths.tail_length) {
-      fail<FormatError>("saved state: head ", head, " has ", mine.states.size(), " stored positions, expected ", lengths.num_tokens - lengths.tail_length);
+      fail<FormatError>("saved state: head ", head, " has ", mine.states.size(),
+                        " stored positions, expected ", lengths.num_tokens - lengths.tail_length);
     }
     for (const RowState kind : mine.states) {
-      if (kind > RowState::dropped) fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
+      if (kind > RowState::dropped)
+        fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
     }
     const int leader = head / state.heads_per_group() * state.heads_per_group();
-    if (mine.states != saved.heads[static_cast<std::size_t>(leader)].states) fail<FormatError>("saved state: heads ", leader, " and ", head, " share a latent and differ in their rows' states");
+    if (mine.states != saved.heads[static_cast<std::size_t>(leader)].states)
+      fail<FormatError>("saved state: heads ", leader, " and ", head,
+                        " share a latent and differ in their rows' states");
     const std::int32_t compressed = saved.rows(head, RowState::compressed);
-    if (!State::TokenImpl::compresses && compressed != 0) fail<FormatError>("saved state: ", compressed, " compressed rows in a layer that compresses nothing, 0 expected");
+    if (!State::TokenImpl::compresses && compressed != 0)
+      fail<FormatError>("saved state: ", compressed,
+                        " compressed rows in a layer that compresses nothing, 0 expected");
     std::int32_t next = 0;
     for (std::int32_t i = 0; i < lengths.num_segments; ++i) {
-      const Segment& segment = saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i)];
-      if (!known(segment.epoch) || segment.first_row != next || segment.num_rows < 0 || segment.num_rows > compressed - next) {
-        fail<FormatError>("saved state: segment ", i, " of head ", head, " begins at row ", segment.first_row, ", expected ", next);
+      const Segment& segment =
+          saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i)];
+      if (!known(segment.epoch) || segment.first_row != next || segment.num_rows < 0 ||
+          segment.num_rows > compressed - next) {
+        fail<FormatError>("saved state: segment ", i, " of head ", head, " begins at row ",
+                          segment.first_row, ", expected ", next);
       }
-      const Segment& first = saved.segments[static_cast<std::size_t>(i)];  // of head 0: epochs and levels are common
-      const bool follows = i == 0 || (segment.epoch != 0 && segment.epoch != saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i - 1)].epoch);
-      if (segment.epoch != first.epoch || segment.level != first.level || segment.level < 0 || segment.level > 1 << 20 || !follows) {
-        fail<FormatError>("saved state: segment ", i, " of head ", head, " is under epoch ", segment.epoch, " at level ", segment.level, ", head 0's under ", first.epoch, " at ", first.level);
+      const Segment& first =
+          saved.segments[static_cast<std::size_t>(i)];  // of head 0: epochs and levels are common
+      const bool follows =
+          i == 0 ||
+          (segment.epoch != 0 &&
+           segment.epoch !=
+               saved.segments[static_cast<std::size_t>(head * lengths.num_segments + i - 1)].epoch);
+      if (segment.epoch != first.epoch || segment.level != first.level || segment.level < 0 ||
+          segment.level > 1 << 20 || !follows) {
+        fail<FormatError>("saved state: segment ", i, " of head ", head, " is under epoch ",
+                          segment.epoch, " at level ", segment.level, ", head 0's under ",
+                          first.epoch, " at ", first.level);
       }
       next += segment.num_rows;
     }
-    if (next != compressed) fail<FormatError>("saved state: head ", head, " has ", compressed, " compressed rows, its segments ", next);
+    if (next != compressed)
+      fail<FormatError>("saved state: head ", head, " has ", compressed,
+                        " compressed rows, its segments ", next);
     mine.full_rows = rows_in(state.full.layout(head), saved.rows(head, RowState::full));
     if (State::accumulates_scores) {
-      for (auto* values : {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) *values = in.list<float>();
-      if (mine.accumulated.full.size() != static_cast<std::size_t>(saved.rows(head, RowState::full)) || mine.accumulated.compressed.size() != static_cast<std::size_t>(compressed) ||
+      for (auto* values :
+           {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent})
+        *values = in.list<float>();
+      if (mine.accumulated.full.size() !=
+              static_cast<std::size_t>(saved.rows(head, RowState::full)) ||
+          mine.accumulated.compressed.size() != static_cast<std::size_t>(compressed) ||
           mine.accumulated.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
-        fail<FormatError>("saved state: head ", head, " has ", mine.accumulated.compressed.size(), " accumulated_scores for ", compressed, " compressed rows");
+        fail<FormatError>("saved state: head ", head, " has ", mine.accumulated.compressed.size(),
+                          " accumulated_scores for ", compressed, " compressed rows");
       }
-      for (const auto* values : {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) {
-        for (const float accumulated : *values) {  // rows are ordered by them: NaN has no place in an order
-          if (!(accumulated >= 0.0F && std::isfinite(accumulated))) fail<FormatError>("saved state: head ", head, " has a accumulated of ", accumulated, ", at least 0 and finite expected");
+      for (const auto* values :
+           {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) {
+        for (const float accumulated :
+             *values) {  // rows are ordered by them: NaN has no place in an order
+          if (!(accumulated >= 0.0F && std::isfinite(accumulated)))
+            fail<FormatError>("saved state: head ", head, " has a accumulated of ", accumulated,
+                              ", at least 0 and finite expected");
         }
       }
     }
@@ -258,52 +334,73 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
         for (const Part part : {Part::key, Part::value}) {
           std::vector<Half>& norms = mine.residuals.of(kind).of(part);
           norms = in.list<Half>();
-          if (norms.size() != static_cast<std::size_t>(wanted)) fail<FormatError>("saved state: head ", head, " has ", norms.size(), " residuals for ", wanted, " rows");
+          if (norms.size() != static_cast<std::size_t>(wanted))
+            fail<FormatError>("saved state: head ", head, " has ", norms.size(), " residuals for ",
+                              wanted, " rows");
           for (const Half norm : norms) {
-            if (!(to_float(norm) >= 0.0F)) fail<FormatError>("saved state: a residual of ", to_float(norm), ", at least 0 expected");
+            if (!(to_float(norm) >= 0.0F))
+              fail<FormatError>("saved state: a residual of ", to_float(norm),
+                                ", at least 0 expected");
           }
         }
       }
       mine.residuals.largest_value = in.value<float>();
-      if (!(mine.residuals.largest_value >= 0.0F)) fail<FormatError>("saved state: values of norm ", mine.residuals.largest_value, ", at least 0 expected");
+      if (!(mine.residuals.largest_value >= 0.0F))
+        fail<FormatError>("saved state: values of norm ", mine.residuals.largest_value,
+                          ", at least 0 expected");
     }
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       mine.key_state = start_state(state, head, Part::key);
       mine.value_state = start_state(state, head, Part::value);
       for (auto* basis : {&mine.key_basis, &mine.value_basis}) *basis = detail::read_matrix(in);
       const EpochHead& calibrated = state.epochs.head(0, head);
-      for (const auto& [basis, like] : {std::pair{&mine.key_basis, &calibrated.key_down}, {&mine.value_basis, &calibrated.value_down}}) {
-        if (!basis->empty() && (basis->rows != like->rows || basis->cols != like->cols)) fail<FormatError>("saved state: a working basis of ", basis->rows, " x ", basis->cols, ", expected ", like->rows, " x ", like->cols);
+      for (const auto& [basis, like] : {std::pair{&mine.key_basis, &calibrated.key_down},
+                                        {&mine.value_basis, &calibrated.value_down}}) {
+        if (!basis->empty() && (basis->rows != like->rows || basis->cols != like->cols))
+          fail<FormatError>("saved state: a working basis of ", basis->rows, " x ", basis->cols,
+                            ", expected ", like->rows, " x ", like->cols);
       }
       for (auto* of : {&mine.key_state, &mine.value_state}) State::UpdaterImpl::read_state(in, *of);
     }
   }
   for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
     const int head = list < heads ? list : (list - heads) * state.heads_per_group();
-    saved.lists.push_back(rows_in(state.compressed.layout(list), saved.rows(head, RowState::compressed)));
+    saved.lists.push_back(
+        rows_in(state.compressed.layout(list), saved.rows(head, RowState::compressed)));
   }
-  saved.tail = in.bytes(2 * static_cast<std::size_t>(heads) * static_cast<std::size_t>(lengths.tail_length) * static_cast<std::size_t>(state.head_dim()) * sizeof(float));
+  saved.tail =
+      in.bytes(2 * static_cast<std::size_t>(heads) * static_cast<std::size_t>(lengths.tail_length) *
+               static_cast<std::size_t>(state.head_dim()) * sizeof(float));
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
-  for (std::size_t at = 0; state.config.check_finite && at < saved.tail.size(); at += sizeof(float)) {
+  for (std::size_t at = 0; state.config.check_finite && at < saved.tail.size();
+       at += sizeof(float)) {
     float value = 0.0F;
     std::memcpy(&value, saved.tail.data() + at, sizeof value);
-    if (!std::isfinite(value)) fail<FormatError>("saved state: the tail holds ", value, " at element ", at / sizeof(float));
+    if (!std::isfinite(value))
+      fail<FormatError>("saved state: the tail holds ", value, " at element ", at / sizeof(float));
   }
   return saved;
 }
 
-/// @brief Pages that store_sequence() takes. @throws CapacityError if a page table is too short for the saved rows
+/// @brief Pages that store_sequence() takes. @throws CapacityError if a page table is too short for
+/// the saved rows
 template <class State>
 std::int64_t pages_of(const State& state, const SavedSequence<State>& saved) {
   std::int64_t pages = 0;
   const auto add = [&](RowList list, std::int32_t count) {
-    if (count > state.table.max_pages(list)) ::lowrankkv::detail::fail<CapacityError>("page table: room for ", state.table.max_pages(list), " pages, saved rows need ", count);
+    if (count > state.table.max_pages(list))
+      ::lowrankkv::detail::fail<CapacityError>("page table: room for ", state.table.max_pages(list),
+                                               " pages, saved rows need ", count);
     pages += count;
   };
-  for (int head = 0; head < state.num_kv_heads(); ++head) add(RowList::full, state.full.pages_for(head, saved.rows(head, RowState::full)));
+  for (int head = 0; head < state.num_kv_heads(); ++head)
+    add(RowList::full, state.full.pages_for(head, saved.rows(head, RowState::full)));
   for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list) {
-    const int head = list < state.num_kv_heads() ? list : (list - state.num_kv_heads()) * state.heads_per_group();
-    add(RowList::compressed, state.compressed.pages_for(list, saved.rows(head, RowState::compressed)));
+    const int head = list < state.num_kv_heads()
+                         ? list
+                         : (list - state.num_kv_heads()) * state.heads_per_group();
+    add(RowList::compressed,
+        state.compressed.pages_for(list, saved.rows(head, RowState::compressed)));
   }
   return pages;
 }
@@ -335,7 +432,8 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
     if (state.config.keep_residuals) state.residuals(slot, head) = std::move(mine.residuals);
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {
       auto& adaptation = sequence.adaptation[static_cast<std::size_t>(head)];
-      adaptation = {std::move(mine.key_state), std::move(mine.value_state), std::move(mine.key_basis), std::move(mine.value_basis)};
+      adaptation = {std::move(mine.key_state), std::move(mine.value_state),
+                    std::move(mine.key_basis), std::move(mine.value_basis)};
     }
   }
   if (State::TokenImpl::compresses) {
@@ -343,7 +441,8 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
     state.epochs.release(sequence.epoch);
     sequence.epoch = ids[static_cast<std::size_t>(saved.epoch)];
     state.epochs.share(sequence.epoch);
-    for (std::size_t id = 1; id < ids.size(); ++id) state.epochs.release(ids[id]);  // adopt()'s own reference
+    for (std::size_t id = 1; id < ids.size(); ++id)
+      state.epochs.release(ids[id]);  // adopt()'s own reference
     for (int list = 0; list < state.num_lists(); ++list) {
       const int head = list < heads ? list : (list - heads) * state.heads_per_group();
       state.compressed.extend(slot, list, saved.rows(head, RowState::compressed));
@@ -354,7 +453,8 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   const std::byte* at = saved.tail.data();
   for (int head = 0; head < heads; ++head) {
     for (const Part part : {Part::key, Part::value}) {
-      for (int index = 0; index < saved.lengths.tail_length; ++index, at += row.size() * sizeof(float)) {
+      for (int index = 0; index < saved.lengths.tail_length;
+           ++index, at += row.size() * sizeof(float)) {
         std::memcpy(row.data(), at, row.size() * sizeof(float));
         state.tail.write(slot, head, part, index, row.data());
       }

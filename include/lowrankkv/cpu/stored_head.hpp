@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/stored_head.hpp  What one (sequence, KV head) stores, and its keys in the form in which queries are multiplied with them.
+/// @file cpu/stored_head.hpp  What one (sequence, KV head) stores, and its keys in the form in
+/// which queries are multiplied with them.
 ///
-/// Rope::post: compressed keys stay coefficients and the queries are projected, q~ = q query_down. Rope::pre: a tile of
-/// coefficients is lifted to head_dim, k = c query_down^T + mean, and turned to its positions once for the whole group; or,
-/// for groups of one head, turned in folded form, query row by query row: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
+/// Rope::post: compressed keys stay coefficients and the queries are projected, q~ = q query_down.
+/// Rope::pre: a tile of coefficients is lifted to head_dim, k = c query_down^T + mean, and turned
+/// to its positions once for the whole group; or, for groups of one head, turned in folded form,
+/// query row by query row: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
 /// (a, b) of rows of W = query_down, logit_t = sum_i cos_i(t) (A_i c_t) + sin_i(t) (B_i c_t).
 #pragma once
 
@@ -30,27 +32,30 @@ struct StoredHead {
   const PagedRows<Quantizer>* compressed = nullptr;
   const EpochStore* epochs = nullptr;
   const TailRows* tail = nullptr;
-  const PromptChunk* chunk = nullptr;    ///< null: no unfinished prompt chunk
+  const PromptChunk* chunk = nullptr;  ///< null: no unfinished prompt chunk
   std::span<const Segment> segments;
   int slot = 0;
   int head = 0;
   int value_list = 0;  ///< list of compressed rows that holds the values
   int head_dim = 0;
   int tail_length = 0;
-  std::int64_t first_tail_token = 0;     ///< index of the tail's first token
-  const RotaryTable* rotary = nullptr;   ///< null: keys are stored rotated
-  bool folds = false;                    ///< one query row at a time, turned in folded form
-  const RowRuns* runs = nullptr;         ///< the tokens of stored rows
+  std::int64_t first_tail_token = 0;    ///< index of the tail's first token
+  const RotaryTable* rotary = nullptr;  ///< null: keys are stored rotated
+  bool folds = false;                   ///< one query row at a time, turned in folded form
+  const RowRuns* runs = nullptr;        ///< the tokens of stored rows
   const PositionShifts* shifts = nullptr;
 };
 
-/// @brief Reads the keys of a StoredHead tile by tile, rows of each list in order, into the scratch of a workspace.
+/// @brief Reads the keys of a StoredHead tile by tile, rows of each list in order, into the scratch
+/// of a workspace.
 template <class Quantizer>
 class KeyReader {
  public:
-  KeyReader(const StoredHead<Quantizer>& stored, AttentionWorkspace& work) : stored_(stored), work_(work) {}
+  KeyReader(const StoredHead<Quantizer>& stored, AttentionWorkspace& work)
+      : stored_(stored), work_(work) {}
 
-  /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], turned to their positions.
+  /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], turned to
+  /// their positions.
   const float* full(std::int32_t first, int count) {
     stored_.full->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
     if (stored_.rotary != nullptr) rotate_listed(RowState::full, full_run_, first, count);
@@ -58,7 +63,8 @@ class KeyReader {
   }
   /// @brief Keys of rows [first, first + count) of the tail.
   const float* tail(int first, int count) {
-    stored_.tail->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile, work_.row.data());
+    stored_.tail->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile,
+                            work_.row.data());
     if (stored_.rotary != nullptr) rotate_tokens(stored_.first_tail_token + first, count);
     return work_.keys.data();
   }
@@ -71,7 +77,8 @@ class KeyReader {
     return work_.keys.data();
   }
 
-  /// @brief The queries as compressed keys under `maps` will be multiplied with them; `query` are the block's own rows.
+  /// @brief The queries as compressed keys under `maps` will be multiplied with them; `query` are
+  /// the block's own rows.
   QueryRows open(const EpochHead& maps, const QueryRows& query, int value_width) {
     maps_ = &maps;
     rank_ = maps.rank(Part::key);
@@ -84,10 +91,12 @@ class KeyReader {
     if (stored_.folds) fold(query.data);
     return opened;
   }
-  /// @brief Fills logits [rows, kTile] of compressed rows [first, first + count) for the queries that open() returned.
+  /// @brief Fills logits [rows, kTile] of compressed rows [first, first + count) for the queries
+  /// that open() returned.
   void logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
     if (stored_.rotary == nullptr) {
-      stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
+      stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(),
+                                    kTile);
       tile_logits(query, work_.keys.data(), count, logits);
       return;
     }
@@ -99,9 +108,11 @@ class KeyReader {
     }
     float* keys = work_.keys.data();
     for (int channel = 0; channel < stored_.head_dim; ++channel) {
-      std::fill_n(keys + channel * kTile, padded(count), maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]);
+      std::fill_n(keys + channel * kTile, padded(count),
+                  maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]);
     }
-    matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients, kTile, keys, kTile);
+    matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients,
+                 kTile, keys, kTile);
     rotate_listed(RowState::compressed, compressed_run_, first, count);
     tile_logits(query, keys, count, logits);
   }
@@ -109,43 +120,52 @@ class KeyReader {
  private:
   /// Rope::post: q~ = q query_down; the term of centred keys becomes a bias.
   QueryRows project(const QueryRows& query, int value_width) {
-    matmul<false>(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(), stride_, work_.projected.data(), stride_);
+    matmul<false>(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
+                  stride_, work_.projected.data(), stride_);
     QueryRows projected{work_.projected.data(), stride_, query.rows, rank_, value_width, nullptr};
     if (maps_->key_mean.empty()) return projected;
     for (int row = 0; row < query.rows; ++row) {
       float product = 0.0F;
-      for (int channel = 0; channel < stored_.head_dim; ++channel) product += query.data[row * query.stride + channel] * work_.row[static_cast<std::size_t>(channel)];
+      for (int channel = 0; channel < stored_.head_dim; ++channel)
+        product +=
+            query.data[row * query.stride + channel] * work_.row[static_cast<std::size_t>(channel)];
       work_.bias[static_cast<std::size_t>(row)] = product;
     }
     projected.bias = work_.bias.data();
     return projected;
   }
 
-  /// Rows A_i, then B_i, then one of the channels that do not turn, over coefficients [.., stride]; what the mean adds to each
-  /// is kept in `bias`, which one query row has no other use for.
+  /// Rows A_i, then B_i, then one of the channels that do not turn, over coefficients [.., stride];
+  /// what the mean adds to each is kept in `bias`, which one query row has no other use for.
   void fold(const float* query) {
     const RotaryTable& rotary = *stored_.rotary;
     const int pairs = rotary.num_pairs();
     const float* map = work_.map.data();
     float* folded = work_.folded.data();
-    const auto mean = [&](int channel) { return maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]; };
+    const auto mean = [&](int channel) {
+      return maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)];
+    };
     for (int pair = 0; pair < pairs; ++pair) {
       const int a = rotary.first(pair), b = rotary.second(pair);
       float* cosine_row = folded + pair * stride_;
       float* sine_row = folded + (pairs + pair) * stride_;
       for (int channel = 0; channel < stride_; ++channel) {
-        cosine_row[channel] = query[a] * map[a * stride_ + channel] + query[b] * map[b * stride_ + channel];
-        sine_row[channel] = query[b] * map[a * stride_ + channel] - query[a] * map[b * stride_ + channel];
+        cosine_row[channel] =
+            query[a] * map[a * stride_ + channel] + query[b] * map[b * stride_ + channel];
+        sine_row[channel] =
+            query[b] * map[a * stride_ + channel] - query[a] * map[b * stride_ + channel];
       }
       work_.folded_mean[static_cast<std::size_t>(pair)] = query[a] * mean(a) + query[b] * mean(b);
-      work_.folded_mean[static_cast<std::size_t>(pairs + pair)] = query[b] * mean(a) - query[a] * mean(b);
+      work_.folded_mean[static_cast<std::size_t>(pairs + pair)] =
+          query[b] * mean(a) - query[a] * mean(b);
     }
     float* rest = folded + 2 * pairs * stride_;
     std::fill_n(rest, stride_, 0.0F);
     float& rest_mean = work_.folded_mean[static_cast<std::size_t>(2 * pairs)];
     rest_mean = 0.0F;
     for (int a = rotary.rotary_dim(); a < stored_.head_dim; ++a) {
-      for (int channel = 0; channel < stride_; ++channel) rest[channel] += query[a] * map[a * stride_ + channel];
+      for (int channel = 0; channel < stride_; ++channel)
+        rest[channel] += query[a] * map[a * stride_ + channel];
       rest_mean += query[a] * mean(a);
     }
   }
@@ -153,8 +173,11 @@ class KeyReader {
     const int pairs = stored_.rotary->num_pairs();
     const int rows = 2 * pairs + 1;
     float* products = work_.keys.data();  // [rows, kTile]
-    for (int row = 0; row < rows; ++row) std::fill_n(products + row * kTile, padded(count), work_.folded_mean[static_cast<std::size_t>(row)]);
-    matmul<true>(rows, padded(count), rank_, work_.folded.data(), stride_, coefficients, kTile, products, kTile);
+    for (int row = 0; row < rows; ++row)
+      std::fill_n(products + row * kTile, padded(count),
+                  work_.folded_mean[static_cast<std::size_t>(row)]);
+    matmul<true>(rows, padded(count), rank_, work_.folded.data(), stride_, coefficients, kTile,
+                 products, kTile);
     listed_angles(RowState::compressed, compressed_run_, first, count);
     std::copy_n(products + 2 * pairs * kTile, padded(count), logits);
     for (int pair = 0; pair < pairs; ++pair) {
@@ -162,23 +185,29 @@ class KeyReader {
       const float* sine = work_.sines.data() + pair * kTile;
       const float* a = products + pair * kTile;
       const float* b = products + (pairs + pair) * kTile;
-      for (int token = 0; token < count; ++token) logits[token] += cosine[token] * a[token] + sine[token] * b[token];
+      for (int token = 0; token < count; ++token)
+        logits[token] += cosine[token] * a[token] + sine[token] * b[token];
     }
   }
 
   /// Angles of tokens [token, token + count), from column 0 of the workspace's.
   void token_angles(std::int64_t token, int count, int column) {
-    stored_.shifts->for_each(token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
-      const std::ptrdiff_t at = column + (begin - token);
-      stored_.rotary->angles(position, static_cast<int>(length), work_.cosines.data() + at, work_.sines.data() + at, kTile);
-    });
+    stored_.shifts->for_each(
+        token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
+          const std::ptrdiff_t at = column + (begin - token);
+          stored_.rotary->angles(position, static_cast<int>(length), work_.cosines.data() + at,
+                                 work_.sines.data() + at, kTile);
+        });
   }
-  /// Angles of rows [first, first + count) of a list; `run` remembers where the last rows were, lists are read in order.
+  /// Angles of rows [first, first + count) of a list; `run` remembers where the last rows were,
+  /// lists are read in order.
   void listed_angles(RowState list, std::size_t& run, std::int32_t first, int count) {
     const std::span<const RowRun> runs = stored_.runs->runs();
     for (int done = 0; done < count;) {
       const auto holds = [&](std::size_t index) {
-        return runs[index].state == list && first + done - runs[index].first_row < stored_.runs->end_of(index) - runs[index].first_position;
+        return runs[index].state == list &&
+               first + done - runs[index].first_row <
+                   stored_.runs->end_of(index) - runs[index].first_position;
       };
       while (!holds(run)) ++run;
       const std::int32_t token = runs[run].first_position + first + done - runs[run].first_row;
@@ -189,11 +218,13 @@ class KeyReader {
   }
   void rotate_tokens(std::int64_t token, int count) {
     token_angles(token, count, 0);
-    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
+    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(),
+                           work_.sines.data(), kTile);
   }
   void rotate_listed(RowState list, std::size_t& run, std::int32_t first, int count) {
     listed_angles(list, run, first, count);
-    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(), work_.sines.data(), kTile);
+    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(),
+                           work_.sines.data(), kTile);
   }
 
   const StoredHead<Quantizer>& stored_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/tail_rows.hpp  The tail: the last rows of every sequence at full rank, in arenas of fixed capacity.
+/// @file cpu/tail_rows.hpp  The tail: the last rows of every sequence at full rank, in arenas of
+/// fixed capacity.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +14,16 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Row-major rows of every (slot, KV head, key or value); their number is SequenceLengths::tail_length.
+/// @brief Row-major rows of every (slot, KV head, key or value); their number is
+/// SequenceLengths::tail_length.
 class TailRows {
  public:
   TailRows() = default;
   TailRows(int num_slots, int num_heads, int capacity, int head_dim, DType type)
-      : num_heads_(num_heads), capacity_(capacity), head_dim_(head_dim), type_(type),
+      : num_heads_(num_heads),
+        capacity_(capacity),
+        head_dim_(head_dim),
+        type_(type),
         memory_(static_cast<std::size_t>(num_slots) * slot_bytes()) {}
 
   int capacity() const { return capacity_; }
@@ -34,37 +39,53 @@ class TailRows {
   void read(int slot, int head, Part part, int index, float* row) const {
     to_f32(type_, at(slot, head, part, index), head_dim_, row);
   }
-  /// @brief Keys of rows [first, first + count), channel-major: tile [head_dim, stride]. `scratch` holds one row.
-  void load_keys(int slot, int head, int first, int count, float* tile, int stride, float* scratch) const {
+  /// @brief Keys of rows [first, first + count), channel-major: tile [head_dim, stride]. `scratch`
+  /// holds one row.
+  void load_keys(int slot, int head, int first, int count, float* tile, int stride,
+                 float* scratch) const {
     for (int row = 0; row < count; ++row) {
       read(slot, head, Part::key, first + row, scratch);
-      for (int channel = 0; channel < head_dim_; ++channel) tile[channel * stride + row] = scratch[channel];
+      for (int channel = 0; channel < head_dim_; ++channel)
+        tile[channel * stride + row] = scratch[channel];
     }
   }
   /// @brief Values of rows [first, first + count), row-major: tile [count, stride].
   void load_values(int slot, int head, int first, int count, float* tile, int stride) const {
-    for (int row = 0; row < count; ++row) read(slot, head, Part::value, first + row, tile + row * stride);
+    for (int row = 0; row < count; ++row)
+      read(slot, head, Part::value, first + row, tile + row * stride);
   }
   /// @brief Removes `count` of `length` rows from `first` on.
   void remove(int slot, int first, int count, int length) {
     for (int head = 0; head < num_heads_; ++head) {
       for (const Part part : {Part::key, Part::value}) {
-        std::memmove(at(slot, head, part, first), at(slot, head, part, first + count), static_cast<std::size_t>(length - first - count) * row_bytes());
+        std::memmove(at(slot, head, part, first), at(slot, head, part, first + count),
+                     static_cast<std::size_t>(length - first - count) * row_bytes());
       }
     }
   }
   /// @brief Copies all rows of a slot to another.
-  void copy(int source, int target) { std::memcpy(at(target, 0, Part::key, 0), at(source, 0, Part::key, 0), slot_bytes()); }
+  void copy(int source, int target) {
+    std::memcpy(at(target, 0, Part::key, 0), at(source, 0, Part::key, 0), slot_bytes());
+  }
 
  private:
   std::size_t row_bytes() const { return static_cast<std::size_t>(head_dim_) * size_of(type_); }
-  std::size_t slot_bytes() const { return 2 * static_cast<std::size_t>(num_heads_) * static_cast<std::size_t>(capacity_) * row_bytes(); }
-  std::size_t offset(int slot, int head, Part part, int index) const {
-    const std::size_t list = static_cast<std::size_t>(2 * (slot * num_heads_ + head) + (part == Part::value ? 1 : 0));
-    return (list * static_cast<std::size_t>(capacity_) + static_cast<std::size_t>(index)) * row_bytes();
+  std::size_t slot_bytes() const {
+    return 2 * static_cast<std::size_t>(num_heads_) * static_cast<std::size_t>(capacity_) *
+           row_bytes();
   }
-  std::byte* at(int slot, int head, Part part, int index) { return memory_.data() + offset(slot, head, part, index); }
-  const std::byte* at(int slot, int head, Part part, int index) const { return memory_.data() + offset(slot, head, part, index); }
+  std::size_t offset(int slot, int head, Part part, int index) const {
+    const std::size_t list =
+        static_cast<std::size_t>(2 * (slot * num_heads_ + head) + (part == Part::value ? 1 : 0));
+    return (list * static_cast<std::size_t>(capacity_) + static_cast<std::size_t>(index)) *
+           row_bytes();
+  }
+  std::byte* at(int slot, int head, Part part, int index) {
+    return memory_.data() + offset(slot, head, part, index);
+  }
+  const std::byte* at(int slot, int head, Part part, int index) const {
+    return memory_.data() + offset(slot, head, part, index);
+  }
 
   int num_heads_ = 0;
   int capacity_ = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/thread_pool.hpp  A small fork-join pool: run(n, f) calls f(task, thread) for every task and waits.
+/// @file cpu/thread_pool.hpp  A small fork-join pool: run(n, f) calls f(task, thread) for every
+/// task and waits.
 #pragma once
 
 #include <atomic>
@@ -17,13 +18,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Threads that an engine and its caches can share. The results of the library never depend on how many.
-/// run() is not reentrant and is called by one thread at a time. If tasks throw, run() rethrows one
-/// of their exceptions after all have ended.
+/// @brief Threads that an engine and its caches can share. The results of the library never depend
+/// on how many. run() is not reentrant and is called by one thread at a time. If tasks throw, run()
+/// rethrows one of their exceptions after all have ended.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads) {
-    for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+    for (int thread = 1; thread < num_threads; ++thread)
+      workers_.emplace_back([this, thread] { work(thread); });
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -39,7 +41,8 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  /// @brief Calls function(task, thread) for task in [0, num_tasks), thread in [0, num_threads()). No allocation.
+  /// @brief Calls function(task, thread) for task in [0, num_tasks), thread in [0, num_threads()).
+  /// No allocation.
   template <class Function>
   void run(std::int64_t num_tasks, Function&& function) {
     if (workers_.empty() || num_tasks <= 1) {
@@ -84,7 +87,8 @@ class ThreadPool {
     std::uint64_t seen = 0;
     for (;;) {
       // A decode step forks every few microseconds: spin briefly before sleeping.
-      for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen; ++spin) {
+      for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen;
+           ++spin) {
         if (spin > 200) std::this_thread::yield();
       }
       {

@@ -17,7 +17,8 @@ namespace cpu {
 /// A score above all others.
 inline constexpr float kAlways = std::numeric_limits<float>::infinity();
 
-/// @brief The indices of the `count` largest scores, ascending; of equal scores the earlier row wins. Cost: O(n log count).
+/// @brief The indices of the `count` largest scores, ascending; of equal scores the earlier row
+/// wins. Cost: O(n log count).
 inline std::vector<std::int64_t> top_rows(std::span<const float> scores, std::int64_t count) {
   const std::int64_t limit = static_cast<std::int64_t>(scores.size());
   std::vector<std::int64_t> order(scores.size());

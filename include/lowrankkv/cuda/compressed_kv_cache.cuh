@@ -32,19 +32,22 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief The KV cache of one attention layer in device memory. Views point to device memory; every call enqueues on the stream it is given and
-/// returns. append(), attend() and accumulate() allocate nothing, wait for nothing and can be captured in a CUDA graph.
+/// @brief The KV cache of one attention layer in device memory. Views point to device memory; every
+/// call enqueues on the stream it is given and returns. append(), attend() and accumulate()
+/// allocate nothing, wait for nothing and can be captured in a CUDA graph.
 ///
-/// A captured append() advances the device's lengths at every replay; the host's follow with advance(), before the replay. A graph is
-/// good until one of its sequences is erased. Everything else is refused during capture.
-/// Works with the policies of cuda/backend.cuh. One thread calls a cache at a time, and its calls are on one stream or
-/// on streams that wait for each other. A row that is not finite, or beyond full_type where config.check_finite is set, is stored as
-/// zeros and counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
+/// A captured append() advances the device's lengths at every replay; the host's follow with
+/// advance(), before the replay. A graph is good until one of its sequences is erased. Everything
+/// else is refused during capture. Works with the policies of cuda/backend.cuh. One thread calls a
+/// cache at a time, and its calls are on one stream or on streams that wait for each other. A row
+/// that is not finite, or beyond full_type where config.check_finite is set, is stored as zeros and
+/// counted: faults(). (append() refuses the token's rows in all heads, prompts those of the head.)
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>
+    : cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
   using Base = cuda::CacheBase<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using typename Base::Layer;
   using Base::layer_;
+  using typename Base::Layer;
 
  public:
   using typename Base::PolicySet;
@@ -73,35 +76,51 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
 
   /// @brief Makes an empty cache. Allocates on the device.
   /// @param basis  the calibrated maps; may be empty if the token policy compresses nothing
-  /// @param pool   pages shared with other layers; null: a pool of its own (config.page_bytes, config.num_pages)
-  /// @param workspace  device memory of workspace_bytes() for attend(), which must outlive the cache; layers whose calls follow each other can share it. Null: of its own
+  /// @param pool   pages shared with other layers; null: a pool of its own (config.page_bytes,
+  /// config.num_pages)
+  /// @param workspace  device memory of workspace_bytes() for attend(), which must outlive the
+  /// cache; layers whose calls follow each other can share it. Null: of its own
   /// @throws ShapeError, ValueError, CapacityError naming both values; DeviceError
-  explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {}, const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr, const cuda::LentMemory& workspace = {})
+  explicit CompressedKVCache(const CacheConfig& config, const LayerBasis& basis = {},
+                             const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr,
+                             const cuda::LentMemory& workspace = {})
       : Base(config, basis, policies, std::move(pool), workspace) {}
 
-  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of unrotated keys want 4 of them a token of max_sequences x max_tokens and query head (cuda/state/workspace.cuh).
-  static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
+  /// @brief Bytes of the workspace that attend() needs, for a caller who lends it. Joint values of
+  /// unrotated keys want 4 of them a token of max_sequences x max_tokens and query head
+  /// (cuda/state/workspace.cuh).
+  static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis,
+                                     const PolicySet& policies) {
     return Layer::decode_bytes(Layer::checked(config, basis, policies, nullptr), basis, policies);
   }
 
-  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond max_sequences.
+  /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond
+  /// max_sequences.
   void create(SequenceId seq, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("create", stream);
     layer_.state.clear(layer_.sequences.add(seq), stream);
   }
-  /// @brief Starts `target` as a copy of `source`. Pages are shared until one of the two writes to them; the tail, tables and the sequence's own epochs are copied.
+  /// @brief Starts `target` as a copy of `source`. Pages are shared until one of the two writes to
+  /// them; the tail, tables and the sequence's own epochs are copied.
   /// @throws SequenceError if target exists, CapacityError beyond max_sequences
   void fork(SequenceId source, SequenceId target, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("fork", stream);
     const int from = cuda::idle_slot(layer_, source);
     cuda::fork_sequence(layer_.state, from, layer_.sequences.add_copy(from, target), stream);
   }
-  bool contains(SequenceId seq) const { return layer_.sequences.contains(seq); }  ///< whether create() was called for it, or fork() or load()
+  bool contains(SequenceId seq) const {
+    return layer_.sequences.contains(seq);
+  }  ///< whether create() was called for it, or fork() or load()
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
-  std::int64_t num_tokens(SequenceId seq) const { return layer_.tokens_of(layer_.sequences.find(seq)); }
+  std::int64_t num_tokens(SequenceId seq) const {
+    return layer_.tokens_of(layer_.sequences.find(seq));
+  }
   /// @brief Tokens that are at full rank at the end of the sequence.
-  int tail_length(SequenceId seq) const { return layer_.state.sequence(layer_.sequences.find(seq)).tail_length; }
-  /// @brief Ends a sequence, also one whose prompt is unfinished, and frees its pages: work enqueued later may use them.
+  int tail_length(SequenceId seq) const {
+    return layer_.state.sequence(layer_.sequences.find(seq)).tail_length;
+  }
+  /// @brief Ends a sequence, also one whose prompt is unfinished, and frees its pages: work
+  /// enqueued later may use them.
   void erase(SequenceId seq, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("erase", stream);
     const int slot = layer_.sequences.find(seq);
@@ -110,40 +129,62 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     layer_.sequences.remove(seq);
   }
 
-  /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query` over what is stored, the earlier rows of its chunk and itself,
-  /// rounded to full_type. HeavyHitters: what rows receive from these queries counts.
+  /// @brief Attends to a prompt exactly, then stores it: out = causal softmax attention of `query`
+  /// over what is stored, the earlier rows of its chunk and itself, rounded to full_type.
+  /// HeavyHitters: what rows receive from these queries counts.
   ///
-  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls are cut: a chunk attends exactly to itself and to the stored form of earlier ones.
-  /// Otherwise it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for each. Not capturable: buffers grow to the longest chunk so far, which waits for the device; so does the end of a chunk whose rows scores and errors choose under FrequentDirections, or where ResidualOutliers has a threshold.
-  /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append, attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions are refused
+  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls
+  /// are cut: a chunk attends exactly to itself and to the stored form of earlier ones. Otherwise
+  /// it is one chunk. A chunk that comes in several calls waits at full_type, and is packed for
+  /// each. Not capturable: buffers grow to the longest chunk so far, which waits for the device; so
+  /// does the end of a chunk whose rows scores and errors choose under FrequentDirections, or where
+  /// ResidualOutliers has a threshold.
+  /// @param query, out [n, num_qo_heads, head_dim]  @param key, value [n, num_kv_heads, head_dim]
+  /// @param lse [n, num_qo_heads], natural log, optional
+  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append,
+  /// attend, accumulate, maintain, truncate, remove, fork, save, shift_positions, divide_positions
+  /// are refused
   /// @throws as ingest()
-  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse, Prompt prompt, cudaStream_t stream = nullptr) {
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
+               const OutputView& out, const LseView& lse, Prompt prompt,
+               cudaStream_t stream = nullptr) {
     cuda::refuse_capture("prefill", stream);
     const int slot = cuda::check_prompt(layer_, seq, key, value);
     cuda::check_queries(layer_, query, out, lse, key.num_tokens);
-    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
+                                    lse.token_stride};
     cuda::take_prompt(layer_, slot, {key, value, query, target, true}, prompt, stream);
   }
-  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
+               const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
     prefill(seq, query, key, value, out, lse, Prompt::complete, stream);
   }
 
-  /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows leave full rank as the token policy says. In chunks as prefill().
+  /// @brief Stores a prompt that the engine attended to itself: all but the last `recent` rows
+  /// leave full rank as the token policy says. In chunks as prefill().
   /// @param key, value [n, num_kv_heads, head_dim]
-  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by updaters that choose prompt rows by score, and by token policies that do (SnapKV: its window;
-  /// all n tokens if chunks end inside the call; HeavyHitters: all n tokens, which are then attended to)
+  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by
+  /// updaters that choose prompt rows by score, and by token policies that do (SnapKV: its window;
+  /// all n tokens if chunks end inside the call; HeavyHitters: all n tokens, which are then
+  /// attended to)
   /// @throws CapacityError beyond max_tokens or if the pool lacks the pages, ShapeError
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window, Prompt prompt, cudaStream_t stream = nullptr) {
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window,
+              Prompt prompt, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("ingest", stream);
     const int slot = cuda::check_prompt(layer_, seq, key, value);
     cuda::check_query_window(layer_, slot, q_window, key.num_tokens);
     constexpr bool attends = Layer::Rows::accumulates_scores;  // masses need normalised attention
     cuda::take_prompt(layer_, slot, {key, value, q_window, {}, attends}, prompt, stream);
   }
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window = {}, cudaStream_t stream = nullptr) { ingest(seq, key, value, q_window, Prompt::complete, stream); }  ///< a complete prompt
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) { ingest(seq, key, value, {}, stream); }  ///< a complete prompt whose queries nobody wants
-  /// @brief Stores what is left of a prompt whose last part came with Prompt::continues, and waits for counts where ingest() does. @throws CapacityError if others have taken the pages since
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
+              const QueryView& q_window = {}, cudaStream_t stream = nullptr) {
+    ingest(seq, key, value, q_window, Prompt::complete, stream);
+  }  ///< a complete prompt
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream) {
+    ingest(seq, key, value, {}, stream);
+  }  ///< a complete prompt whose queries nobody wants
+  /// @brief Stores what is left of a prompt whose last part came with Prompt::continues, and waits
+  /// for counts where ingest() does. @throws CapacityError if others have taken the pages since
   void finish_prompt(SequenceId seq, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("finish_prompt", stream);
     const int slot = layer_.sequences.find(seq);
@@ -151,9 +192,12 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     cuda::finish_prompt(layer_, slot, stream);
   }
 
-  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i]. Capturable.
-  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between steps)
-  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+  /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i].
+  /// Capturable.
+  /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between
+  /// steps)
+  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value,
+              cudaStream_t stream = nullptr) {
     const int m = cuda::check_tokens(layer_, seqs, key, value);
     const bool replayed = cuda::capturing(stream);
     if (!replayed) check_advance(seqs, m);
@@ -162,34 +206,51 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     });
     if (!replayed) cuda::advance_host(layer_, seqs, m);
   }
-  void append(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append(std::span(&seq, 1), key, value, stream); }  ///< of one sequence
-  /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed. @throws as append()
+  void append(SequenceId seq, const KeyView& key, const ValueView& value,
+              cudaStream_t stream = nullptr) {
+    append(std::span(&seq, 1), key, value, stream);
+  }  ///< of one sequence
+  /// @brief Tells the host that a captured append() of m tokens a sequence is about to be replayed.
+  /// @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) {
     check_advance(seqs, m);
     cuda::advance_host(layer_, seqs, m);
   }
   /// @brief Raises what advance() would raise for these arguments.
-  void check_advance(std::span<const SequenceId> seqs, int m) const { cuda::check_advance(layer_, seqs, m, config().tail_capacity); }
+  void check_advance(std::span<const SequenceId> seqs, int m) const {
+    cuda::check_advance(layer_, seqs, m, config().tail_capacity);
+  }
 
-  /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the whole batch, one more for every sequence that
-  /// needs pages, some for each where residuals are kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but where ResidualOutliers has a threshold or goes with HeavyHitters, for counts.
+  /// @brief Flushes every tail longer than recent + T, T rows at a time. A few launches for the
+  /// whole batch, one more for every sequence that needs pages, some for each where residuals are
+  /// kept (for every 2048 rows that go, or could go, to another epoch too); waits for nothing, but
+  /// where ResidualOutliers has a threshold or goes with HeavyHitters, for counts.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("maintain", stream);
     cuda::flush(layer_, cuda::idle_slots(layer_, seqs), stream);
   }
-  void maintain(SequenceId seq, cudaStream_t stream = nullptr) { maintain(std::span(&seq, 1), stream); }  ///< of one sequence
+  void maintain(SequenceId seq, cudaStream_t stream = nullptr) {
+    maintain(std::span(&seq, 1), stream);
+  }  ///< of one sequence
   /// @brief Upper bound of the pages that maintain(seqs) takes.
-  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const { return cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), 0); }
+  std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const {
+    return cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), 0);
+  }
 
-  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the end. Not capturable.
+  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the
+  /// end. Not capturable.
   /// @throws as append(), CapacityError if the pool lacks the pages for all of it
-  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) {
+  void append_maintained(std::span<const SequenceId> seqs, const KeyView& key,
+                         const ValueView& value, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("append_maintained", stream);
     const int m = cuda::check_tokens(layer_, seqs, key, value);
     cuda::check_advance(layer_, seqs, m, std::int64_t{1} << 40);
-    layer_.state.pool().allocator().require(cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), m));
+    layer_.state.pool().allocator().require(
+        cuda::pages_to_flush(layer_, cuda::idle_slots(layer_, seqs), m));
     maintain(seqs, stream);
-    if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) { return m <= config().tail_capacity - tail_length(seq); })) {
+    if (std::all_of(seqs.begin(), seqs.end(), [&](SequenceId seq) {
+          return m <= config().tail_capacity - tail_length(seq);
+        })) {
       append(seqs, key, value, stream);
     } else {
       for (std::size_t i = 0; i < seqs.size(); ++i) {
@@ -204,91 +265,134 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     }
     maintain(seqs, stream);
   }
-  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value, cudaStream_t stream = nullptr) { append_maintained(std::span(&seq, 1), key, value, stream); }  ///< of one sequence
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value,
+                         cudaStream_t stream = nullptr) {
+    append_maintained(std::span(&seq, 1), key, value, stream);
+  }  ///< of one sequence
 
-  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Capturable; changes nothing.
+  /// @brief Attention of the last m appended tokens of each sequence, causal among those m.
+  /// Capturable; changes nothing.
   ///
-  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 sums; the same bits in any batch and every time.
-  /// @param query [seqs.size() * m, num_qo_heads, head_dim]  @param out the same, f32  @param lse [seqs.size() * m, num_qo_heads], natural log, optional
+  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 sums; the same bits in any
+  /// batch and every time.
+  /// @param query [seqs.size() * m, num_qo_heads, head_dim]  @param out the same, f32  @param lse
+  /// [seqs.size() * m, num_qo_heads], natural log, optional
   /// @throws ShapeError if m exceeds a tail or config.max_query_tokens
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
+              const LseView& lse = {}, cudaStream_t stream = nullptr) {
     cuda::check_queries(layer_, query, out, lse, query.num_tokens);
-    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    const cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
+                                    lse.token_stride};
     cuda::attend_sequences<false>(layer_, seqs, query, target, cuda::QueryTokens::own, stream);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, stream); }  ///< of one sequence
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out,
+              const LseView& lse = {}, cudaStream_t stream = nullptr) {
+    attend(std::span(&seq, 1), query, out, lse, stream);
+  }  ///< of one sequence
 
-  /// @brief attend(), and how much attention every position received from these queries, summed over them and the heads of a group: what HeavyHitters is given with accumulate(). Dropped positions get 0. Costs the
-  /// keys once more, and where they are stored before their rotary embedding what attention costs; capturable; changes nothing.
-  /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least the tokens of the longest sequence, captured: max_tokens. Empty: as without
+  /// @brief attend(), and how much attention every position received from these queries, summed
+  /// over them and the heads of a group: what HeavyHitters is given with accumulate(). Dropped
+  /// positions get 0. Costs the keys once more, and where they are stored before their rotary
+  /// embedding what attention costs; capturable; changes nothing.
+  /// @param mass  [seqs.size(), num_kv_heads, positions], every one of which is written; at least
+  /// the tokens of the longest sequence, captured: max_tokens. Empty: as without
   /// @throws as attend(), ShapeError
-  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out, const LseView& lse, const ScoreView& accumulated, cudaStream_t stream = nullptr) {
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
+              const LseView& lse, const ScoreView& accumulated, cudaStream_t stream = nullptr) {
     cuda::check_queries(layer_, query, out, lse, query.num_tokens);
-    cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data, lse.token_stride};
+    cuda::DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
+                              lse.token_stride};
     if (accumulated.data != nullptr && lse.data == nullptr) {
       target.lse = layer_.state.workspace().step_lse();
       target.lse_stride = config().shape.num_qo_heads;
     }
-    cuda::attend_sequences<true>(layer_, seqs, query, target, cuda::QueryTokens::own, stream, accumulated);
+    cuda::attend_sequences<true>(layer_, seqs, query, target, cuda::QueryTokens::own, stream,
+                                 accumulated);
   }
-  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse, const ScoreView& accumulated, cudaStream_t stream = nullptr) { attend(std::span(&seq, 1), query, out, lse, accumulated, stream); }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse,
+              const ScoreView& accumulated, cudaStream_t stream = nullptr) {
+    attend(std::span(&seq, 1), query, out, lse, accumulated, stream);
+  }
 
-  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. Capturable.
-  /// A number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
-  /// @param mass  as given to attend(); empty: nothing  @throws ShapeError, SequenceError if a sequence is named twice
-  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated, cudaStream_t stream = nullptr)
-    requires(Layer::Rows::accumulates_scores)
-  {
+  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received
+  /// so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. Capturable. A
+  /// number of a stored row that is not in [0, 1e30] adds nothing and is counted: faults().
+  /// @param mass  as given to attend(); empty: nothing  @throws ShapeError, SequenceError if a
+  /// sequence is named twice
+  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated,
+                  cudaStream_t stream = nullptr) requires(Layer::Rows::accumulates_scores) {
     cuda::accumulate_scores(layer_, seqs, accumulated, stream);
   }
-  void accumulate(SequenceId seq, const ScoreView& accumulated, cudaStream_t stream = nullptr)
-    requires(Layer::Rows::accumulates_scores)
-  {
+  void accumulate(SequenceId seq, const ScoreView& accumulated,
+                  cudaStream_t stream = nullptr) requires(Layer::Rows::accumulates_scores) {
     accumulate(std::span(&seq, 1), accumulated, stream);
   }
 
-  /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens: unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes
-  /// nothing.
-  /// @param query  [seqs.size() * m, num_qo_heads, head_dim]  @param states  the same tokens, num_qo_heads heads
-  /// @param tokens own: the last m of the tail, causal among those m; elsewhere: behind everything that is stored here, all of which they see. Positions of keys that are stored
-  /// before their rotary embedding count from this cache's first token: give queries that are turned back by the position of that token
+  /// @brief attend() over a part of each sequence, for caches that share a sequence's tokens:
+  /// unnormalised states, which cuda::merge_states() makes outputs of. Capturable; changes nothing.
+  /// @param query  [seqs.size() * m, num_qo_heads, head_dim]  @param states  the same tokens,
+  /// num_qo_heads heads
+  /// @param tokens own: the last m of the tail, causal among those m; elsewhere: behind everything
+  /// that is stored here, all of which they see. Positions of keys that are stored before their
+  /// rotary embedding count from this cache's first token: give queries that are turned back by the
+  /// position of that token
   /// @throws as attend()
-  void attend_partial(std::span<const SequenceId> seqs, const QueryView& query, const cuda::StateView& states, cuda::QueryTokens tokens, cudaStream_t stream = nullptr) {
+  void attend_partial(std::span<const SequenceId> seqs, const QueryView& query,
+                      const cuda::StateView& states, cuda::QueryTokens tokens,
+                      cudaStream_t stream = nullptr) {
     const OutputView out{states.values, states.num_tokens, states.num_heads, states.head_dim};
     const LseView lse{states.maximum, states.num_tokens, states.num_heads};
     cuda::check_queries(layer_, query, out, lse, query.num_tokens);
     if (states.maximum == nullptr || states.sum == nullptr) {
-      detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens, " x ", states.num_heads, " numbers expected");
+      detail::fail<ShapeError>("states: maximum or sum is null, memory for ", states.num_tokens,
+                               " x ", states.num_heads, " numbers expected");
     }
     const std::int64_t token_stride = std::int64_t{states.num_heads} * states.head_dim;
-    const cuda::DeviceOutput target{states.values, token_stride, states.head_dim, states.maximum, states.num_heads, states.sum};
+    const cuda::DeviceOutput target{states.values,  token_stride,     states.head_dim,
+                                    states.maximum, states.num_heads, states.sum};
     cuda::attend_sequences<false>(layer_, seqs, query, target, tokens, stream);
   }
 
-  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp), against attention over
-  /// the same tokens at full rank, rounded to full_type as they arrived; dropped tokens are outside them. Needs config.keep_residuals. A query or an lse that is not finite has no bound.
-  /// Cost: a reconstruction of the keys, their logits once more; a few launches a sequence and 2048 rows. Scratch memory may be allocated; waits for nothing else; not capturable.
-  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m, num_qo_heads], device memory
-  /// @param allowed  the most that is not too much, per bound  @param exceeding  device memory: how many of `out` exceed it in some bound is added; null: nowhere
+  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens
+  /// of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp),
+  /// against attention over the same tokens at full rank, rounded to full_type as they arrived;
+  /// dropped tokens are outside them. Needs config.keep_residuals. A query or an lse that is not
+  /// finite has no bound. Cost: a reconstruction of the keys, their logits once more; a few
+  /// launches a sequence and 2048 rows. Scratch memory may be allocated; waits for nothing else;
+  /// not capturable.
+  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m,
+  /// num_qo_heads], device memory
+  /// @param allowed  the most that is not too much, per bound  @param exceeding  device memory: how
+  /// many of `out` exceed it in some bound is added; null: nowhere
   /// @throws StateError without config.keep_residuals, ShapeError as attend()
-  void certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr,
-               cudaStream_t stream = nullptr) {
+  void certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse,
+               const CertificateView& out, const Certificate& allowed = kUnboundedCertificate,
+               std::uint32_t* exceeding = nullptr, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("certify", stream);
     const int m = cuda::check_certify(layer_, seqs, query, lse, out);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const std::int64_t first = static_cast<std::int64_t>(i) * m;
-      const cuda::WeightQueries queries = cuda::weight_queries(layer_.state, query, lse.data, lse.token_stride, m, first);
+      const cuda::WeightQueries queries =
+          cuda::weight_queries(layer_.state, query, lse.data, lse.token_stride, m, first);
       const int slot = layer_.sequences.find(seqs[i]);
-      cuda::certify_sequence<Layer::coded_groups>(layer_.state, slot, queries, out, allowed, exceeding, stream);
+      cuda::certify_sequence<Layer::coded_groups>(layer_.state, slot, queries, out, allowed,
+                                                  exceeding, stream);
     }
   }
-  void certify(SequenceId seq, const QueryView& query, const LseView& lse, const CertificateView& out, const Certificate& allowed = kUnboundedCertificate, std::uint32_t* exceeding = nullptr, cudaStream_t stream = nullptr) {
+  void certify(SequenceId seq, const QueryView& query, const LseView& lse,
+               const CertificateView& out, const Certificate& allowed = kUnboundedCertificate,
+               std::uint32_t* exceeding = nullptr, cudaStream_t stream = nullptr) {
     certify(std::span(&seq, 1), query, lse, out, allowed, exceeding, stream);
   }
-  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as stored, others decoded, dropped ones as zeros; rows of an unfinished prompt that wait, rounded to full_type.
-  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are rounded
-  /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim products a row
-  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key, const ValueTargetView& value, cudaStream_t stream = nullptr) const {
+  /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as
+  /// stored, others decoded, dropped ones as zeros; rows of an unfinished prompt that wait, rounded
+  /// to full_type.
+  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are
+  /// rounded
+  /// @throws ShapeError  Cost: the stored rows once, the written ones once; 2 x channels x head_dim
+  /// products a row
+  void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key,
+                   const ValueTargetView& value, cudaStream_t stream = nullptr) const {
     cuda::refuse_capture("reconstruct", stream);
     const CacheShape& shape = config().shape;
     const int slot = layer_.sequences.find(seq);
@@ -296,84 +400,113 @@ class CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer, EpochPolic
     detail::check_rows("value", value, key.num_tokens, shape.num_kv_heads, shape.head_dim);
     const std::int64_t tokens = num_tokens(seq), count = key.num_tokens;
     if (first < 0 || first > tokens || count > tokens - first) {
-      detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first, ", sequence has ", tokens, " tokens");
+      detail::fail<ShapeError>("reconstruct: ", count, " tokens from position ", first,
+                               ", sequence has ", tokens, " tokens");
     }
     const std::int64_t in_lists = layer_.state.sequence(slot).num_tokens;
     const std::int64_t stored = (std::clamp)(in_lists - first, std::int64_t{0}, count);
     const cuda::DeviceTarget keys = cuda::device_target(key), values = cuda::device_target(value);
     if (stored > 0) {
       const cuda::TokenRange range = cuda::token_range(layer_.state, slot, first, stored);
-      cuda::reconstruct_rows<Layer::coded_groups, Layer::joins>(layer_.state, slot, range, Layer::Rows::drops, keys, values, stream);
+      cuda::reconstruct_rows<Layer::coded_groups, Layer::joins>(
+          layer_.state, slot, range, Layer::Rows::drops, keys, values, stream);
     }
     if (count > stored) {
       const cuda::OpenPrompt& waiting = layer_.prompts.of(slot);
-      cuda::reconstruct_waiting(config(), waiting, first + stored - in_lists, stored, count - stored, keys, values, stream);
+      cuda::reconstruct_waiting(config(), waiting, first + stored - in_lists, stored,
+                                count - stored, keys, values, stream);
     }
   }
 
-  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the tail, and of an unfinished prompt that wait, are full. Waits for the stream.
+  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the
+  /// tail, and of an unfinished prompt that wait, are full. Waits for the stream.
   /// @throws ShapeError beyond the heads or the sequence
-  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states, cudaStream_t stream = nullptr) const {
+  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states,
+                  cudaStream_t stream = nullptr) const {
     cuda::refuse_capture("row_states", stream);
-    cuda::read_row_states(layer_.state, layer_.sequences.find(seq), num_tokens(seq), kv_head, first, states, stream);
+    cuda::read_row_states(layer_.state, layer_.sequences.find(seq), num_tokens(seq), kv_head, first,
+                          states, stream);
   }
 
   /// @brief How many rows were refused since the cache was made. Waits for the device.
   std::uint32_t faults() const {
     std::uint32_t count = 0;
     cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    cuda::check(cudaMemcpy(&count, layer_.state.tables().faults, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    cuda::check(
+        cudaMemcpy(&count, layer_.state.tables().faults, sizeof(count), cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
     return count;
   }
 
   /// @brief Bytes that save() writes for a sequence.
-  std::size_t save_bytes(SequenceId seq) const { return cuda::save_sequence(layer_.state, cuda::idle_slot(layer_, seq), {}, true, nullptr); }
-  /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of page size; own epochs included, the calibrated maps
-  /// as a fingerprint. Loaded, it goes on bit for bit as the original. Waits for the stream; scratch memory may be allocated. The bytes are this backend's own.
+  std::size_t save_bytes(SequenceId seq) const {
+    return cuda::save_sequence(layer_.state, cuda::idle_slot(layer_, seq), {}, true, nullptr);
+  }
+  /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of
+  /// page size; own epochs included, the calibrated maps as a fingerprint. Loaded, it goes on bit
+  /// for bit as the original. Waits for the stream; scratch memory may be allocated. The bytes are
+  /// this backend's own.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
-  std::size_t save(SequenceId seq, std::span<std::byte> buffer, cudaStream_t stream = nullptr) const {
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer,
+                   cudaStream_t stream = nullptr) const {
     cuda::refuse_capture("save", stream);
     return cuda::save_sequence(layer_.state, cuda::idle_slot(layer_, seq), buffer, false, stream);
   }
-  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps, policies and tail capacity; max_tokens, pages and other
-  /// sequences may differ. Waits for the stream.
-  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer, CapacityError if they do not fit
+  /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types,
+  /// maps, policies and tail capacity; max_tokens, pages and other sequences may differ. Waits for
+  /// the stream.
+  /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer,
+  /// CapacityError if they do not fit
   void load(SequenceId seq, std::span<const std::byte> saved, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("load", stream);
     const cuda::SavedSequence sequence = cuda::read_sequence(layer_.state, saved);
-    cuda::check_saved_rows(layer_, sequence.rows, sequence.counts.num_tokens - sequence.counts.tail_length);
-    layer_.state.pool().scratch(sequence.block.size());  // what may fail comes before the sequence exists
+    cuda::check_saved_rows(layer_, sequence.rows,
+                           sequence.counts.num_tokens - sequence.counts.tail_length);
+    layer_.state.pool().scratch(
+        sequence.block.size());  // what may fail comes before the sequence exists
     cuda::load_sequence(layer_.state, layer_.sequences.add(seq), sequence, stream);
   }
 
-  /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them. Waits for the device where epochs begin when values say so.
+  /// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to
+  /// whole units is counted with them. Waits for the device where epochs begin when values say so.
   MemoryUsage memory(SequenceId seq) const {
     const int slot = layer_.sequences.find(seq);
-    return cuda::sequence_memory(layer_.state, slot, Layer::listed(), layer_.prompts.of(slot).bytes());
+    return cuda::sequence_memory(layer_.state, slot, Layer::listed(),
+                                 layer_.prompts.of(slot).bytes());
   }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved.
   MemoryUsage memory() const {
     MemoryUsage usage;
     layer_.sequences.for_each([&](SequenceId seq, int) { usage += memory(seq); });
     usage.shared_bytes = layer_.state.shared_map_bytes();
-    const std::size_t in_use = usage.pending_bytes + usage.tail_bytes + usage.epoch_bytes + usage.updater_bytes + usage.residual_bytes;
-    usage.reserved_bytes = layer_.state.reserved_bytes() + layer_.prompts.bytes() - in_use + pool().idle_bytes();
+    const std::size_t in_use = usage.pending_bytes + usage.tail_bytes + usage.epoch_bytes +
+                               usage.updater_bytes + usage.residual_bytes;
+    usage.reserved_bytes =
+        layer_.state.reserved_bytes() + layer_.prompts.bytes() - in_use + pool().idle_bytes();
     return usage;
   }
-  /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and max_query_tokens.
+  /// @brief Device memory that attend() works in, owned or lent; made for max_sequences and
+  /// max_query_tokens.
   std::size_t workspace_bytes() const { return layer_.state.workspace().decode_bytes(); }
-  /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for the device where epochs begin when values say so.
+  /// @brief What has happened since the cache was made; rejected updates are not noticed. Waits for
+  /// the device where epochs begin when values say so.
   CacheStatistics statistics() const {
     CacheStatistics all = layer_.statistics;
     if constexpr (Layer::device_epochs) cuda::count_device_epochs(layer_.state, all);
     return all;
   }
-  /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys), unless the token policy keeps all at full rank.
+  /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys),
+  /// unless the token policy keeps all at full rank.
   int tokens_per_page(int kv_head) const { return cuda::tokens_per_page(layer_.state, kv_head); }
-  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the tail (compressed, unless the token policy keeps all at full rank).
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the
+  /// tail (compressed, unless the token policy keeps all at full rank).
   std::size_t bytes_for(std::int64_t tokens) const { return cuda::bytes_for(layer_.state, tokens); }
-  int num_free_sequences() const { return layer_.sequences.num_free(); }  ///< that create() still has room for
-  const CacheConfig& config() const { return layer_.config; }  ///< as it was given, defaults filled in
+  int num_free_sequences() const {
+    return layer_.sequences.num_free();
+  }  ///< that create() still has room for
+  const CacheConfig& config() const {
+    return layer_.config;
+  }                                                         ///< as it was given, defaults filled in
   const Pool& pool() const { return layer_.state.pool(); }  ///< pages, which layers may share
 };
 

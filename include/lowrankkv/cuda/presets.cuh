@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/presets.cuh  The presets on NVIDIA GPUs: FullKV<Cuda>, StaticPCA<Cuda>, StaticPCAHybrid<Cuda>, OjaKV<Cuda>, OjaKVv2<Cuda>, OjaKVSnapKV<Cuda>, SubSpaceG<Cuda>, StarKV<Cuda>,
-/// Dlrp<Cuda>, SnapKVOnly<Cuda>, StreamingLLM<Cuda>, H2O<Cuda>, Budgeted<Cuda>, and any cache whose policies cuda/backend.cuh has.
+/// @file cuda/presets.cuh  The presets on NVIDIA GPUs: FullKV<Cuda>, StaticPCA<Cuda>,
+/// StaticPCAHybrid<Cuda>, OjaKV<Cuda>, OjaKVv2<Cuda>, OjaKVSnapKV<Cuda>, SubSpaceG<Cuda>,
+/// StarKV<Cuda>, Dlrp<Cuda>, SnapKVOnly<Cuda>, StreamingLLM<Cuda>, H2O<Cuda>, Budgeted<Cuda>, and
+/// any cache whose policies cuda/backend.cuh has.
 #pragma once
 
 #include "lowrankkv/cuda/compressed_kv_cache.cuh"

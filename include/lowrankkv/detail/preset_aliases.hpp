@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file detail/preset_aliases.hpp  The papers' systems, and the library's own, as one-line aliases; presets.hpp and cuda/presets.cuh add the caches.
+/// @file detail/preset_aliases.hpp  The papers' systems, and the library's own, as one-line
+/// aliases; presets.hpp and cuda/presets.cuh add the caches.
 #pragma once
 
 #include "lowrankkv/fwd.hpp"
@@ -10,31 +11,39 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <class Backend = Cpu>
 using FullKV = CompressedKVCache<Backend, PerHead, Static, KeepFull, NoQuantizer>;
 
-/// @brief Everything projected onto the calibrated bases (Eigen Attention; the StaticPCA of OjaKV's tables).
+/// @brief Everything projected onto the calibrated bases (Eigen Attention; the StaticPCA of OjaKV's
+/// tables).
 template <class Backend = Cpu>
 using StaticPCA = CompressedKVCache<Backend, PerHead, Static, CompressAll, NoQuantizer>;
 
-/// @brief StaticPCA with sinks and a recent window at full rank (the StaticPCA-H of OjaKV's tables).
+/// @brief StaticPCA with sinks and a recent window at full rank (the StaticPCA-H of OjaKV's
+/// tables).
 template <class Backend = Cpu>
 using StaticPCAHybrid = CompressedKVCache<Backend, PerHead, Static, SinkRecent, NoQuantizer>;
 
-/// @brief OjaKV: the hybrid, its bases updated on the prompt's salient tokens and every T decoded tokens.
+/// @brief OjaKV: the hybrid, its bases updated on the prompt's salient tokens and every T decoded
+/// tokens.
 template <class Backend = Cpu>
 using OjaKV = CompressedKVCache<Backend, PerHead, Oja, SinkRecent, NoQuantizer>;
 
-/// @brief OjaKV version 2: besides, the tokens that the adapted basis reconstructs worst stay at full rank.
+/// @brief OjaKV version 2: besides, the tokens that the adapted basis reconstructs worst stay at
+/// full rank.
 template <class Backend = Cpu>
-using OjaKVv2 = CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
+using OjaKVv2 =
+    CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;
 
-/// @brief OjaKV on the tokens that SnapKV keeps of the prompt (OjaKV section 6, compounded savings).
+/// @brief OjaKV on the tokens that SnapKV keeps of the prompt (OjaKV section 6, compounded
+/// savings).
 template <class Backend = Cpu>
-using OjaKVSnapKV = CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>;
+using OjaKVSnapKV =
+    CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, SnapKV>, NoQuantizer>;
 
 /// @brief SubSpace-G: global per-head bases, every token projected, coefficients in 8 bits.
 template <class Backend = Cpu>
 using SubSpaceG = CompressedKVCache<Backend, PerHead, Static, CompressAll, Int8>;
 
-/// @brief SubSpace-A: chunks whose bases come from a Frequent Directions sketch; the first tokens (warm-up) at full rank.
+/// @brief SubSpace-A: chunks whose bases come from a Frequent Directions sketch; the first tokens
+/// (warm-up) at full rank.
 template <class Backend = Cpu>
 using SubSpaceA = CompressedKVCache<Backend, PerHead, FrequentDirections, SinkRecent, Int8>;
 
@@ -44,7 +53,8 @@ using StarKV = CompressedKVCache<Backend, JointValues, Static, SinkRecent, Block
 
 /// @brief STAR-KV on the tokens that H2O keeps.
 template <class Backend = Cpu>
-using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRecent, HeavyHitters>, BlockHadamard>;
+using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRecent, HeavyHitters>,
+                                    BlockHadamard>;
 
 /// @brief DLRP: the four maps of a Deep Low-Rank Projector, as trained.
 template <class Backend = Cpu>
@@ -52,7 +62,8 @@ using Dlrp = CompressedKVCache<Backend, Projector, Static, CompressAll, NoQuanti
 
 /// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
 template <class Backend = Cpu>
-using SnapKVOnly = CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>;
+using SnapKVOnly =
+    CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, SnapKV>, NoQuantizer>;
 
 /// @brief StreamingLLM: sinks and a sliding window.
 template <class Backend = Cpu>
@@ -60,11 +71,13 @@ using StreamingLLM = CompressedKVCache<Backend, PerHead, Static, SlidingWindow, 
 
 /// @brief H2O: heavy hitters and a recent window at full rank.
 template <class Backend = Cpu>
-using H2O = CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>;
+using H2O =
+    CompressedKVCache<Backend, PerHead, Static, Compose<KeepFull, HeavyHitters>, NoQuantizer>;
 
-/// @brief The library's own method: transform coding under one byte budget, query-aware keys, residual outliers. Bases, bits
-/// and policies for a budget: budgeted.hpp.
+/// @brief The library's own method: transform coding under one byte budget, query-aware keys,
+/// residual outliers. Bases, bits and policies for a budget: budgeted.hpp.
 template <class Backend = Cpu>
-using Budgeted = CompressedKVCache<Backend, PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>;
+using Budgeted = CompressedKVCache<Backend, PerHead, Static, Compose<SinkRecent, ResidualOutliers>,
+                                   TransformCode>;
 
 LOWRANKKV_NAMESPACE_END

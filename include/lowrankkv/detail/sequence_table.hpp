@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file detail/sequence_table.hpp  From the engine's sequence ids to the slots of a cache; and a cache's layer type.
+/// @file detail/sequence_table.hpp  From the engine's sequence ids to the slots of a cache; and a
+/// cache's layer type.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +17,16 @@ namespace detail {
 /// Ids in use and free slots; how long a sequence may become.
 class SequenceTable {
  public:
-  explicit SequenceTable(const CacheConfig& config) : max_sequences_(config.max_sequences), max_tokens_(config.max_tokens), limits_(static_cast<std::size_t>(config.max_sequences)) {
+  explicit SequenceTable(const CacheConfig& config)
+      : max_sequences_(config.max_sequences),
+        max_tokens_(config.max_tokens),
+        limits_(static_cast<std::size_t>(config.max_sequences)) {
     for (int slot = max_sequences_; slot-- > 0;) free_.push_back(slot);
   }
   int add(SequenceId seq) {
     if (contains(seq)) fail<SequenceError>("sequence ", seq, " exists already");
-    if (free_.empty()) fail<CapacityError>("max_sequences: ", max_sequences_, " in use, no room for sequence ", seq);
+    if (free_.empty())
+      fail<CapacityError>("max_sequences: ", max_sequences_, " in use, no room for sequence ", seq);
     const int slot = free_.back();
     slots_.emplace(seq, slot);
     free_.pop_back();
@@ -42,8 +47,11 @@ class SequenceTable {
     limits_[static_cast<std::size_t>(slot)] = max_tokens;
   }
   void check_limit(std::int64_t max_tokens, std::int64_t tokens) const {
-    if (max_tokens > max_tokens_) fail<CapacityError>("limit: max_tokens ", max_tokens, ", those of the cache are ", max_tokens_);
-    if (max_tokens < tokens) fail<CapacityError>("limit: max_tokens ", max_tokens, ", sequence has ", tokens);
+    if (max_tokens > max_tokens_)
+      fail<CapacityError>("limit: max_tokens ", max_tokens, ", those of the cache are ",
+                          max_tokens_);
+    if (max_tokens < tokens)
+      fail<CapacityError>("limit: max_tokens ", max_tokens, ", sequence has ", tokens);
   }
   void remove(SequenceId seq) {
     free_.push_back(find(seq));
@@ -52,7 +60,8 @@ class SequenceTable {
   bool contains(SequenceId seq) const { return slots_.find(seq) != slots_.end(); }
   int find(SequenceId seq) const {
     const auto entry = slots_.find(seq);
-    if (entry == slots_.end()) fail<SequenceError>("unknown sequence ", seq, "; ", slots_.size(), " sequences exist");
+    if (entry == slots_.end())
+      fail<SequenceError>("unknown sequence ", seq, "; ", slots_.size(), " sequences exist");
     return entry->second;
   }
   int num_free() const { return static_cast<int>(free_.size()); }

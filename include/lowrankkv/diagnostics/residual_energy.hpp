@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/residual_energy.hpp  How much of a set of rows a subspace misses (OjaKV section 4, RER).
+/// @file diagnostics/residual_energy.hpp  How much of a set of rows a subspace misses (OjaKV
+/// section 4, RER).
 #pragma once
 
 #include <Eigen/Core>
@@ -10,11 +11,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
 
-/// @brief ||X - X U U^T||_F^2 / ||X||_F^2 for rows X [n, d] and a basis U [d, r] with orthonormal columns; 0 if X is 0.
+/// @brief ||X - X U U^T||_F^2 / ||X||_F^2 for rows X [n, d] and a basis U [d, r] with orthonormal
+/// columns; 0 if X is 0.
 /// @throws ShapeError if the dimensions differ
 template <class Real = double>
 double residual_energy_ratio(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis) {
-  if (rows.cols() != basis.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
+  if (rows.cols() != basis.rows())
+    ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
   const double energy = rows.squaredNorm();
   if (energy == 0.0) return 0.0;
   return (rows - (rows * basis) * basis.transpose()).squaredNorm() / energy;

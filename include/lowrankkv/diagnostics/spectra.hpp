@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/spectra.hpp  What a spectrum says: effective ranks, energy curve, angles between subspaces, sketch bounds.
+/// @file diagnostics/spectra.hpp  What a spectrum says: effective ranks, energy curve, angles
+/// between subspaces, sketch bounds.
 #pragma once
 
 #include <Eigen/Core>
@@ -19,7 +20,8 @@ template <class Real = double>
 void check_spectrum(const cpu::VectorIn<Real>& spectrum) {
   for (Eigen::Index i = 0; i < spectrum.size(); ++i) {
     if (!(spectrum[i] >= 0.0) || !std::isfinite(spectrum[i])) {
-      fail<ValueError>("spectrum: entry ", i, " is ", spectrum[i], ", finite and at least 0 expected");
+      fail<ValueError>("spectrum: entry ", i, " is ", spectrum[i],
+                       ", finite and at least 0 expected");
     }
   }
 }
@@ -27,17 +29,21 @@ void check_spectrum(const cpu::VectorIn<Real>& spectrum) {
 }  // namespace detail
 namespace diagnostics {
 
-/// @brief The singular values of a matrix, descending, [min(rows, cols)]: exact to eps sigma_1 each, where roots of the Gram
-/// matrix's eigenvalues are so only to sqrt(eps) sigma_1. @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
+/// @brief The singular values of a matrix, descending, [min(rows, cols)]: exact to eps sigma_1
+/// each, where roots of the Gram matrix's eigenvalues are so only to sqrt(eps) sigma_1. @throws
+/// ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
 template <class Real = double>
 Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
-  if (!matrix.allFinite()) ::lowrankkv::detail::fail<ValueError>("singular values: the matrix's norm is ", matrix.norm(), ", finite expected");
+  if (!matrix.allFinite())
+    ::lowrankkv::detail::fail<ValueError>("singular values: the matrix's norm is ", matrix.norm(),
+                                          ", finite expected");
   if (matrix.size() == 0) return {};
   return Eigen::JacobiSVD<Eigen::MatrixX<Real>>(matrix).singularValues();
 }
 
-/// @brief Entropy rank: exp(-sum p_i ln p_i), p_i = sigma_i^2 / sum sigma^2 (Roy and Vetterli 2007, on energies). n for n
-/// equal values, 1 for a single one, 0 without energy. @param spectrum sigma^2, any order, any unit
+/// @brief Entropy rank: exp(-sum p_i ln p_i), p_i = sigma_i^2 / sum sigma^2 (Roy and Vetterli 2007,
+/// on energies). n for n equal values, 1 for a single one, 0 without energy. @param spectrum
+/// sigma^2, any order, any unit
 /// @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 double effective_rank(const cpu::VectorIn<Real>& spectrum) {
@@ -52,7 +58,8 @@ double effective_rank(const cpu::VectorIn<Real>& spectrum) {
   return std::exp(entropy);
 }
 
-/// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2; never above the rank, 0 without energy.
+/// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2; never above the rank, 0
+/// without energy.
 /// @param spectrum sigma^2, any order  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 double stable_rank(const cpu::VectorIn<Real>& spectrum) {
@@ -61,7 +68,8 @@ double stable_rank(const cpu::VectorIn<Real>& spectrum) {
   return largest == 0.0 ? 0.0 : (spectrum / largest).sum();
 }
 
-/// @brief Entry i is the share of sum sigma^2 that the first i + 1 values hold: what rank i + 1 keeps; all 1 without energy.
+/// @brief Entry i is the share of sum sigma^2 that the first i + 1 values hold: what rank i + 1
+/// keeps; all 1 without energy.
 /// @param spectrum sigma^2, descending, [d]  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
@@ -74,16 +82,23 @@ Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
   return curve;
 }
 
-/// @brief The principal angles between two subspaces, radians in [0, pi/2], smallest first, [min(r1, r2)].
+/// @brief The principal angles between two subspaces, radians in [0, pi/2], smallest first,
+/// [min(r1, r2)].
 ///
-/// Cosines are the singular values of U^T W, sines those of W - U U^T W (Bjoerck and Golub 1973, Knyazev and Argentati
-/// 2002). The arc cosine alone could not see angles below 1e-8, the arc sine none that close to pi/2: both are used.
+/// Cosines are the singular values of U^T W, sines those of W - U U^T W (Bjoerck and Golub 1973,
+/// Knyazev and Argentati 2002). The arc cosine alone could not see angles below 1e-8, the arc sine
+/// none that close to pi/2: both are used.
 /// @param first [d, r1], @param second [d, r2], orthonormal columns, r1, r2 <= d
-/// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2). Absolute error: a few eps.
+/// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2).
+/// Absolute error: a few eps.
 template <class Real = double>
-Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {
-  if (first.rows() != second.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ", second.rows());
-  if (first.cols() < second.cols()) return principal_angles(second, first);  // the residual has to be that of the smaller one
+Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first,
+                                 const cpu::MatrixRef<Real>& second) {
+  if (first.rows() != second.rows())
+    ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ",
+                                          second.rows());
+  if (first.cols() < second.cols())
+    return principal_angles(second, first);  // the residual has to be that of the smaller one
   if (second.cols() == 0) return {};
   const Eigen::MatrixX<Real> inner = first.transpose() * second;
   const Eigen::VectorX<Real> cosines = singular_values(inner);
@@ -94,13 +109,16 @@ Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first, const cpu::M
 }
 
 /// @brief The a-priori error of a Frequent Directions sketch of `sketch_rows` rows for one k:
-/// ||A^T A - B^T B||_2 <= ||A - A_k||_F^2 / (sketch_rows - k)  (cpu/frequent_directions.hpp; SubSpace section 3.5).
+/// ||A^T A - B^T B||_2 <= ||A - A_k||_F^2 / (sketch_rows - k)  (cpu/frequent_directions.hpp;
+/// SubSpace section 3.5).
 /// @param spectrum sigma^2 of A, descending; the result is in its unit
 /// @throws ValueError unless 0 <= k < sketch_rows, or on a negative or non-finite entry
 template <class Real = double>
 double fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows, int k) {
   ::lowrankkv::detail::check_spectrum(spectrum);
-  if (k < 0 || k >= sketch_rows) ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ", sketch_rows);
+  if (k < 0 || k >= sketch_rows)
+    ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ",
+                                          sketch_rows);
   // The tail is summed itself: as a difference of large sums it would lose its digits.
   return spectrum.tail((std::max)(spectrum.size() - k, Eigen::Index{0})).sum() / (sketch_rows - k);
 }
@@ -112,7 +130,8 @@ struct FdBound {
 };
 
 /// @brief The smallest fd_bound over all k < sketch_rows; the smallest such k on a tie.
-/// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d sketch_rows).
+/// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d
+/// sketch_rows).
 template <class Real = double>
 FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
   FdBound best{fd_bound(spectrum, sketch_rows, 0), 0};
@@ -124,7 +143,8 @@ FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
 }
 
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd singular_values<double>(const cpu::MatrixRef<double>&))
-LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd principal_angles<double>(const cpu::MatrixRef<double>&, const cpu::MatrixRef<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd principal_angles<double>(const cpu::MatrixRef<double>&,
+                                                                     const cpu::MatrixRef<double>&))
 
 }  // namespace diagnostics
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/subspace_overlap.hpp  How much two subspaces have in common (OjaKV section 4, SO).
+/// @file diagnostics/subspace_overlap.hpp  How much two subspaces have in common (OjaKV section 4,
+/// SO).
 #pragma once
 
 #include <Eigen/Core>
@@ -10,12 +11,16 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
 
-/// @brief tr(U1^T U2 U2^T U1) / r for bases [d, r] with orthonormal columns: the mean squared cosine of the principal
-/// angles, 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError if the shapes differ
+/// @brief tr(U1^T U2 U2^T U1) / r for bases [d, r] with orthonormal columns: the mean squared
+/// cosine of the principal angles, 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError
+/// if the shapes differ
 template <class Real = double>
 double subspace_overlap(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {
-  if (first.rows() != second.rows()) ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ", second.rows());
-  if (first.cols() != second.cols()) ::lowrankkv::detail::fail<ShapeError>("rank: first ", first.cols(), ", second ", second.cols());
+  if (first.rows() != second.rows())
+    ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ",
+                                          second.rows());
+  if (first.cols() != second.cols())
+    ::lowrankkv::detail::fail<ShapeError>("rank: first ", first.cols(), ", second ", second.cols());
   return (first.transpose() * second).squaredNorm() / static_cast<double>(first.cols());
 }
 

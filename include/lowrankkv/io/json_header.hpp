@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file io/json_header.hpp  A strict reader for the JSON that safetensors headers consist of: objects, strings, integer lists.
+/// @file io/json_header.hpp  A strict reader for the JSON that safetensors headers consist of:
+/// objects, strings, integer lists.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +16,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace io::detail {
 
-/// Reads a header left to right; anything unexpected raises FormatError with the byte where it stands.
+/// Reads a header left to right; anything unexpected raises FormatError with the byte where it
+/// stands.
 class HeaderParser {
  public:
   HeaderParser(const char* text, std::size_t size) : text_(text), size_(size) {}
 
   [[noreturn]] void fail(const std::string& found) const {
-    ::lowrankkv::detail::fail<FormatError>("safetensors header: ", found, " at byte ", at_, " of ", size_);
+    ::lowrankkv::detail::fail<FormatError>("safetensors header: ", found, " at byte ", at_, " of ",
+                                           size_);
   }
 
   /// Calls member(key) at the place of each value; a key that stands twice is refused.
@@ -76,7 +79,9 @@ class HeaderParser {
 
  private:
   void space() {
-    while (at_ < size_ && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t')) ++at_;
+    while (at_ < size_ &&
+           (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t'))
+      ++at_;
   }
   bool accept(char wanted) {
     space();
@@ -93,7 +98,8 @@ class HeaderParser {
     std::int64_t value = 0;
     for (; at_ < size_ && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
       const int digit = text_[at_] - '0';
-      if (value > ((std::numeric_limits<std::int64_t>::max)() - digit) / 10) fail("a number beyond 63 bits");
+      if (value > ((std::numeric_limits<std::int64_t>::max)() - digit) / 10)
+        fail("a number beyond 63 bits");
       value = value * 10 + digit;
     }
     if (at_ == start) fail("no non-negative integer");
@@ -103,19 +109,38 @@ class HeaderParser {
     if (at_ >= size_) fail("the end of the header in an escape");
     const char c = text_[at_++];
     switch (c) {
-      case '"': case '\\': case '/': value += c; return;
-      case 'b': value += '\b'; return;
-      case 'f': value += '\f'; return;
-      case 'n': value += '\n'; return;
-      case 'r': value += '\r'; return;
-      case 't': value += '\t'; return;
-      case 'u': break;
-      default: fail("an unknown escape");
+      case '"':
+      case '\\':
+      case '/':
+        value += c;
+        return;
+      case 'b':
+        value += '\b';
+        return;
+      case 'f':
+        value += '\f';
+        return;
+      case 'n':
+        value += '\n';
+        return;
+      case 'r':
+        value += '\r';
+        return;
+      case 't':
+        value += '\t';
+        return;
+      case 'u':
+        break;
+      default:
+        fail("an unknown escape");
     }
     unsigned code = 0;
     for (int digit = 0; digit < 4; ++digit, ++at_) {
       const char h = at_ < size_ ? text_[at_] : '\0';
-      const int part = h >= '0' && h <= '9' ? h - '0' : h >= 'a' && h <= 'f' ? h - 'a' + 10 : h >= 'A' && h <= 'F' ? h - 'A' + 10 : -1;
+      const int part = h >= '0' && h <= '9'   ? h - '0'
+                       : h >= 'a' && h <= 'f' ? h - 'a' + 10
+                       : h >= 'A' && h <= 'F' ? h - 'A' + 10
+                                              : -1;
       if (part < 0) fail("a bad \\u escape");
       code = code * 16 + static_cast<unsigned>(part);
     }
@@ -146,7 +171,8 @@ inline std::string quoted(const std::string& value) {
       text += c;
     } else if (static_cast<unsigned char>(c) < 0x20) {
       char code[8];
-      std::snprintf(code, sizeof code, "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      std::snprintf(code, sizeof code, "\\u%04x",
+                    static_cast<unsigned>(static_cast<unsigned char>(c)));
       text += code;
     } else {
       text += c;

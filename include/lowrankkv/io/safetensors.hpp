@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file io/safetensors.hpp  Reading and writing safetensors files: named tensors with a JSON header.
+/// @file io/safetensors.hpp  Reading and writing safetensors files: named tensors with a JSON
+/// header.
 ///
-/// Layout: 8 bytes little-endian header length, the header, the data. Nothing in a file is trusted: lengths, shapes,
-/// offsets and duplicates are checked, and FormatError says which value does not fit which.
+/// Layout: 8 bytes little-endian header length, the header, the data. Nothing in a file is trusted:
+/// lengths, shapes, offsets and duplicates are checked, and FormatError says which value does not
+/// fit which.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +25,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace io {
 
-static_assert(std::endian::native == std::endian::little, "lowrankkv: safetensors files are little-endian");
+static_assert(std::endian::native == std::endian::little,
+              "lowrankkv: safetensors files are little-endian");
 
 /// @brief One tensor of a file: `F64`, `F32`, `F16`, `BF16` can be read; others can be listed.
 struct TensorInfo {
@@ -45,27 +48,33 @@ inline std::size_t dtype_size(const std::string& dtype) {
   if (dtype == "F64" || dtype == "I64" || dtype == "U64") return 8;
   if (dtype == "F32" || dtype == "I32" || dtype == "U32") return 4;
   if (dtype == "F16" || dtype == "BF16" || dtype == "I16" || dtype == "U16") return 2;
-  if (dtype == "I8" || dtype == "U8" || dtype == "BOOL" || dtype == "F8_E4M3" || dtype == "F8_E5M2") return 1;
+  if (dtype == "I8" || dtype == "U8" || dtype == "BOOL" || dtype == "F8_E4M3" || dtype == "F8_E5M2")
+    return 1;
   return 0;
 }
 
 /// Raises FormatError unless the tensor's offsets lie in the data and fit its shape.
-inline void check_tensor(const std::string& name, const TensorInfo& tensor, std::size_t data_bytes) {
+inline void check_tensor(const std::string& name, const TensorInfo& tensor,
+                         std::size_t data_bytes) {
   using ::lowrankkv::detail::fail;
   const std::size_t size = dtype_size(tensor.dtype);
-  if (size == 0) fail<FormatError>("safetensors: tensor ", name, " has unknown dtype ", tensor.dtype);
+  if (size == 0)
+    fail<FormatError>("safetensors: tensor ", name, " has unknown dtype ", tensor.dtype);
   if (tensor.begin > tensor.end || tensor.end > data_bytes) {
-    fail<FormatError>("safetensors: tensor ", name, " lies at bytes ", tensor.begin, " to ", tensor.end, ", data has ", data_bytes);
+    fail<FormatError>("safetensors: tensor ", name, " lies at bytes ", tensor.begin, " to ",
+                      tensor.end, ", data has ", data_bytes);
   }
   std::size_t bytes = size;
   for (const std::int64_t extent : tensor.shape) {
     if (extent < 0 || (extent > 0 && bytes > data_bytes / static_cast<std::size_t>(extent))) {
-      fail<FormatError>("safetensors: tensor ", name, " has an extent of ", extent, ", data has ", data_bytes, " bytes");
+      fail<FormatError>("safetensors: tensor ", name, " has an extent of ", extent, ", data has ",
+                        data_bytes, " bytes");
     }
     bytes *= static_cast<std::size_t>(extent);
   }
   if (bytes != tensor.end - tensor.begin) {
-    fail<FormatError>("safetensors: tensor ", name, " needs ", bytes, " bytes, offsets give ", tensor.end - tensor.begin);
+    fail<FormatError>("safetensors: tensor ", name, " needs ", bytes, " bytes, offsets give ",
+                      tensor.end - tensor.begin);
   }
 }
 
@@ -74,30 +83,42 @@ inline void check_tensor(const std::string& name, const TensorInfo& tensor, std:
 /// @brief A file in memory.
 class Safetensors {
  public:
-  /// @brief Reads a file. @throws FormatError if it cannot be read or is not a valid safetensors file.
+  /// @brief Reads a file. @throws FormatError if it cannot be read or is not a valid safetensors
+  /// file.
   static Safetensors read(const std::string& path) {
     std::ifstream stream(path, std::ios::binary | std::ios::ate);
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot open ", path);
     const std::int64_t size = static_cast<std::int64_t>(stream.tellg());
     stream.seekg(0);
-    const bool readable = size == 0 || (size > 0 && stream.peek() != std::ifstream::traits_type::eof());  // a folder has a size too
-    if (!readable) ::lowrankkv::detail::fail<FormatError>("safetensors: ", path, " is no regular file, one is expected");
+    const bool readable =
+        size == 0 ||
+        (size > 0 &&
+         stream.peek() != std::ifstream::traits_type::eof());  // a folder has a size too
+    if (!readable)
+      ::lowrankkv::detail::fail<FormatError>("safetensors: ", path,
+                                             " is no regular file, one is expected");
     std::vector<std::byte> bytes(static_cast<std::size_t>(size));
     stream.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-    if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot read ", bytes.size(), " bytes from ", path);
+    if (!stream)
+      ::lowrankkv::detail::fail<FormatError>("safetensors: cannot read ", bytes.size(),
+                                             " bytes from ", path);
     return Safetensors(std::move(bytes));
   }
 
   /// @brief Takes a file's bytes. @throws FormatError naming what does not fit.
   explicit Safetensors(std::vector<std::byte> bytes) : bytes_(std::move(bytes)) {
     using ::lowrankkv::detail::fail;
-    if (bytes_.size() < 8) fail<FormatError>("safetensors: file has ", bytes_.size(), " bytes, the header length alone takes 8");
+    if (bytes_.size() < 8)
+      fail<FormatError>("safetensors: file has ", bytes_.size(),
+                        " bytes, the header length alone takes 8");
     std::uint64_t header = 0;
     std::memcpy(&header, bytes_.data(), 8);
-    if (header > bytes_.size() - 8) fail<FormatError>("safetensors: header of ", header, " bytes, file has ", bytes_.size());
+    if (header > bytes_.size() - 8)
+      fail<FormatError>("safetensors: header of ", header, " bytes, file has ", bytes_.size());
     data_ = 8 + static_cast<std::size_t>(header);
     const std::size_t data_bytes = bytes_.size() - data_;
-    detail::HeaderParser parser(reinterpret_cast<const char*>(bytes_.data()) + 8, static_cast<std::size_t>(header));
+    detail::HeaderParser parser(reinterpret_cast<const char*>(bytes_.data()) + 8,
+                                static_cast<std::size_t>(header));
     parser.object([&](const std::string& name) {
       if (name == "__metadata__") {
         parser.object([&](const std::string& key) { metadata_[key] = parser.string(); });
@@ -107,17 +128,24 @@ class Safetensors {
       std::vector<std::int64_t> offsets;
       bool shaped = false;
       parser.object([&](const std::string& key) {
-        if (key == "dtype") tensor.dtype = parser.string();
-        else if (key == "shape") tensor.shape = parser.integers(), shaped = true;
-        else if (key == "data_offsets") offsets = parser.integers();
-        else parser.fail("an unknown key '" + key + "' in tensor " + name);
+        if (key == "dtype")
+          tensor.dtype = parser.string();
+        else if (key == "shape")
+          tensor.shape = parser.integers(), shaped = true;
+        else if (key == "data_offsets")
+          offsets = parser.integers();
+        else
+          parser.fail("an unknown key '" + key + "' in tensor " + name);
       });
       if (!shaped) fail<FormatError>("safetensors: tensor ", name, " has 0 shapes, expected 1");
-      if (offsets.size() != 2) fail<FormatError>("safetensors: tensor ", name, " has ", offsets.size(), " data_offsets, expected 2");
+      if (offsets.size() != 2)
+        fail<FormatError>("safetensors: tensor ", name, " has ", offsets.size(),
+                          " data_offsets, expected 2");
       tensor.begin = static_cast<std::size_t>(offsets[0]);
       tensor.end = static_cast<std::size_t>(offsets[1]);
       detail::check_tensor(name, tensor, data_bytes);
-      if (!tensors_.emplace(name, std::move(tensor)).second) fail<FormatError>("safetensors: tensor ", name, " stands twice");
+      if (!tensors_.emplace(name, std::move(tensor)).second)
+        fail<FormatError>("safetensors: tensor ", name, " stands twice");
     });
     parser.end();
     check_layout(data_bytes);
@@ -130,7 +158,9 @@ class Safetensors {
   /// @brief A tensor's description. @throws FormatError if it is missing.
   const TensorInfo& info(const std::string& name) const {
     const auto entry = tensors_.find(name);
-    if (entry == tensors_.end()) ::lowrankkv::detail::fail<FormatError>("safetensors: tensor ", name, " is missing among ", tensors_.size());
+    if (entry == tensors_.end())
+      ::lowrankkv::detail::fail<FormatError>("safetensors: tensor ", name, " is missing among ",
+                                             tensors_.size());
     return entry->second;
   }
 
@@ -139,15 +169,23 @@ class Safetensors {
   std::vector<T> values(const std::string& name, const std::vector<std::int64_t>& shape) const {
     using ::lowrankkv::detail::fail;
     const TensorInfo& tensor = info(name);
-    if (tensor.shape != shape) fail<FormatError>("safetensors: tensor ", name, " has shape ", shape_text(tensor.shape), ", expected ", shape_text(shape));
+    if (tensor.shape != shape)
+      fail<FormatError>("safetensors: tensor ", name, " has shape ", shape_text(tensor.shape),
+                        ", expected ", shape_text(shape));
     std::vector<T> out(static_cast<std::size_t>(tensor.num_elements()));
     const std::byte* source = bytes_.data() + data_ + tensor.begin;
     for (std::size_t i = 0; i < out.size(); ++i) {
-      if (tensor.dtype == "F32") out[i] = static_cast<T>(load<float>(source, i));
-      else if (tensor.dtype == "F64") out[i] = static_cast<T>(load<double>(source, i));
-      else if (tensor.dtype == "F16") out[i] = static_cast<T>(to_float(load<Half>(source, i)));
-      else if (tensor.dtype == "BF16") out[i] = static_cast<T>(to_float(load<BFloat16>(source, i)));
-      else fail<FormatError>("safetensors: tensor ", name, " has dtype ", tensor.dtype, ", expected F32, F64, F16 or BF16");
+      if (tensor.dtype == "F32")
+        out[i] = static_cast<T>(load<float>(source, i));
+      else if (tensor.dtype == "F64")
+        out[i] = static_cast<T>(load<double>(source, i));
+      else if (tensor.dtype == "F16")
+        out[i] = static_cast<T>(to_float(load<Half>(source, i)));
+      else if (tensor.dtype == "BF16")
+        out[i] = static_cast<T>(to_float(load<BFloat16>(source, i)));
+      else
+        fail<FormatError>("safetensors: tensor ", name, " has dtype ", tensor.dtype,
+                          ", expected F32, F64, F16 or BF16");
     }
     return out;
   }
@@ -155,7 +193,8 @@ class Safetensors {
   /// @brief `[2, 3]`.
   static std::string shape_text(const std::vector<std::int64_t>& shape) {
     std::string text = "[";
-    for (std::size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    for (std::size_t i = 0; i < shape.size(); ++i)
+      text += (i ? ", " : "") + std::to_string(shape[i]);
     return text + "]";
   }
 
@@ -173,10 +212,14 @@ class Safetensors {
     std::sort(ranges.begin(), ranges.end());
     std::size_t at = 0;
     for (const auto& [begin, end] : ranges) {
-      if (begin != at) ::lowrankkv::detail::fail<FormatError>("safetensors: a tensor begins at byte ", begin, ", the one before ends at ", at);
+      if (begin != at)
+        ::lowrankkv::detail::fail<FormatError>("safetensors: a tensor begins at byte ", begin,
+                                               ", the one before ends at ", at);
       at = end;
     }
-    if (at != data_bytes) ::lowrankkv::detail::fail<FormatError>("safetensors: tensors cover ", at, " bytes, data has ", data_bytes);
+    if (at != data_bytes)
+      ::lowrankkv::detail::fail<FormatError>("safetensors: tensors cover ", at, " bytes, data has ",
+                                             data_bytes);
   }
 
   std::vector<std::byte> bytes_;
@@ -189,8 +232,14 @@ class Safetensors {
 class SafetensorsWriter {
  public:
   void set_metadata(const std::string& key, const std::string& value) { metadata_[key] = value; }
-  void add(const std::string& name, const std::vector<std::int64_t>& shape, const std::vector<float>& values) { add(name, "F32", shape, values.data(), values.size() * 4); }
-  void add(const std::string& name, const std::vector<std::int64_t>& shape, const std::vector<double>& values) { add(name, "F64", shape, values.data(), values.size() * 8); }
+  void add(const std::string& name, const std::vector<std::int64_t>& shape,
+           const std::vector<float>& values) {
+    add(name, "F32", shape, values.data(), values.size() * 4);
+  }
+  void add(const std::string& name, const std::vector<std::int64_t>& shape,
+           const std::vector<double>& values) {
+    add(name, "F64", shape, values.data(), values.size() * 8);
+  }
 
   /// @brief The file's bytes.
   std::vector<std::byte> bytes() const {
@@ -202,8 +251,9 @@ class SafetensorsWriter {
     header += '}';
     for (const auto& [name, tensor] : tensors_) {
       header += ',';
-      header += detail::quoted(name) + ":{\"dtype\":\"" + tensor.dtype + "\",\"shape\":" + Safetensors::shape_text(tensor.shape) +
-                ",\"data_offsets\":[" + std::to_string(tensor.begin) + "," + std::to_string(tensor.end) + "]}";
+      header += detail::quoted(name) + ":{\"dtype\":\"" + tensor.dtype +
+                "\",\"shape\":" + Safetensors::shape_text(tensor.shape) + ",\"data_offsets\":[" +
+                std::to_string(tensor.begin) + "," + std::to_string(tensor.end) + "]}";
     }
     header += '}';
     header.resize((header.size() + 7) / 8 * 8, ' ');
@@ -211,22 +261,30 @@ class SafetensorsWriter {
     std::vector<std::byte> file(8 + header.size() + data_.size());
     std::memcpy(file.data(), &length, 8);
     std::memcpy(file.data() + 8, header.data(), header.size());
-    std::copy(data_.begin(), data_.end(), file.begin() + static_cast<std::ptrdiff_t>(8 + header.size()));
+    std::copy(data_.begin(), data_.end(),
+              file.begin() + static_cast<std::ptrdiff_t>(8 + header.size()));
     return file;
   }
   /// @brief Writes the file. @throws FormatError if that fails.
   void write(const std::string& path) const {
     const std::vector<std::byte> file = bytes();
     std::ofstream stream(path, std::ios::binary);
-    stream.write(reinterpret_cast<const char*>(file.data()), static_cast<std::streamsize>(file.size()));
+    stream.write(reinterpret_cast<const char*>(file.data()),
+                 static_cast<std::streamsize>(file.size()));
     stream.flush();
-    if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot write ", file.size(), " bytes to ", path);
+    if (!stream)
+      ::lowrankkv::detail::fail<FormatError>("safetensors: cannot write ", file.size(),
+                                             " bytes to ", path);
   }
 
  private:
-  void add(const std::string& name, const char* dtype, const std::vector<std::int64_t>& shape, const void* values, std::size_t bytes) {
+  void add(const std::string& name, const char* dtype, const std::vector<std::int64_t>& shape,
+           const void* values, std::size_t bytes) {
     TensorInfo tensor{dtype, shape, data_.size(), data_.size() + bytes};
-    ::lowrankkv::detail::check_equal("elements", name.c_str(), static_cast<std::size_t>(tensor.num_elements()) * detail::dtype_size(dtype), "bytes given", bytes);
+    ::lowrankkv::detail::check_equal(
+        "elements", name.c_str(),
+        static_cast<std::size_t>(tensor.num_elements()) * detail::dtype_size(dtype), "bytes given",
+        bytes);
     const std::byte* source = static_cast<const std::byte*>(values);
     data_.insert(data_.end(), source, source + bytes);
     tensors_.emplace_back(name, std::move(tensor));

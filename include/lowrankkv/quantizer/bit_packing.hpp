@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/bit_packing.hpp  Codes of 1 to 8 bits in bytes, without gaps: code i takes bits [i b, (i + 1) b), low bits first.
+/// @file quantizer/bit_packing.hpp  Codes of 1 to 8 bits in bytes, without gaps: code i takes bits
+/// [i b, (i + 1) b), low bits first.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Bytes that `count` codes of `bits` bits fill.
-constexpr std::size_t packed_bytes(std::int64_t count, int bits) { return static_cast<std::size_t>((count * bits + 7) / 8); }
+constexpr std::size_t packed_bytes(std::int64_t count, int bits) {
+  return static_cast<std::size_t>((count * bits + 7) / 8);
+}
 
 /// @brief Code `index` of a line.
 inline unsigned get_code(const std::byte* line, std::int64_t index, int bits) {
@@ -30,8 +33,11 @@ inline void put_code(std::byte* line, std::int64_t index, int bits, unsigned cod
   const int shift = static_cast<int>(bit % 8);
   const unsigned mask = ((1U << bits) - 1U) << shift;
   const unsigned value = code << shift;
-  at[0] = static_cast<std::byte>((std::to_integer<unsigned>(at[0]) & ~mask) | (value & mask & 0xffU));
-  if (shift + bits > 8) at[1] = static_cast<std::byte>((std::to_integer<unsigned>(at[1]) & ~(mask >> 8)) | (value >> 8 & mask >> 8));
+  at[0] =
+      static_cast<std::byte>((std::to_integer<unsigned>(at[0]) & ~mask) | (value & mask & 0xffU));
+  if (shift + bits > 8)
+    at[1] = static_cast<std::byte>((std::to_integer<unsigned>(at[1]) & ~(mask >> 8)) |
+                                   (value >> 8 & mask >> 8));
 }
 
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/int8.hpp  Int8: coefficients in 8 bits, one f16 scale a token for keys and one for values.
+/// @file quantizer/int8.hpp  Int8: coefficients in 8 bits, one f16 scale a token for keys and one
+/// for values.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +12,20 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Quantizer policy (SubSpace section 3.6): 8-bit codes of every coefficient of a row, its largest magnitude the scale.
-/// |c - c^| <= max |c| / 256 (up to the rounding of the scale). Bytes of a row: r + 2.
+/// @brief Quantizer policy (SubSpace section 3.6): 8-bit codes of every coefficient of a row, its
+/// largest magnitude the scale. |c - c^| <= max |c| / 256 (up to the rounding of the scale). Bytes
+/// of a row: r + 2.
 struct Int8 {
   friend bool operator==(const Int8&, const Int8&) = default;
 };
 
 /// @brief The layout of rows of so many coefficients.
 inline CodeLayout int8_layout(int rank) {
-  CodeLayout layout{rank, std::vector<std::uint8_t>(static_cast<std::size_t>(rank), 8), {}, ScaleKind::largest_f16, 1.0F};
+  CodeLayout layout{rank,
+                    std::vector<std::uint8_t>(static_cast<std::size_t>(rank), 8),
+                    {},
+                    ScaleKind::largest_f16,
+                    1.0F};
   if (rank > 0) layout.groups.push_back({0, rank});
   return layout;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/transform_layout.hpp  TransformCode's numbers for one head's keys or values: layout and steps; no Eigen, no CUDA.
+/// @file quantizer/transform_layout.hpp  TransformCode's numbers for one head's keys or values:
+/// layout and steps; no Eigen, no CUDA.
 #pragma once
 
 #include <cmath>
@@ -14,10 +15,13 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief The layout of rows whose channels have these bits, non-increasing. @throws ShapeError unless there are bits for every channel
-inline CodeLayout transform_layout(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) {
+/// @brief The layout of rows whose channels have these bits, non-increasing. @throws ShapeError
+/// unless there are bits for every channel
+inline CodeLayout transform_layout(const TransformCode& policy, int rank,
+                                   std::span<const std::uint8_t> bits) {
   if (bits.size() != static_cast<std::size_t>(rank)) {
-    detail::fail<ShapeError>("TransformCode: the basis has bits for ", bits.size(), " channels, rank ", rank, "; see budgeted.hpp");
+    detail::fail<ShapeError>("TransformCode: the basis has bits for ", bits.size(),
+                             " channels, rank ", rank, "; see budgeted.hpp");
   }
   CodeLayout result{rank, {bits.begin(), bits.end()}, {}, ScaleKind::norm_log8, 1.0F};
   int coded = 0;
@@ -32,11 +36,19 @@ inline CodeLayout transform_layout(const TransformCode& policy, int rank, std::s
   return result;
 }
 
-/// @brief The quantiser's step of every channel of root mean square `rms`. @throws ShapeError unless there is one for every channel
-inline std::vector<float> transform_steps(const TransformCode& policy, std::span<const std::uint8_t> bits, std::span<const float> rms) {
-  if (rms.size() != bits.size()) detail::fail<ShapeError>("TransformCode: the basis has rms for ", rms.size(), " channels, rank ", bits.size());
+/// @brief The quantiser's step of every channel of root mean square `rms`. @throws ShapeError
+/// unless there is one for every channel
+inline std::vector<float> transform_steps(const TransformCode& policy,
+                                          std::span<const std::uint8_t> bits,
+                                          std::span<const float> rms) {
+  if (rms.size() != bits.size())
+    detail::fail<ShapeError>("TransformCode: the basis has rms for ", rms.size(),
+                             " channels, rank ", bits.size());
   std::vector<float> steps;
-  for (std::size_t channel = 0; channel < rms.size(); ++channel) steps.push_back(bits[channel] == 0 ? 1.0F : policy.step_scale * gaussian_step(bits[channel]) * rms[channel]);
+  for (std::size_t channel = 0; channel < rms.size(); ++channel)
+    steps.push_back(bits[channel] == 0
+                        ? 1.0F
+                        : policy.step_scale * gaussian_step(bits[channel]) * rms[channel]);
   return steps;
 }
 

@@ -8,8 +8,9 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Token policy of several: every member says what it wants of a row and the strongest wish wins (RowFate: dropped
-/// beats full, full beats compressed, a pinned sink stays). The recent window is the longest of the members'.
+/// @brief Token policy of several: every member says what it wants of a row and the strongest wish
+/// wins (RowFate: dropped beats full, full beats compressed, a pinned sink stays). The recent
+/// window is the longest of the members'.
 ///
 /// `Compose<SinkRecent, SnapKV> policy; policy.get<SnapKV>().keep = 0.25F;`
 template <class... Members>
@@ -19,9 +20,13 @@ struct Compose {
   Compose() = default;
   explicit Compose(Members... of) : members(of...) {}
   template <class Member>
-  Member& get() { return std::get<Member>(members); }
+  Member& get() {
+    return std::get<Member>(members);
+  }
   template <class Member>
-  const Member& get() const { return std::get<Member>(members); }
+  const Member& get() const {
+    return std::get<Member>(members);
+  }
   friend bool operator==(const Compose&, const Compose&) = default;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file token_policy/heavy_hitters.hpp  HeavyHitters (H2O): the tokens that have received most attention so far are kept.
+/// @file token_policy/heavy_hitters.hpp  HeavyHitters (H2O): the tokens that have received most
+/// attention so far are kept.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,12 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Token policy: besides the recent window, each KV head keeps the tokens with the largest accumulated attention;
-/// whenever rows leave the tail, the least of stored and leaving rows are dropped for good. Causal: mass is what a row has
-/// received from the queries seen so far (all of the prompt's; of decoded ones those attended with CompressedKVCache::attend
-/// and a ScoreView, which is then given to accumulate()). Eviction happens every CacheConfig::flush_interval tokens; with
-/// flush_interval 1 at every token, as in the paper.
+/// @brief Token policy: besides the recent window, each KV head keeps the tokens with the largest
+/// accumulated attention; whenever rows leave the tail, the least of stored and leaving rows are
+/// dropped for good. Causal: mass is what a row has received from the queries seen so far (all of
+/// the prompt's; of decoded ones those attended with CompressedKVCache::attend and a ScoreView,
+/// which is then given to accumulate()). Eviction happens every CacheConfig::flush_interval tokens;
+/// with flush_interval 1 at every token, as in the paper.
 ///
 /// Alone kept tokens are compressed; Compose<KeepFull, HeavyHitters> is the paper's H2O.
 struct HeavyHitters {
@@ -23,14 +25,19 @@ struct HeavyHitters {
   friend bool operator==(const HeavyHitters&, const HeavyHitters&) = default;
 };
 
-/// @brief How many heavy tokens are kept once so many tokens have left the tail. Pinned rows stay besides.
-inline std::int64_t heavy_rows(const HeavyHitters& policy, std::int64_t tokens) { return policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, tokens); }
+/// @brief How many heavy tokens are kept once so many tokens have left the tail. Pinned rows stay
+/// besides.
+inline std::int64_t heavy_rows(const HeavyHitters& policy, std::int64_t tokens) {
+  return policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, tokens);
+}
 
 /// @brief Raises what is wrong with the parameters. @throws ValueError
 inline void check_heavy_hitters(const HeavyHitters& policy) {
   using detail::fail;
-  if (!(policy.keep >= 0.0F && policy.keep <= 1.0F)) fail<ValueError>("HeavyHitters: keep is in [0, 1], given ", policy.keep);
-  if (policy.budget < 0) fail<ValueError>("HeavyHitters: budget is at least 0, given ", policy.budget);
+  if (!(policy.keep >= 0.0F && policy.keep <= 1.0F))
+    fail<ValueError>("HeavyHitters: keep is in [0, 1], given ", policy.keep);
+  if (policy.budget < 0)
+    fail<ValueError>("HeavyHitters: budget is at least 0, given ", policy.budget);
 }
 
 LOWRANKKV_NAMESPACE_END

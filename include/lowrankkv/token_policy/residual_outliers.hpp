@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file token_policy/residual_outliers.hpp  ResidualOutliers: tokens that the basis reconstructs badly stay at full rank (OjaKV v2).
+/// @file token_policy/residual_outliers.hpp  ResidualOutliers: tokens that the basis reconstructs
+/// badly stay at full rank (OjaKV v2).
 #pragma once
 
 #include "lowrankkv/core/error.hpp"
@@ -9,26 +10,33 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief How errors of rows are compared.
 enum class OutlierError {
-  relative,  ///< ||k - k^||^2 / ||k||^2 + ||v - v^||^2 / ||v||^2, means subtracted: 0 to about 2 (OjaKV v2)
-  absolute   ///< ||k - k^||^2 + ||v - v^||^2: for metrics that measure both in one unit, as Budgeted's do
+  relative,  ///< ||k - k^||^2 / ||k||^2 + ||v - v^||^2 / ||v||^2, means subtracted: 0 to about 2
+             ///< (OjaKV v2)
+  absolute   ///< ||k - k^||^2 + ||v - v^||^2: for metrics that measure both in one unit, as
+             ///< Budgeted's do
 };
 
-/// @brief Token policy: of the rows about to be compressed, those with the largest reconstruction error stay at full rank.
+/// @brief Token policy: of the rows about to be compressed, those with the largest reconstruction
+/// error stay at full rank.
 ///
-/// The error of a row is taken in the basis's metrics, after rank cut and quantisation, under the basis about to be used.
-/// Applied to prompts and to every T decoded rows.
+/// The error of a row is taken in the basis's metrics, after rank cut and quantisation, under the
+/// basis about to be used. Applied to prompts and to every T decoded rows.
 struct ResidualOutliers {
   OutlierError error = OutlierError::relative;
-  float share = 0.02F;      ///< at most this share of the rows, counted over the life of a sequence
-  float threshold = 0.0F;   ///< and only rows whose error exceeds this; 0: the largest whatever they are. On the Cuda backend calls that compress wait for how many those are, as with HeavyHitters
+  float share = 0.02F;  ///< at most this share of the rows, counted over the life of a sequence
+  float threshold =
+      0.0F;  ///< and only rows whose error exceeds this; 0: the largest whatever they are. On the
+             ///< Cuda backend calls that compress wait for how many those are, as with HeavyHitters
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
 
 /// @brief Raises what is wrong with the parameters. @throws ValueError
 inline void check_residual_outliers(const ResidualOutliers& policy) {
   using detail::fail;
-  if (!(policy.share >= 0.0F && policy.share <= 1.0F)) fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
-  if (!(policy.threshold >= 0.0F)) fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
+  if (!(policy.share >= 0.0F && policy.share <= 1.0F))
+    fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
+  if (!(policy.threshold >= 0.0F))
+    fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
 }
 
 LOWRANKKV_NAMESPACE_END

@@ -9,10 +9,13 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Rows of [first, first + count) that fall to a share, such that neighbouring batches add up to the whole's:
-/// floor(share (first + count)) - floor(share first).
+/// @brief Rows of [first, first + count) that fall to a share, such that neighbouring batches add
+/// up to the whole's: floor(share (first + count)) - floor(share first).
 inline std::int64_t share_of_rows(float share, std::int64_t first, std::int64_t count) {
-  const auto below = [&](std::int64_t rows) { return static_cast<std::int64_t>(std::floor(static_cast<double>(share) * static_cast<double>(rows))); };
+  const auto below = [&](std::int64_t rows) {
+    return static_cast<std::int64_t>(
+        std::floor(static_cast<double>(share) * static_cast<double>(rows)));
+  };
   return below(first + count) - below(first);
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file token_policy/sinks.hpp  What the policies with sinks share on every backend: how many rows of a batch are sinks.
+/// @file token_policy/sinks.hpp  What the policies with sinks share on every backend: how many rows
+/// of a batch are sinks.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief The oldest of `count` rows from a position on that stand before position `sinks`.
-constexpr std::int64_t sinks_among(int sinks, std::int64_t first_position, std::int64_t count) { return (std::clamp)(std::int64_t{sinks} - first_position, std::int64_t{0}, count); }
+constexpr std::int64_t sinks_among(int sinks, std::int64_t first_position, std::int64_t count) {
+  return (std::clamp)(std::int64_t{sinks} - first_position, std::int64_t{0}, count);
+}
 
 /// @brief Raises what is wrong with a number of sinks. @throws CapacityError
 inline void check_sinks(int sinks) {

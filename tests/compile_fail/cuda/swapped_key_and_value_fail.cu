@@ -2,4 +2,7 @@
 // expected-error: no instance of overloaded function
 #include "lowrankkv/cuda/presets.cuh"
 
-void swapped(lowrankkv::FullKV<lowrankkv::Cuda>& cache, lowrankkv::KeyView key, lowrankkv::ValueView value) { cache.append(0, value, key); }
+void swapped(lowrankkv::FullKV<lowrankkv::Cuda>& cache, lowrankkv::KeyView key,
+             lowrankkv::ValueView value) {
+  cache.append(0, value, key);
+}

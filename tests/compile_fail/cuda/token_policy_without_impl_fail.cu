@@ -4,4 +4,7 @@
 
 struct Mine {};
 
-std::size_t instantiate() { return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, lowrankkv::Static, lowrankkv::Compose<lowrankkv::SinkRecent, Mine>>); }
+std::size_t instantiate() {
+  return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, lowrankkv::Static,
+                                             lowrankkv::Compose<lowrankkv::SinkRecent, Mine>>);
+}

@@ -4,4 +4,6 @@
 
 struct Mine {};
 
-std::size_t instantiate() { return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, Mine>); }
+std::size_t instantiate() {
+  return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, Mine>);
+}

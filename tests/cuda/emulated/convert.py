@@ -38,6 +38,7 @@ def convert(text):
     text = text.replace("extern __shared__ __align__(128) std::uint8_t shared_memory[];", "std::uint8_t* const shared_memory = ::emulated::dynamic_shared();")
     text = re.sub(r'asm volatile\("cp\.async\.ca\.shared\.global[^;]*;"[^;]*;', "if (used) std::memcpy(target, source, 4); else std::memset(target, 0, 4);", text)
     text = re.sub(r'asm volatile\("cp\.async\.wait_all;"[^;]*;', "", text)
+    text = re.sub(r">\s+<<<", "><<<", text)
     while "<<<" in text:
         at = text.index("<<<")
         end = text.index(">>>", at)

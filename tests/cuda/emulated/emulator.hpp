@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA kernels on the host, for machines without a GPU: threads of a block are fibers, blocks run one after the other, what a warp does together (products of matrices,
-// shuffles, votes) is done by its last lane to come, as the PTX manual defines it. Slow, in the order of the threads, and blind to races: it finds wrong arithmetic, wrong
-// layouts and indices, reads of shared memory that nobody wrote (it is filled with NaN) and writes behind it.
+// CUDA kernels on the host, for machines without a GPU: threads of a block are fibers, blocks run
+// one after the other, what a warp does together (products of matrices, shuffles, votes) is done by
+// its last lane to come, as the PTX manual defines it. Slow, in the order of the threads, and blind
+// to races: it finds wrong arithmetic, wrong layouts and indices, reads of shared memory that
+// nobody wrote (it is filled with NaN) and writes behind it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,17 +33,20 @@ struct Warp {
   int arrived = 0, lanes = 32;
   unsigned generation = 0;
   const char* what = nullptr;
-  alignas(64) std::array<std::uint8_t, 64 * 32> in{}, out{};  ///< as many of a type as there are lanes
+  alignas(64) std::array<std::uint8_t, 64 * 32> in{},
+      out{};  ///< as many of a type as there are lanes
 };
 /// Most shared memory of a block, and what must not be written behind what a kernel asked for.
-inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024 + 5 * 64, kThreads = 1024;
+inline constexpr std::size_t kShared = 227 * 1024, kGuard = 4096, kStack = 256 * 1024 + 5 * 64,
+                             kThreads = 1024;
 /// Shared memory of a block, at most: LOWRANKKV_EMULATED_SHARED bytes, of smaller devices.
 inline int shared_limit() {
   const char* wish = std::getenv("LOWRANKKV_EMULATED_SHARED");
   return wish == nullptr ? static_cast<int>(kShared) : std::atoi(wish);
 }
 
-/// A thread of a block. It begins as a context, once: it does the blocks' work one after the other. From then on jumps, which ask nothing of the system, lead to it and back.
+/// A thread of a block. It begins as a context, once: it does the blocks' work one after the other.
+/// From then on jumps, which ask nothing of the system, lead to it and back.
 struct Fiber {
   ucontext_t start{};
   void* now[5] = {};  ///< of __builtin_setjmp
@@ -53,7 +58,7 @@ struct Block {
   int current = 0, alive = 0, at_barrier = 0, sum = 0;
   unsigned barrier = 0;
   std::unique_ptr<Fiber[]> threads{new Fiber[kThreads]};
-  int made = 0;  ///< of them
+  int made = 0;                    ///< of them
   std::vector<char> ended, waits;  ///< who ended waits
   std::vector<Warp> warps;
   void* scheduler[5] = {};
@@ -65,11 +70,13 @@ inline Block running;
 inline Index thread;
 inline std::uint8_t* dynamic_shared() { return running.shared; }
 [[noreturn]] inline void fail(const char* what, const char* more = "") {
-  std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more, running.block.x, running.block.y, running.block.z, running.current);
+  std::fprintf(stderr, "emulated kernel: %s%s, block %u %u %u, thread %d\n", what, more,
+               running.block.x, running.block.y, running.block.z, running.current);
   std::abort();
 }
 inline void run_thread();
-/// On with the next thread that need not wait, or with the scheduler, if there is none. Never in a function that such a jump leads to.
+/// On with the next thread that need not wait, or with the scheduler, if there is none. Never in a
+/// function that such a jump leads to.
 [[gnu::noinline, noreturn]] inline void go_on() {
   Block& own = running;
   const int threads = static_cast<int>(own.waits.size());
@@ -137,7 +144,9 @@ inline void execute(dim3 grid, dim3 size, std::size_t shared, const std::functio
     own.block = {item % grid.x, item / grid.x % grid.y, item / grid.x / grid.y};
     std::memset(own.shared, 0xff, shared + kGuard);
     run_block(static_cast<int>(size.x));
-    if (std::any_of(own.shared + shared, own.shared + shared + kGuard, [](std::uint8_t byte) { return byte != 0xff; })) fail("shared memory was written behind its end");
+    if (std::any_of(own.shared + shared, own.shared + shared + kGuard,
+                    [](std::uint8_t byte) { return byte != 0xff; }))
+      fail("shared memory was written behind its end");
   }
 }
 
@@ -149,8 +158,10 @@ inline Graph*& captured() {
 }
 template <class Work>
 void enqueue(Work&& work) {
-  if (captured() != nullptr) captured()->push_back(work);
-  else work();
+  if (captured() != nullptr)
+    captured()->push_back(work);
+  else
+    work();
 }
 /// A launch: kernel(arguments...) for every thread.
 template <class Kernel, class... Arguments>
@@ -159,8 +170,10 @@ void run(dim3 grid, dim3 size, std::size_t shared, Kernel kernel, Arguments... a
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  run(config->gridDim, config->blockDim, config->dynamicSmemBytes, kernel, Parameters(arguments)...);
+cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                   Arguments&&... arguments) {
+  run(config->gridDim, config->blockDim, config->dynamicSmemBytes, kernel,
+      Parameters(arguments)...);
   return cudaSuccess;
 }
 
@@ -182,23 +195,28 @@ inline int sum_of_threads(int number) {
   return own.sum;
 }
 
-/// What the lanes of a warp do together: all(inputs, outputs) once every lane has come with its own. Lanes that come for different things end the program.
+/// What the lanes of a warp do together: all(inputs, outputs) once every lane has come with its
+/// own. Lanes that come for different things end the program.
 template <class Out, class In, class All>
 Out together(const char* what, const In& mine, All&& all) {
   static_assert(sizeof(In) <= 64 && sizeof(Out) <= 64);
   Block& own = running;
-  const std::size_t lane = static_cast<std::size_t>(own.current % 32), first = static_cast<std::size_t>(own.current / 32 * 32);
+  const std::size_t lane = static_cast<std::size_t>(own.current % 32),
+                    first = static_cast<std::size_t>(own.current / 32 * 32);
   Warp& warp = own.warps[first / 32];
   if (warp.arrived == 0) warp.what = what;
-  if (warp.what != what && std::strcmp(warp.what, what) != 0) fail("a lane comes for another instruction than ", warp.what);
+  if (warp.what != what && std::strcmp(warp.what, what) != 0)
+    fail("a lane comes for another instruction than ", warp.what);
   using Inputs = std::array<In, 32>;
   using Outputs = std::array<Out, 32>;
-  Outputs& results = *reinterpret_cast<Outputs*>(warp.out.data());  // everybody has read the last ones who comes for these
+  Outputs& results = *reinterpret_cast<Outputs*>(
+      warp.out.data());  // everybody has read the last ones who comes for these
   std::memcpy(warp.in.data() + sizeof(In) * lane, &mine, sizeof(In));
   if (++warp.arrived == warp.lanes) {
     all(*reinterpret_cast<const Inputs*>(warp.in.data()), results);
     warp.arrived = 0;
-    for (std::size_t i = first; i < std::min(first + 32, own.waits.size()); ++i) own.waits[i] = own.ended[i];
+    for (std::size_t i = first; i < std::min(first + 32, own.waits.size()); ++i)
+      own.waits[i] = own.ended[i];
   } else {
     wait();
   }
@@ -208,7 +226,8 @@ Out together(const char* what, const In& mine, All&& all) {
 template <class T, class Source>
 T from_lane(const char* what, T value, Source&& source) {
   return together<T>(what, value, [&](const auto& in, auto& out) {
-    for (int lane = 0; lane < 32; ++lane) out[static_cast<std::size_t>(lane)] = in[static_cast<std::size_t>(source(lane))];
+    for (int lane = 0; lane < 32; ++lane)
+      out[static_cast<std::size_t>(lane)] = in[static_cast<std::size_t>(source(lane))];
   });
 }
 
@@ -242,21 +261,28 @@ To cast(From value) {
 template <class Operation>
 __half2 both(const __half2& a, Operation&& operation) {
   const std::uint32_t word = cast<std::uint32_t>(a);
-  return cast<__half2>(half_bits(operation(static_cast<double>(half_of(word, 0)), 0)) | half_bits(operation(static_cast<double>(half_of(word, 1)), 1)) << 16);
+  return cast<__half2>(half_bits(operation(static_cast<double>(half_of(word, 0)), 0)) |
+                       half_bits(operation(static_cast<double>(half_of(word, 1)), 1)) << 16);
 }
-inline double element(const __half2& a, int place) { return static_cast<double>(half_of(cast<std::uint32_t>(a), place)); }
+inline double element(const __half2& a, int place) {
+  return static_cast<double>(half_of(cast<std::uint32_t>(a), place));
+}
 
 /// Words of a lane of mma: up to four of a, two of b.
 struct Operands {
   std::uint32_t a[4], b[2];
 };
-/// Sums of products, as many as `depth` at a time in this order. Compiled with all optimisation, whatever the tests are.
+/// Sums of products, as many as `depth` at a time in this order. Compiled with all optimisation,
+/// whatever the tests are.
 template <class Sum, int depth>
 void sum_products(const Sum (&a)[16][depth], const Sum (&b)[depth][8], Sum (&sums)[16][8]);
-extern template void sum_products(const double (&)[16][8], const double (&)[8][8], double (&)[16][8]);
-extern template void sum_products(const double (&)[16][16], const double (&)[16][8], double (&)[16][8]);
+extern template void sum_products(const double (&)[16][8], const double (&)[8][8],
+                                  double (&)[16][8]);
+extern template void sum_products(const double (&)[16][16], const double (&)[16][8],
+                                  double (&)[16][8]);
 extern template void sum_products(const int (&)[16][32], const int (&)[32][8], int (&)[16][8]);
-/// mma.m16n8kN: use(lane, half of the rows, column of two, sum), of sums of left(row, k) right(k, column).
+/// mma.m16n8kN: use(lane, half of the rows, column of two, sum), of sums of left(row, k) right(k,
+/// column).
 template <int depth, class Sum, class Left, class Right, class Use>
 void multiply(Left&& left, Right&& right, Use&& use) {
   Sum a[16][depth], b[depth][8], sums[16][8];
@@ -266,14 +292,22 @@ void multiply(Left&& left, Right&& right, Use&& use) {
   }
   sum_products(a, b, sums);
   for (int row = 0; row < 16; ++row) {
-    for (int column = 0; column < 8; ++column) use(row % 8 * 4 + column / 2, row / 8, column % 2, sums[row][column]);
+    for (int column = 0; column < 8; ++column)
+      use(row % 8 * 4 + column / 2, row / 8, column % 2, sums[row][column]);
   }
 }
 /// mma.m16n8k16 of 16-bit numbers.
 template <class Number, class Use>
 void products(const std::array<Operands, 32>& in, Number&& number, Use&& use) {
-  multiply<16, double>([&](int row, int k) { return number(in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], k % 2); },
-                       [&](int k, int column) { return number(in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8], k % 2); }, use);
+  multiply<16, double>(
+      [&](int row, int k) {
+        return number(
+            in[static_cast<std::size_t>(row % 8 * 4 + k % 8 / 2)].a[row / 8 + 2 * (k / 8)], k % 2);
+      },
+      [&](int k, int column) {
+        return number(in[static_cast<std::size_t>(column * 4 + k % 8 / 2)].b[k / 8], k % 2);
+      },
+      use);
 }
 
 }  // namespace emulated
@@ -293,13 +327,22 @@ inline void __syncthreads() { emulated::synchronise(); }
 inline int __syncthreads_count(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0); }
 inline int __syncthreads_or(int vote) { return emulated::sum_of_threads(vote != 0 ? 1 : 0) > 0; }
 inline int __syncthreads_and(int vote) { return emulated::sum_of_threads(vote == 0 ? 1 : 0) == 0; }
-inline void __syncwarp(unsigned = ~0U) { emulated::together<int>("syncwarp", 0, [](const auto&, auto&) {}); }
+inline void __syncwarp(unsigned = ~0U) {
+  emulated::together<int>("syncwarp", 0, [](const auto&, auto&) {});
+}
 template <class T>
-T __ldg(const T* address) { return *address; }
+T __ldg(const T* address) {
+  return *address;
+}
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) { return emulated::from_lane("shfl.xor", value, [mask](int lane) { return lane ^ mask; }); }
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulated::from_lane("shfl.xor", value, [mask](int lane) { return lane ^ mask; });
+}
 template <class T>
-T __shfl_up_sync(unsigned, T value, int delta) { return emulated::from_lane("shfl.up", value, [delta](int lane) { return lane < delta ? lane : lane - delta; }); }
+T __shfl_up_sync(unsigned, T value, int delta) {
+  return emulated::from_lane("shfl.up", value,
+                             [delta](int lane) { return lane < delta ? lane : lane - delta; });
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
   struct Ask {
@@ -307,33 +350,43 @@ T __shfl_sync(unsigned, T value, int source) {
     int source;
   };
   return emulated::together<T>("shfl", Ask{value, source}, [](const auto& in, auto& out) {
-    for (std::size_t lane = 0; lane < 32; ++lane) out[lane] = in[static_cast<std::size_t>(in[lane].source) % 32].value;
+    for (std::size_t lane = 0; lane < 32; ++lane)
+      out[lane] = in[static_cast<std::size_t>(in[lane].source) % 32].value;
   });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  return emulated::together<unsigned>("vote", static_cast<int>(vote), [](const auto& in, auto& out) {
-    unsigned votes = 0;
-    for (std::size_t lane = 0; lane < 32; ++lane) votes |= in[lane] != 0 ? 1U << lane : 0U;
-    out.fill(votes);
-  });
+  return emulated::together<unsigned>("vote", static_cast<int>(vote),
+                                      [](const auto& in, auto& out) {
+                                        unsigned votes = 0;
+                                        for (std::size_t lane = 0; lane < 32; ++lane)
+                                          votes |= in[lane] != 0 ? 1U << lane : 0U;
+                                        out.fill(votes);
+                                      });
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, !vote) == 0; }
 inline int __reduce_min_sync(unsigned, int value) {
-  return emulated::together<int>("redux.min", value, [](const auto& in, auto& out) { out.fill(*std::min_element(in.begin(), in.end())); });
+  return emulated::together<int>("redux.min", value, [](const auto& in, auto& out) {
+    out.fill(*std::min_element(in.begin(), in.end()));
+  });
 }
 inline int __reduce_max_sync(unsigned, int value) {
-  return emulated::together<int>("redux.max", value, [](const auto& in, auto& out) { out.fill(*std::max_element(in.begin(), in.end())); });
+  return emulated::together<int>("redux.max", value, [](const auto& in, auto& out) {
+    out.fill(*std::max_element(in.begin(), in.end()));
+  });
 }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(y) << 32 | x;
   unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7U)) & 0xffU) << (8 * i);
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7U)) & 0xffU) << (8 * i);
   return result;
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) { return std::max(a & 0xffffU, b & 0xffffU) | std::max(a >> 16, b >> 16) << 16; }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a & 0xffffU, b & 0xffffU) | std::max(a >> 16, b >> 16) << 16;
+}
 inline float __uint_as_float(unsigned value) { return emulated::cast<float>(value); }
 inline unsigned __float_as_uint(float value) { return emulated::cast<unsigned>(value); }
 inline float __int_as_float(int value) { return emulated::cast<float>(value); }
@@ -341,18 +394,33 @@ inline int __float_as_int(float value) { return emulated::cast<int>(value); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
 template <class T>
-T atomicMax(T* place, T value) { return std::exchange(*place, std::max(*place, value)); }
+T atomicMax(T* place, T value) {
+  return std::exchange(*place, std::max(*place, value));
+}
 template <class T>
-T atomicXor(T* place, T value) { return std::exchange(*place, *place ^ value); }
+T atomicXor(T* place, T value) {
+  return std::exchange(*place, *place ^ value);
+}
 template <class T>
-T atomicOr(T* place, T value) { return std::exchange(*place, *place | value); }
+T atomicOr(T* place, T value) {
+  return std::exchange(*place, *place | value);
+}
 template <class T>
-T atomicExch(T* place, T value) { return std::exchange(*place, value); }
+T atomicExch(T* place, T value) {
+  return std::exchange(*place, value);
+}
 inline float rsqrtf(float x) { return 1.0F / std::sqrt(x); }
 template <class T>
-T atomicAdd(T* place, T value) { return std::exchange(*place, *place + value); }
-inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return emulated::both(a, [&](double x, int i) { return x * emulated::element(b, i) + emulated::element(c, i); }); }
+T atomicAdd(T* place, T value) {
+  return std::exchange(*place, *place + value);
+}
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  return emulated::both(
+      a, [&](double x, int i) { return x * emulated::element(b, i) + emulated::element(c, i); });
+}
 template <class... Parameters>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) { return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel)); }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Parameters...)) {
+  return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(kernel));
+}
 using std::max;
 using std::min;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the library and its tests ask of the CUDA runtime, where kernels run on the host: memory is the host's, streams do everything at once, graphs are lists of work.
+// What the library and its tests ask of the CUDA runtime, where kernels run on the host: memory is
+// the host's, streams do everything at once, graphs are lists of work.
 #include "emulator.hpp"
 
 namespace {
@@ -44,13 +45,18 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
   emulated::enqueue([=] { std::memset(memory, value, bytes); });
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind,
+                            cudaStream_t) {
   emulated::enqueue([=] { std::memmove(target, source, bytes); });
   return cudaSuccess;
 }
-cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_stride, const void* source, std::size_t source_stride, std::size_t width, std::size_t height, cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_stride, const void* source,
+                              std::size_t source_stride, std::size_t width, std::size_t height,
+                              cudaMemcpyKind, cudaStream_t) {
   emulated::enqueue([=] {
-    for (std::size_t row = 0; row < height; ++row) std::memmove(static_cast<char*>(target) + row * target_stride, static_cast<const char*>(source) + row * source_stride, width);
+    for (std::size_t row = 0; row < height; ++row)
+      std::memmove(static_cast<char*>(target) + row * target_stride,
+                   static_cast<const char*>(source) + row * source_stride, width);
   });
   return cudaSuccess;
 }
@@ -67,15 +73,23 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 8 : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::shared_limit() : 9;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 8
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::shared_limit()
+                                                                  : 9;
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
-  attributes->sharedSizeBytes = 4096;  // static shared memory is not counted here: as much as kernels have at most
+  attributes->sharedSizeBytes =
+      4096;  // static shared memory is not counted here: as much as kernels have at most
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) { return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > emulated::shared_limit() ? cudaErrorInvalidValue : cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+  return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize &&
+                 value > emulated::shared_limit()
+             ? cudaErrorInvalidValue
+             : cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
@@ -85,7 +99,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = emulated::captured() != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status =
+      emulated::captured() != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
@@ -97,7 +112,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* replay, cudaGraph_t graph, unsigned long long) {
-  *replay = reinterpret_cast<cudaGraphExec_t>(new emulated::Graph(*reinterpret_cast<emulated::Graph*>(graph)));
+  *replay = reinterpret_cast<cudaGraphExec_t>(
+      new emulated::Graph(*reinterpret_cast<emulated::Graph*>(graph)));
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t replay, cudaStream_t) {

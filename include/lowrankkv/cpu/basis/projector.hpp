@@ -10,7 +10,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 template <>
 struct Impl<Projector, Cpu> {
   static constexpr bool fixed = true;
-  static void validate(const Projector& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+  static void validate(const Projector& policy, const LayerBasis& basis, const CacheShape& shape) {
+    ::lowrankkv::validate(policy, basis, shape);
+  }
   static void to_metric(const Projector&, const HeadBasis&, int, Part, float*, int) {}
 };
 

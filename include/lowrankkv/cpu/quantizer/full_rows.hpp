@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/quantizer/full_rows.hpp  FullRows on the CPU: NoQuantizer or Int8, as the configuration says.
+/// @file cpu/quantizer/full_rows.hpp  FullRows on the CPU: NoQuantizer or Int8, as the
+/// configuration says.
 #pragma once
 
 #include <cstddef>
@@ -28,19 +29,33 @@ struct Impl<FullRows, Cpu> {
     if (policy.coded()) result.codes = Coded::layout({}, rank, bits);
     return result;
   }
-  static std::int64_t row_bits(const Layout& layout) { return layout.coded ? Coded::row_bits(layout.codes) : Plain::row_bits(layout.plain); }
-  static std::size_t block_bytes(const Layout& layout, int rows) { return layout.coded ? Coded::block_bytes(layout.codes, rows) : Plain::block_bytes(layout.plain, rows); }
-  static void encode(const Layout& layout, Part part, int rows_per_page, std::byte* block, int first, int count, const float* rows, int stride) {
-    if (layout.coded) Coded::encode(layout.codes, part, rows_per_page, block, first, count, rows, stride);
-    else Plain::encode(layout.plain, part, rows_per_page, block, first, count, rows, stride);
+  static std::int64_t row_bits(const Layout& layout) {
+    return layout.coded ? Coded::row_bits(layout.codes) : Plain::row_bits(layout.plain);
   }
-  static void decode(const Layout& layout, Part part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int stride) {
-    if (layout.coded) Coded::decode(layout.codes, part, rows_per_page, block, first, count, tile, stride);
-    else Plain::decode(layout.plain, part, rows_per_page, block, first, count, tile, stride);
+  static std::size_t block_bytes(const Layout& layout, int rows) {
+    return layout.coded ? Coded::block_bytes(layout.codes, rows)
+                        : Plain::block_bytes(layout.plain, rows);
   }
-  static void copy_row(const Layout& layout, Part part, const std::byte* from, int from_rows, int from_row, std::byte* to, int to_rows, int to_row) {
-    if (layout.coded) Coded::copy_row(layout.codes, part, from, from_rows, from_row, to, to_rows, to_row);
-    else Plain::copy_row(layout.plain, part, from, from_rows, from_row, to, to_rows, to_row);
+  static void encode(const Layout& layout, Part part, int rows_per_page, std::byte* block,
+                     int first, int count, const float* rows, int stride) {
+    if (layout.coded)
+      Coded::encode(layout.codes, part, rows_per_page, block, first, count, rows, stride);
+    else
+      Plain::encode(layout.plain, part, rows_per_page, block, first, count, rows, stride);
+  }
+  static void decode(const Layout& layout, Part part, int rows_per_page, const std::byte* block,
+                     int first, int count, float* tile, int stride) {
+    if (layout.coded)
+      Coded::decode(layout.codes, part, rows_per_page, block, first, count, tile, stride);
+    else
+      Plain::decode(layout.plain, part, rows_per_page, block, first, count, tile, stride);
+  }
+  static void copy_row(const Layout& layout, Part part, const std::byte* from, int from_rows,
+                       int from_row, std::byte* to, int to_rows, int to_row) {
+    if (layout.coded)
+      Coded::copy_row(layout.codes, part, from, from_rows, from_row, to, to_rows, to_row);
+    else
+      Plain::copy_row(layout.plain, part, from, from_rows, from_row, to, to_rows, to_row);
   }
 };
 

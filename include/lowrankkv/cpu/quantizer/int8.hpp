@@ -13,7 +13,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<Int8, Cpu> : cpu::PackedCodec {
-  static Layout layout(const Int8&, int rank, std::span<const std::uint8_t>) { return int8_layout(rank); }
+  static Layout layout(const Int8&, int rank, std::span<const std::uint8_t>) {
+    return int8_layout(rank);
+  }
 };
 
 static_assert(QuantizerFor<Int8, Cpu>);

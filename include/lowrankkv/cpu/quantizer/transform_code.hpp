@@ -20,11 +20,17 @@ struct Impl<TransformCode, Cpu> : cpu::PackedCodec {
 
   static void validate(const TransformCode& policy) {
     if (!(policy.step_scale > 0.0F) || !std::isfinite(policy.step_scale)) {
-      ::lowrankkv::detail::fail<ValueError>("TransformCode: step_scale is finite and positive, given ", policy.step_scale);
+      ::lowrankkv::detail::fail<ValueError>(
+          "TransformCode: step_scale is finite and positive, given ", policy.step_scale);
     }
   }
-  static Layout layout(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) { return transform_layout(policy, rank, bits); }
-  static ChannelFold fold(const TransformCode& policy, const Layout& layout, std::span<const float> rms) { return {{}, transform_steps(policy, layout.bits, rms)}; }
+  static Layout layout(const TransformCode& policy, int rank, std::span<const std::uint8_t> bits) {
+    return transform_layout(policy, rank, bits);
+  }
+  static ChannelFold fold(const TransformCode& policy, const Layout& layout,
+                          std::span<const float> rms) {
+    return {{}, transform_steps(policy, layout.bits, rms)};
+  }
 };
 
 static_assert(QuantizerFor<TransformCode, Cpu>);

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/quantizer/unpack_codes.hpp  Packed codes to f32, a register at a time: the inner loop of reading quantised rows.
+/// @file cpu/quantizer/unpack_codes.hpp  Packed codes to f32, a register at a time: the inner loop
+/// of reading quantised rows.
 ///
-/// Eight codes of b bits fill b bytes, wherever in a byte they begin: one 64-bit load and one shift put them at bit 0 on. Their
-/// halves of four codes each, 4 b <= 32 bits, are spread so that every f32 lane has the 32 bits its code is in. A mask leaves the
-/// code where it is; the conversion to f32 is exact there (8 significant bits), and so is a factor 2^-(its place). The one rounding
-/// is that of (code + 1/2 - 2^(b-1)) scale: bit for bit what the plain formula of code_layout.hpp gives.
+/// Eight codes of b bits fill b bytes, wherever in a byte they begin: one 64-bit load and one shift
+/// put them at bit 0 on. Their halves of four codes each, 4 b <= 32 bits, are spread so that every
+/// f32 lane has the 32 bits its code is in. A mask leaves the code where it is; the conversion to
+/// f32 is exact there (8 significant bits), and so is a factor 2^-(its place). The one rounding is
+/// that of (code + 1/2 - 2^(b-1)) scale: bit for bit what the plain formula of code_layout.hpp
+/// gives.
 #pragma once
 
 #include <Eigen/Core>
@@ -20,9 +23,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-static_assert(std::endian::native == std::endian::little, "lowrankkv: codes are read as little-endian words");
+static_assert(std::endian::native == std::endian::little,
+              "lowrankkv: codes are read as little-endian words");
 
-/// Rows that are unpacked together; their scales are at hand and what is read of a line fits 64 bytes.
+/// Rows that are unpacked together; their scales are at hand and what is read of a line fits 64
+/// bytes.
 inline constexpr int kUnpackRows = 64;
 
 namespace detail {
@@ -38,7 +43,8 @@ struct CodeLanes {
       mask[lane] = static_cast<std::int32_t>(((std::uint32_t{1} << bits) - 1U) << place);
       factor[lane] = 1.0F / static_cast<float>(std::uint32_t{1} << place);
       offset[lane] = 0.5F - static_cast<float>(1U << (bits - 1));
-      // The last of four 8-bit codes holds the sign: with its top bit turned over it reads as code - 128.
+      // The last of four 8-bit codes holds the sign: with its top bit turned over it reads as code
+      // - 128.
       if (place + bits < 32) continue;
       flip[lane] = static_cast<std::int32_t>(std::uint32_t{1} << 31);
       offset[lane] = 0.5F;
@@ -46,8 +52,9 @@ struct CodeLanes {
   }
 };
 
-/// target[i] = (code i + 1/2 - 2^(b-1)) scales[i] for i < count; every 32 bits of `halves` hold four codes, whatever number they
-/// would be: f32 is what ploadquad spreads. Halves and scales are read in whole packets.
+/// target[i] = (code i + 1/2 - 2^(b-1)) scales[i] for i < count; every 32 bits of `halves` hold
+/// four codes, whatever number they would be: f32 is what ploadquad spreads. Halves and scales are
+/// read in whole packets.
 template <int bits>
 inline void unpack_halves(const float* halves, int count, const float* scales, float* target) {
   using namespace Eigen::internal;  // NOLINT: packet functions
@@ -58,10 +65,13 @@ inline void unpack_halves(const float* halves, int count, const float* scales, f
       Integers code = preinterpret<Integers>(spread);
       if constexpr (bits == 8) code = pxor(code, ploadu<Integers>(lanes.flip.data()));
       const Packet value = pcast<Integers, Packet>(pand(code, ploadu<Integers>(lanes.mask.data())));
-      return pmul(pmadd(value, ploadu<Packet>(lanes.factor.data()), ploadu<Packet>(lanes.offset.data())), ploadu<Packet>(scales + i));
+      return pmul(
+          pmadd(value, ploadu<Packet>(lanes.factor.data()), ploadu<Packet>(lanes.offset.data())),
+          ploadu<Packet>(scales + i));
     };
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) pstoreu(target + i, unpacked(ploadquad<Packet>(halves + i / 4), i));
+    for (; i + kLanes <= count; i += kLanes)
+      pstoreu(target + i, unpacked(ploadquad<Packet>(halves + i / 4), i));
     if (i == count) return;
     float rest[kLanes];
     pstoreu(rest, unpacked(ploadquad<Packet>(halves + i / 4), i));
@@ -76,7 +86,8 @@ inline void unpack_halves(const float* halves, int count, const float* scales, f
   } else {
     constexpr float offset = 0.5F - static_cast<float>(1U << (bits - 1));
     for (int i = 0; i < count; ++i) {
-      const std::uint32_t code = std::bit_cast<std::uint32_t>(halves[i / 4]) >> (i % 4 * bits) & ((1U << bits) - 1U);
+      const std::uint32_t code =
+          std::bit_cast<std::uint32_t>(halves[i / 4]) >> (i % 4 * bits) & ((1U << bits) - 1U);
       target[i] = (static_cast<float>(code) + offset) * scales[i];
     }
   }
@@ -95,11 +106,13 @@ struct CodeLines {
 namespace detail {
 
 template <int bits>
-inline void unpack_width(const CodeLines& lines, int first, int count, const float* scales, float* target, std::ptrdiff_t stride, int written) {
+inline void unpack_width(const CodeLines& lines, int first, int count, const float* scales,
+                         float* target, std::ptrdiff_t stride, int written) {
   const std::int64_t bit = std::int64_t{first} * bits;
   const int shift = static_cast<int>(bit % 8);
   const int groups = (count + 15) / 16 * 2;  // of eight codes; whole packets of them
-  // All lines' words before any line's packets: a packet load of what two stores have only just written waits until they are done.
+  // All lines' words before any line's packets: a packet load of what two stores have only just
+  // written waits until they are done.
   float halves[kPadding][kUnpackRows / 4];
   for (int line = 0; line < lines.count; ++line) {
     const std::byte* at = lines.data + static_cast<std::size_t>(line) * lines.bytes + bit / 8;
@@ -117,28 +130,38 @@ inline void unpack_width(const CodeLines& lines, int first, int count, const flo
       std::memcpy(&halves[line][2 * group], &word, sizeof word);
     }
   }
-  for (int line = 0; line < lines.count; ++line) unpack_halves<bits>(halves[line], written, scales, target + line * stride);
+  for (int line = 0; line < lines.count; ++line)
+    unpack_halves<bits>(halves[line], written, scales, target + line * stride);
 }
 
 }  // namespace detail
 
-/// @brief Codes [first, first + count) of lines of `bits` bits: row i of line j goes to target[j stride + i] as
-/// (code + 1/2 - 2^(bits-1)) scales[i].
+/// @brief Codes [first, first + count) of lines of `bits` bits: row i of line j goes to target[j
+/// stride + i] as (code + 1/2 - 2^(bits-1)) scales[i].
 /// @param bits   1 to 8
 /// @param count  1 to kUnpackRows
 /// @param scales  [count rounded up to kPadding]
 /// @param whole   up to the next multiple of kPadding something is written; else nothing
-inline void unpack_lines(int bits, const CodeLines& lines, int first, int count, const float* scales, float* target, std::ptrdiff_t stride, bool whole) {
+inline void unpack_lines(int bits, const CodeLines& lines, int first, int count,
+                         const float* scales, float* target, std::ptrdiff_t stride, bool whole) {
   const int written = whole ? padded(count) : count;
   switch (bits) {
-    case 1: return detail::unpack_width<1>(lines, first, count, scales, target, stride, written);
-    case 2: return detail::unpack_width<2>(lines, first, count, scales, target, stride, written);
-    case 3: return detail::unpack_width<3>(lines, first, count, scales, target, stride, written);
-    case 4: return detail::unpack_width<4>(lines, first, count, scales, target, stride, written);
-    case 5: return detail::unpack_width<5>(lines, first, count, scales, target, stride, written);
-    case 6: return detail::unpack_width<6>(lines, first, count, scales, target, stride, written);
-    case 7: return detail::unpack_width<7>(lines, first, count, scales, target, stride, written);
-    default: return detail::unpack_width<8>(lines, first, count, scales, target, stride, written);
+    case 1:
+      return detail::unpack_width<1>(lines, first, count, scales, target, stride, written);
+    case 2:
+      return detail::unpack_width<2>(lines, first, count, scales, target, stride, written);
+    case 3:
+      return detail::unpack_width<3>(lines, first, count, scales, target, stride, written);
+    case 4:
+      return detail::unpack_width<4>(lines, first, count, scales, target, stride, written);
+    case 5:
+      return detail::unpack_width<5>(lines, first, count, scales, target, stride, written);
+    case 6:
+      return detail::unpack_width<6>(lines, first, count, scales, target, stride, written);
+    case 7:
+      return detail::unpack_width<7>(lines, first, count, scales, target, stride, written);
+    default:
+      return detail::unpack_width<8>(lines, first, count, scales, target, stride, written);
   }
 }
 
@@ -146,7 +169,8 @@ namespace detail {
 
 /// The transpose of kLanes lines' first kLanes rows: `rows` rows of it are stored.
 template <class P>
-inline void transpose_square(P, const float* lines, float* target, std::ptrdiff_t stride, int rows) {
+inline void transpose_square(P, const float* lines, float* target, std::ptrdiff_t stride,
+                             int rows) {
   using namespace Eigen::internal;  // NOLINT: packet functions
   PacketBlock<P, kLanes> square;
   for (int i = 0; i < kLanes; ++i) square.packet[i] = ploadu<P>(lines + i * kUnpackRows);
@@ -160,16 +184,21 @@ inline void transpose_square(P, const float* lines, float* target, std::ptrdiff_
 
 }  // namespace detail
 
-/// @brief target [count, width] <- the transpose of lines [width, kUnpackRows], of which whole packets of rows are read.
-inline void transpose_lines(const float* lines, int width, int count, float* target, std::ptrdiff_t stride) {
+/// @brief target [count, width] <- the transpose of lines [width, kUnpackRows], of which whole
+/// packets of rows are read.
+inline void transpose_lines(const float* lines, int width, int count, float* target,
+                            std::ptrdiff_t stride) {
   int column = 0;
   for (; column + kLanes <= width; column += kLanes) {
     for (int row = 0; row < count; row += kLanes) {
-      detail::transpose_square(Eigen::internal::pset1<Packet>(0.0F), lines + column * kUnpackRows + row, target + row * stride + column, stride, count - row);
+      detail::transpose_square(Eigen::internal::pset1<Packet>(0.0F),
+                               lines + column * kUnpackRows + row, target + row * stride + column,
+                               stride, count - row);
     }
   }
   for (int row = 0; row < count; ++row) {
-    for (int rest = column; rest < width; ++rest) target[row * stride + rest] = lines[rest * kUnpackRows + row];
+    for (int rest = column; rest < width; ++rest)
+      target[row * stride + rest] = lines[rest * kUnpackRows + row];
   }
 }
 

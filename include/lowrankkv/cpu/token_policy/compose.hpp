@@ -17,36 +17,47 @@ template <class... Members>
 struct Impl<Compose<Members...>, Cpu> {
   using Policy = Compose<Members...>;
   static_assert(sizeof...(Members) > 0, "lowrankkv: Compose needs at least one token policy");
-  static_assert((TokenPolicyFor<Members, Cpu> && ...), "lowrankkv: every member of Compose must be a token policy with an Impl");
-  static constexpr int evictors = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::accumulated) ? 1 : 0));
-  static constexpr int scorers = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::attention) ? 1 : 0));
-  static constexpr int exempters = (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::residuals) ? 1 : 0));
-  static_assert(evictors <= 1 && scorers <= 1 && exempters <= 1, "lowrankkv: Compose takes one member of each kind that decides by evidence at most");
+  static_assert((TokenPolicyFor<Members, Cpu> && ...),
+                "lowrankkv: every member of Compose must be a token policy with an Impl");
+  static constexpr int evictors =
+      (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::accumulated) ? 1 : 0));
+  static constexpr int scorers =
+      (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::attention) ? 1 : 0));
+  static constexpr int exempters =
+      (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::residuals) ? 1 : 0));
+  static_assert(
+      evictors <= 1 && scorers <= 1 && exempters <= 1,
+      "lowrankkv: Compose takes one member of each kind that decides by evidence at most");
 
   static constexpr bool compresses = (Impl<Members, Cpu>::compresses && ...);
   static constexpr Evidence evidence = (Evidence::none | ... | Impl<Members, Cpu>::evidence);
 
   static void validate(const Policy& policy) {
     for_each_member(policy, []<class Member>(const Member& member) {
-      if constexpr (requires { Impl<Member, Cpu>::validate(member); }) Impl<Member, Cpu>::validate(member);
+      if constexpr (requires { Impl<Member, Cpu>::validate(member); })
+        Impl<Member, Cpu>::validate(member);
     });
   }
   static int recent(const Policy& policy) {
     int longest = 0;
-    for_each_member(policy, [&]<class Member>(const Member& member) { longest = (std::max)(longest, Impl<Member, Cpu>::recent(member)); });
+    for_each_member(policy, [&]<class Member>(const Member& member) {
+      longest = (std::max)(longest, Impl<Member, Cpu>::recent(member));
+    });
     return longest;
   }
   static AttentionScores attention_scores(const Policy& policy) {
     AttentionScores scores;
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::attention)) scores = Impl<Member, Cpu>::attention_scores(member);
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::attention))
+        scores = Impl<Member, Cpu>::attention_scores(member);
     });
     return scores;
   }
   static bool relative_residuals(const Policy& policy) {
     bool relative = true;
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::residuals)) relative = relative_of(member);
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::residuals))
+        relative = relative_of(member);
     });
     return relative;
   }
@@ -64,27 +75,33 @@ struct Impl<Compose<Members...>, Cpu> {
     std::vector<RowFate> wish(fates.size());
     for_each_member(policy, [&]<class Member>(const Member& member) {
       Impl<Member, Cpu>::classify(member, batch, wish);
-      for (std::size_t row = 0; row < wish.size(); ++row) fates[row] = (std::max)(fates[row], wish[row]);
+      for (std::size_t row = 0; row < wish.size(); ++row)
+        fates[row] = (std::max)(fates[row], wish[row]);
     });
   }
   static bool pinned(const Policy& policy, std::int64_t position) {
     bool any = false;
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (requires { Impl<Member, Cpu>::pinned(member, position); }) any = any || Impl<Member, Cpu>::pinned(member, position);
+      if constexpr (requires { Impl<Member, Cpu>::pinned(member, position); })
+        any = any || Impl<Member, Cpu>::pinned(member, position);
     });
     return any;
   }
-  static void evict(const Policy& policy, const RowBatch& batch, std::span<StoredRow> stored, std::span<RowFate> fates) {
+  static void evict(const Policy& policy, const RowBatch& batch, std::span<StoredRow> stored,
+                    std::span<RowFate> fates) {
     for_each_member(policy, [&]<class Member>(const Member& member) {
-      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::accumulated)) Impl<Member, Cpu>::evict(member, batch, stored, fates);
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::accumulated))
+        Impl<Member, Cpu>::evict(member, batch, stored, fates);
     });
   }
 
  private:
   template <class Member>
   static bool relative_of(const Member& member) {
-    if constexpr (requires { Impl<Member, Cpu>::relative_residuals(member); }) return Impl<Member, Cpu>::relative_residuals(member);
-    else return true;
+    if constexpr (requires { Impl<Member, Cpu>::relative_residuals(member); })
+      return Impl<Member, Cpu>::relative_residuals(member);
+    else
+      return true;
   }
 };
 

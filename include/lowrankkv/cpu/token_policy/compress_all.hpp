@@ -16,7 +16,9 @@ struct Impl<CompressAll, Cpu> {
   static constexpr Evidence evidence = Evidence::none;
   static int recent(const CompressAll&) { return CompressAll::recent; }
   static RowBounds bounds(const CompressAll&, const RowBatch& batch) { return {0, batch.num_rows}; }
-  static void classify(const CompressAll&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::compressed); }
+  static void classify(const CompressAll&, const RowBatch&, std::span<RowFate> fates) {
+    std::fill(fates.begin(), fates.end(), RowFate::compressed);
+  }
 };
 
 static_assert(TokenPolicyFor<CompressAll, Cpu>);

@@ -16,7 +16,9 @@ struct Impl<KeepFull, Cpu> {
   static constexpr Evidence evidence = Evidence::none;
   static int recent(const KeepFull& policy) { return policy.recent; }
   static RowBounds bounds(const KeepFull&, const RowBatch& batch) { return {batch.num_rows, 0}; }
-  static void classify(const KeepFull&, const RowBatch&, std::span<RowFate> fates) { std::fill(fates.begin(), fates.end(), RowFate::full); }
+  static void classify(const KeepFull&, const RowBatch&, std::span<RowFate> fates) {
+    std::fill(fates.begin(), fates.end(), RowFate::full);
+  }
 };
 
 static_assert(TokenPolicyFor<KeepFull, Cpu>);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/residual_outliers.hpp  ResidualOutliers on the CPU: the largest errors stay at full rank.
+/// @file cpu/token_policy/residual_outliers.hpp  ResidualOutliers on the CPU: the largest errors
+/// stay at full rank.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +18,19 @@ struct Impl<ResidualOutliers, Cpu> {
   static constexpr bool compresses = true;
   static constexpr Evidence evidence = Evidence::residuals;
   static void validate(const ResidualOutliers& policy) { check_residual_outliers(policy); }
-  static bool relative_residuals(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
+  static bool relative_residuals(const ResidualOutliers& policy) {
+    return policy.error == OutlierError::relative;
+  }
   static int recent(const ResidualOutliers&) { return 0; }
   static RowBounds bounds(const ResidualOutliers& policy, const RowBatch& batch) {
     return {share_of_rows(policy.share, batch.first_position, batch.num_rows), batch.num_rows};
   }
-  static void classify(const ResidualOutliers& policy, const RowBatch& batch, std::span<RowFate> fates) {
+  static void classify(const ResidualOutliers& policy, const RowBatch& batch,
+                       std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     if (batch.residuals.empty()) return;
-    for (const std::int64_t row : cpu::top_rows(batch.residuals, share_of_rows(policy.share, batch.first_position, batch.num_rows))) {
+    for (const std::int64_t row : cpu::top_rows(
+             batch.residuals, share_of_rows(policy.share, batch.first_position, batch.num_rows))) {
       const float residual = batch.residuals[static_cast<std::size_t>(row)];
       if (residual > policy.threshold) fates[static_cast<std::size_t>(row)] = RowFate::full;
     }

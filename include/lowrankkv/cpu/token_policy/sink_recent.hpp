@@ -23,7 +23,9 @@ struct Impl<SinkRecent, Cpu> {
   static void classify(const SinkRecent& policy, const RowBatch& batch, std::span<RowFate> fates) {
     cpu::pin_sinks(batch, policy.sinks, RowFate::compressed, fates);
   }
-  static bool pinned(const SinkRecent& policy, std::int64_t position) { return position < policy.sinks; }
+  static bool pinned(const SinkRecent& policy, std::int64_t position) {
+    return position < policy.sinks;
+  }
 };
 
 static_assert(TokenPolicyFor<SinkRecent, Cpu>);

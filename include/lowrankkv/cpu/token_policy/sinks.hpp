@@ -13,7 +13,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief Rows of the batch at positions below `sinks`.
-inline std::int64_t sinks_in(const RowBatch& batch, int sinks) { return sinks_among(sinks, batch.first_position, batch.num_rows); }
+inline std::int64_t sinks_in(const RowBatch& batch, int sinks) {
+  return sinks_among(sinks, batch.first_position, batch.num_rows);
+}
 /// @brief Sinks are pinned, the others get `rest`.
 inline void pin_sinks(const RowBatch& batch, int sinks, RowFate rest, std::span<RowFate> fates) {
   const std::ptrdiff_t pinned = static_cast<std::ptrdiff_t>(sinks_in(batch, sinks));

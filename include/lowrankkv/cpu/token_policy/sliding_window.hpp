@@ -16,11 +16,16 @@ struct Impl<SlidingWindow, Cpu> {
   static constexpr Evidence evidence = Evidence::none;
   static void validate(const SlidingWindow& policy) { check_sinks(policy.sinks); }
   static int recent(const SlidingWindow& policy) { return policy.recent; }
-  static RowBounds bounds(const SlidingWindow& policy, const RowBatch& batch) { return {cpu::sinks_in(batch, policy.sinks), 0}; }
-  static void classify(const SlidingWindow& policy, const RowBatch& batch, std::span<RowFate> fates) {
+  static RowBounds bounds(const SlidingWindow& policy, const RowBatch& batch) {
+    return {cpu::sinks_in(batch, policy.sinks), 0};
+  }
+  static void classify(const SlidingWindow& policy, const RowBatch& batch,
+                       std::span<RowFate> fates) {
     cpu::pin_sinks(batch, policy.sinks, RowFate::dropped, fates);
   }
-  static bool pinned(const SlidingWindow& policy, std::int64_t position) { return position < policy.sinks; }
+  static bool pinned(const SlidingWindow& policy, std::int64_t position) {
+    return position < policy.sinks;
+  }
 };
 
 static_assert(TokenPolicyFor<SlidingWindow, Cpu>);

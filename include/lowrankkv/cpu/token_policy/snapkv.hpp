@@ -18,14 +18,18 @@ struct Impl<SnapKV, Cpu> {
   static constexpr Evidence evidence = Evidence::attention;
   static void validate(const SnapKV& policy) { check_snapkv(policy); }
   static int recent(const SnapKV& policy) { return policy.window; }
-  static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
-  // Decoded rows are all kept, and a prompt may be decided on in chunks: from counts alone nothing less can be promised.
+  static AttentionScores attention_scores(const SnapKV& policy) {
+    return {policy.window, policy.kernel, policy.pooling};
+  }
+  // Decoded rows are all kept, and a prompt may be decided on in chunks: from counts alone nothing
+  // less can be promised.
   static RowBounds bounds(const SnapKV&, const RowBatch& batch) { return {0, batch.num_rows}; }
   static void classify(const SnapKV& policy, const RowBatch& batch, std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     if (batch.phase == Phase::decode || batch.attention.empty()) return;
     std::fill(fates.begin(), fates.end(), RowFate::dropped);
-    for (const std::int64_t row : cpu::top_rows(batch.attention, kept_rows(policy, batch.num_rows))) fates[static_cast<std::size_t>(row)] = RowFate::compressed;
+    for (const std::int64_t row : cpu::top_rows(batch.attention, kept_rows(policy, batch.num_rows)))
+      fates[static_cast<std::size_t>(row)] = RowFate::compressed;
   }
 };
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/updater/frequent_directions.hpp  FrequentDirections as an updater of the CPU backend.
 ///
-/// Between two batches a sequence keeps B alone, in f32 (StoredSketch): at most min(l, head_dim) rows, and only those it has.
-/// The sketch thus depends on where batches end, and a cache ends them every flush_interval rows whatever the calls were.
+/// Between two batches a sequence keeps B alone, in f32 (StoredSketch): at most min(l, head_dim)
+/// rows, and only those it has. The sketch thus depends on where batches end, and a cache ends them
+/// every flush_interval rows whatever the calls were.
 #pragma once
 
 #include <algorithm>
@@ -37,13 +38,18 @@ struct Impl<FrequentDirections, Cpu> {
   static State start(const FrequentDirections& policy, const UpdaterStart& of) {
     const int rows = static_cast<int>(std::ceil(policy.sketch_share * static_cast<float>(of.rank)));
     // 0 times infinity: a scale of 0 asks for a chunk per batch, whatever was calibrated.
-    const double threshold = policy.threshold_scale > 0.0F ? static_cast<double>(policy.threshold_scale) * of.residual_threshold : -1.0;
+    const double threshold =
+        policy.threshold_scale > 0.0F
+            ? static_cast<double>(policy.threshold_scale) * of.residual_threshold
+            : -1.0;
     return {{rows, of.head_dim, {}}, threshold, 0, false};
   }
 
-  /// Cost: an eigendecomposition of the smaller Gram matrix of l + rows.rows rows, besides O(head_dim^2) a row.
+  /// Cost: an eigendecomposition of the smaller Gram matrix of l + rows.rows rows, besides
+  /// O(head_dim^2) a row.
   template <class Real = double>
-  static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis, Phase) {
+  static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis,
+                      Phase) {
     cpu::FrequentDirectionsSketch sketch(state.sketch);
     sketch.add(rows);
     state.sketch = sketch.stored();
@@ -55,10 +61,13 @@ struct Impl<FrequentDirections, Cpu> {
   }
 
   template <class = void>
-  static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis, MutableMatrixView updated, Phase) {
+  static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis,
+                           MutableMatrixView updated, Phase) {
     if (!state.exceeded && state.chunk_rows < policy.chunk_length) return false;
-    const std::vector<float> moved = cpu::to_row_major(cpu::FrequentDirectionsSketch(state.sketch).basis(static_cast<int>(basis.cols)));
-    for (std::int64_t row = 0; row < updated.rows; ++row) std::copy_n(moved.begin() + row * updated.cols, updated.cols, updated.row(row));
+    const std::vector<float> moved = cpu::to_row_major(
+        cpu::FrequentDirectionsSketch(state.sketch).basis(static_cast<int>(basis.cols)));
+    for (std::int64_t row = 0; row < updated.rows; ++row)
+      std::copy_n(moved.begin() + row * updated.cols, updated.cols, updated.row(row));
     state.chunk_rows = 0;
     state.exceeded = false;
     return true;
@@ -74,7 +83,9 @@ struct Impl<FrequentDirections, Cpu> {
     state.threshold = in.value<double>();
     state.chunk_rows = in.value<std::int64_t>();
     state.exceeded = in.value<std::uint8_t>() != 0;
-    if (state.chunk_rows < 0) ::lowrankkv::detail::fail<FormatError>("saved state: a chunk of ", state.chunk_rows, " rows, at least 0 expected");
+    if (state.chunk_rows < 0)
+      ::lowrankkv::detail::fail<FormatError>("saved state: a chunk of ", state.chunk_rows,
+                                             " rows, at least 0 expected");
     state.sketch = cpu::StoredSketch::read(in, state.sketch.sketch_rows, state.sketch.head_dim);
   }
   static std::size_t state_bytes(const State& state) { return state.sketch.bytes(); }
@@ -82,7 +93,9 @@ struct Impl<FrequentDirections, Cpu> {
 
 static_assert(UpdaterFor<FrequentDirections, Cpu>);
 
-LOWRANKKV_COMPILED_TEMPLATE(void Impl<FrequentDirections, Cpu>::observe<double>(const FrequentDirections&, State&, MatrixView, MatrixView, Phase))
-LOWRANKKV_COMPILED_TEMPLATE(bool Impl<FrequentDirections, Cpu>::maybe_update<void>(const FrequentDirections&, State&, MatrixView, MutableMatrixView, Phase))
+LOWRANKKV_COMPILED_TEMPLATE(void Impl<FrequentDirections, Cpu>::observe<double>(
+    const FrequentDirections&, State&, MatrixView, MatrixView, Phase))
+LOWRANKKV_COMPILED_TEMPLATE(bool Impl<FrequentDirections, Cpu>::maybe_update<void>(
+    const FrequentDirections&, State&, MatrixView, MutableMatrixView, Phase))
 
 LOWRANKKV_NAMESPACE_END

@@ -13,7 +13,9 @@ struct Impl<Static, Cpu> {
   struct State {};
   static PromptSelection prompt_selection(const Static&) { return {}; }
   static void observe(const Static&, State&, MatrixView, MatrixView, Phase) {}
-  static bool maybe_update(const Static&, State&, MatrixView, MutableMatrixView, Phase) { return false; }
+  static bool maybe_update(const Static&, State&, MatrixView, MutableMatrixView, Phase) {
+    return false;
+  }
   static std::size_t state_bytes(const State&) { return 0; }
 };
 

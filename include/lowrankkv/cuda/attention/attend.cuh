@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/attend.cuh  One attention call: queries projected, lists attended to, partial states combined; which kernels, and how they are launched.
+/// @file cuda/attention/attend.cuh  One attention call: queries projected, lists attended to,
+/// partial states combined; which kernels, and how they are launched.
 #pragma once
 
 #include <algorithm>
@@ -26,15 +27,19 @@ inline constexpr int kRingBytes = 103 * 1024, kMaxRingBytes = 200 * 1024;
 /// Rows of a list that is long, or may be.
 inline constexpr std::int64_t kManyRows = std::int64_t{1} << 30;
 
-/// How many warps a block of an attention kernel has: as many as its shared memory has room for. @param warp_bytes  of a warp's rings and states; at least 4 warps
-/// may take more than leaves room for a second block  @throws CapacityError where not even one warp fits
+/// How many warps a block of an attention kernel has: as many as its shared memory has room for.
+/// @param warp_bytes  of a warp's rings and states; at least 4 warps may take more than leaves room
+/// for a second block  @throws CapacityError where not even one warp fits
 template <class... Parameters>
 int warps_of(void (*kernel)(Parameters...), int warp_bytes, int most_shared) {
   const int limit = (std::min)(kMaxRingBytes, free_shared(kernel, most_shared));
   int warps = kAttendWarps;
   while (warps > 4 && warps * warp_bytes > kRingBytes) warps /= 2;
   while (warps > 1 && warps * warp_bytes > limit) warps /= 2;
-  if (warps * warp_bytes > limit) ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", warp_bytes, " bytes of shared memory, the device has ", limit, " to give");
+  if (warps * warp_bytes > limit)
+    ::lowrankkv::detail::fail<CapacityError>("attention: a warp needs ", warp_bytes,
+                                             " bytes of shared memory, the device has ", limit,
+                                             " to give");
   return warps;
 }
 
@@ -48,21 +53,31 @@ void with_column_blocks(int blocks, Function&& function) {
   }
 }
 
-/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but for a latent's where there are none, and bases that move, which are all there is.
+/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but
+/// for a latent's where there are none, and bases that move, which are all there is.
 template <CodedForm form, bool joint, bool segmented, class Function>
 void with_maps(const LayerState& layer, Part part, Function&& function) {
-  if constexpr (form == CodedForm::none) function(std::false_type{});
-  else if constexpr (form == CodedForm::codes && !joint && !segmented) function(std::true_type{});
-  else with_bool(layer.wide_maps(part), function);
+  if constexpr (form == CodedForm::none)
+    function(std::false_type{});
+  else if constexpr (form == CodedForm::codes && !joint && !segmented)
+    function(std::true_type{});
+  else
+    with_bool(layer.wide_maps(part), function);
 }
 
-/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel before it ends  @param most_rows  of a split: short ones need no deep rings, and more blocks share a multiprocessor
+/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel
+/// before it ends  @param most_rows  of a split: short ones need no deep rings, and more blocks
+/// share a multiprocessor
 template <PlainRows which, bool scaled = false>
-void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int splits, std::int64_t most_rows, bool early, cudaStream_t stream) {
+void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+                  const StepQueries& queries, int first_sequence, int splits,
+                  std::int64_t most_rows, bool early, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
   int units = 0, bytes = 0, channels = 0;
   for (int head = 0; head < (coded ? layer.tables().num_heads : 1); ++head) {
-    const HeadTiles& tiles = which == PlainRows::prompt ? layer.tiles().full : layer.layout(coded ? RowList::compressed : RowList::full, head);
+    const HeadTiles& tiles = which == PlainRows::prompt
+                                 ? layer.tiles().full
+                                 : layer.layout(coded ? RowList::compressed : RowList::full, head);
     units = (std::max)(units, (std::max)(tiles.key_units, tiles.value_units));
     bytes = (std::max)(bytes, tiles.bytes);
     channels = (std::max)(channels, tiles.channels(Part::value));
@@ -71,14 +86,26 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
     with_units<true>(units, [&](auto max_units) {
       with_column_blocks(step.blocks, [&](auto column_blocks) {
         const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-        const dim3 grid(static_cast<unsigned>(splits * groups), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-        const auto kernel = attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
+        const dim3 grid(static_cast<unsigned>(splits * groups),
+                        static_cast<unsigned>(layer.tables().num_heads),
+                        static_cast<unsigned>(batch.count));
+        const auto kernel =
+            attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
         const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
-        const auto warp_bytes = [&](int stages) { return (std::max)({stages * bytes, tail_bytes, (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))}); };  // states lie where rings were
-        const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());  // the order of sums depends on it: whatever the rows
-        const int stages = static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows), std::int64_t{1}, std::int64_t{kPlainStages}));
-        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes(stages)), early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(), step, batch, queries,
-                     first_sequence, stages);
+        const auto warp_bytes = [&](int stages) {
+          return (std::max)({stages * bytes, tail_bytes,
+                             (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
+        };  // states lie where rings were
+        const int warps =
+            warps_of(kernel, warp_bytes(kPlainStages),
+                     layer.shared_bytes());  // the order of sums depends on it: whatever the rows
+        const int stages =
+            static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
+                                          std::int64_t{1}, std::int64_t{kPlainStages}));
+        launch_step_kernel(kernel, grid, warps * 32,
+                           static_cast<std::size_t>(warps * warp_bytes(stages)),
+                           early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(),
+                           step, batch, queries, first_sequence, stages);
       });
     });
   });
@@ -86,7 +113,8 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
 
 /// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
 template <int scale_groups, bool segmented>
-void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch, int first_sequence, int splits, cudaStream_t stream) {
+void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+                  int first_sequence, int splits, cudaStream_t stream) {
   int lines = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
     lines = (std::max)(lines, tiles.state_lines());
@@ -95,69 +123,106 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
   with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
     with_column_blocks(step.blocks, [&](auto column_blocks) {
       constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
-      const int state_bytes = (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
+      const int state_bytes =
+          (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
       const auto launch = [&](auto* kernel, int stages, int bytes) {
-        const int warp_bytes = stages * bytes + state_bytes, warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
-        const int groups = (step.blocks + column_blocks - 1) / column_blocks, heads = layer.tables().num_heads;
-        // As many blocks as fit the device at once, or a split a warp; more only share the work in smaller parts.
-        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count), blocks = parked == 0 || segmented ? splits : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
-        const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads), static_cast<unsigned>(batch.count));
-        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step, batch, first_sequence, blocks, stages, bytes);
+        const int warp_bytes = stages * bytes + state_bytes,
+                  warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
+        const int groups = (step.blocks + column_blocks - 1) / column_blocks,
+                  heads = layer.tables().num_heads;
+        // As many blocks as fit the device at once, or a split a warp; more only share the work in
+        // smaller parts.
+        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count),
+                  blocks = parked == 0 || segmented
+                               ? splits
+                               : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
+        const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads),
+                        static_cast<unsigned>(batch.count));
+        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes),
+                           layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step,
+                           batch, first_sequence, blocks, stages, bytes);
       };
       const int whole_bytes = layer.tiles().max_tile_bytes();
       if (whole_bytes <= kLargeTile) {
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups, segmented>, code_stages(CodeRing::tiles), whole_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups,
+                                   segmented>,
+               code_stages(CodeRing::tiles), whole_bytes);
       } else {
         constexpr int most = code_stages(CodeRing::halves);
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups, segmented>, kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1, half_bytes);
+        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups,
+                                   segmented>,
+               kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1,
+               half_bytes);
       }
     });
   });
 }
 
-/// Projects the queries for compressed rows: every kernel of a step that comes after this one waits for what comes before it in the stream, since this one does.
+/// Projects the queries for compressed rows: every kernel of a step that comes after this one waits
+/// for what comes before it in the stream, since this one does.
 template <CodedForm form, bool segmented>
-void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, cudaStream_t stream) {
+void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+                     const StepQueries& queries, int first_sequence, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const int key_channels = layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
+  const int key_channels =
+      layer.tiles().max_units(Part::key) * (form == CodedForm::codes ? kCodeUnit : kPlainUnit);
   const int together = project_sequences(step.columns(), segmented);
-  const std::size_t bytes = project_query_bytes((std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
-  const dim3 grid(static_cast<unsigned>(tables.num_heads * step.segments), static_cast<unsigned>((batch.count + together - 1) / together), static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
+  const std::size_t bytes = project_query_bytes(
+      (std::min)(together * step.columns(), kProjectColumns), tables.head_dim, key_channels);
+  const dim3 grid(static_cast<unsigned>(tables.num_heads * step.segments),
+                  static_cast<unsigned>((batch.count + together - 1) / together),
+                  static_cast<unsigned>((step.columns() + kProjectColumns - 1) / kProjectColumns));
   const auto project = [&](auto* kernel) {
-    launch_step_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream, tables, step, batch, queries, key_channels, first_sequence);
+    launch_step_kernel(kernel, grid, kStepThreads, bytes, false, "project_query_kernel", stream,
+                       tables, step, batch, queries, key_channels, first_sequence);
   };
   with_maps<form, false, segmented>(layer, Part::key, [&](auto wide) {
     with_bool(together > 1, [&](auto packs) {
-      if constexpr (form == CodedForm::codes) project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
-      else with_type(layer.tiles().coded_type, [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
+      if constexpr (form == CodedForm::codes)
+        project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
+      else
+        with_type(layer.tiles().coded_type,
+                  [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
     });
   });
 }
 
-/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries. Recent ones come after them and find room where multiprocessors are left over, or
-/// are done first; before those of joint values, whose states wait to be folded.
+/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
+/// Recent ones come after them and find room where multiprocessors are left over, or are done
+/// first; before those of joint values, whose states wait to be folded.
 template <CodedForm form, int scale_groups, bool joint, bool segmented>
-void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch, const StepQueries& queries, int first_sequence, int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
+void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+                      const StepQueries& queries, int first_sequence, int compressed_splits,
+                      std::int64_t full_rows, cudaStream_t stream) {
   const bool projects = form != CodedForm::none && compressed_splits > 0;
   const auto attend_recent = [&] {
     const int full_splits = full_splits_of(full_rows, false);
-    const std::int64_t split_rows = full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits, recent_rows = (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
+    const std::int64_t split_rows =
+                           full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits,
+                       recent_rows =
+                           (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
     with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
-      attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence, 1 + full_splits, recent_rows, projects, stream);
+      attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence,
+                                                1 + full_splits, recent_rows, projects, stream);
     });
-    if (step.prompt != nullptr) attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows, true, stream);
+    if (step.prompt != nullptr)
+      attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows,
+                                      true, stream);
   };
   if constexpr (form != CodedForm::none) {
     if (projects) {
       project_queries<form, segmented>(layer, step, batch, queries, first_sequence, stream);
       if constexpr (joint) {
         attend_recent();
-        attend_joint<form == CodedForm::codes ? scale_groups : 0>(layer, step, batch, first_sequence, compressed_splits, stream);
+        attend_joint<form == CodedForm::codes ? scale_groups : 0>(
+            layer, step, batch, first_sequence, compressed_splits, stream);
         return;
       } else if constexpr (form == CodedForm::codes) {
-        attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits, stream);
+        attend_codes<scale_groups, segmented>(layer, step, batch, first_sequence, compressed_splits,
+                                              stream);
       } else {
-        attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence, compressed_splits, kManyRows, true, stream);
+        attend_plain<PlainRows::compressed>(layer, step, batch, queries, first_sequence,
+                                            compressed_splits, kManyRows, true, stream);
       }
     }
   }
@@ -166,34 +231,51 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 
 }  // namespace detail
 
-/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a prompt's own rows. Two launches, four
-/// with compressed rows, five where values are joint, one more for a prompt; allocates nothing, waits for nothing.
+/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a
+/// prompt's own rows. Two launches, four with compressed rows, five where values are joint, one
+/// more for a prompt; allocates nothing, waits for nothing.
 ///
-/// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need nothing of either, and take what room is left (where values are joint, or keys turned when they are read, they come before).
-/// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call, its queries begin at row `first_row`
+/// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need
+/// nothing of either, and take what room is left (where values are joint, or keys turned when they
+/// are read, they come before).
+/// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call,
+/// its queries begin at row `first_row`
 /// @param compressed_splits, full_rows  bounds of what the sequences' lists need, or have
-/// @tparam form  of the compressed rows  @tparam scattered  rows of lists may stand in any order  @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented  sequences may
-/// have epochs of their own
+/// @tparam form  of the compressed rows  @tparam scattered  rows of lists may stand in any order
+/// @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented
+/// sequences may have epochs of their own
 template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented>
-void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch, const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row, int first_sequence,
-                 int compressed_splits, std::int64_t full_rows, cudaStream_t stream) {
+void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+                 const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row,
+                 int first_sequence, int compressed_splits, std::int64_t full_rows,
+                 cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  if (!tables.rotary.pre_rope()) detail::attend_projected<form, scale_groups, joint, segmented>(layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
-  else detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered>(layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows), stream);
-  const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
+  if (!tables.rotary.pre_rope())
+    detail::attend_projected<form, scale_groups, joint, segmented>(
+        layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
+  else
+    detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered>(
+        layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows),
+        stream);
+  const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads),
+                     static_cast<unsigned>(batch.count));
   // Joint values come as a plain state a head: codes' centres are out.
   const auto combine = [&](auto* kernel) {
-    detail::launch_step_kernel(kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)), layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form, batch, out,
-                         first_row, first_sequence);
+    detail::launch_step_kernel(
+        kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)),
+        layer.overlaps(), "combine_kernel", stream, tables, step, joint ? CodedForm::plain : form,
+        batch, out, first_row, first_sequence);
   };
   detail::with_maps<form, joint, segmented>(layer, Part::value, [&](auto wide) {
     constexpr int groups = joint ? 1 : scale_groups;
     detail::with_bool(step.columns() == 1, [&](auto single) {
       constexpr int columns = single() ? 1 : kBlockColumns;
-      if (tables.head_dim > 8 * kStepWarps) combine(combine_kernel<groups, columns, 2, wide()>);
-      else combine(combine_kernel<groups, columns, 1, wide()>);
+      if (tables.head_dim > 8 * kStepWarps)
+        combine(combine_kernel<groups, columns, 2, wide()>);
+      else
+        combine(combine_kernel<groups, columns, 1, wide()>);
     });
   });
 }

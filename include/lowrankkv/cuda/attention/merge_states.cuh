@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/merge_states.cuh  Partial attention: what caches that hold parts of a sequence give, and how the parts become one output.
+/// @file cuda/attention/merge_states.cuh  Partial attention: what caches that hold parts of a
+/// sequence give, and how the parts become one output.
 ///
-/// A shard's state of a query is (M, L, A): M the largest logit it saw, L the sum of exp(logit - M), A the sum of exp(logit - M) value, over its own tokens. Shards merge as
-/// M = max_i M_i, w_i = exp(M_i - M), out = sum_i w_i A_i / sum_i w_i L_i, lse = M + log sum_i w_i L_i: over several GPUs one all-reduce of maxima, then one of
-/// sums of (w_i L_i, w_i A_i). A shard that saw nothing has M = -inf, L = 0, A = 0.
+/// A shard's state of a query is (M, L, A): M the largest logit it saw, L the sum of exp(logit -
+/// M), A the sum of exp(logit - M) value, over its own tokens. Shards merge as M = max_i M_i, w_i =
+/// exp(M_i - M), out = sum_i w_i A_i / sum_i w_i L_i, lse = M + log sum_i w_i L_i: over several
+/// GPUs one all-reduce of maxima, then one of sums of (w_i L_i, w_i A_i). A shard that saw nothing
+/// has M = -inf, L = 0, A = 0.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +19,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Whose tokens the queries of a partial attention are: the last ones of the tail, causal among each other; or of tokens behind everything that is stored here.
+/// @brief Whose tokens the queries of a partial attention are: the last ones of the tail, causal
+/// among each other; or of tokens behind everything that is stored here.
 enum class QueryTokens : std::uint8_t { own, elsewhere };
 
 /// @brief States of queries in device memory, f32.
@@ -41,40 +45,57 @@ struct Shards {
 template <class = void>
 __global__ void merge_states_kernel(Shards shards, OutputView out, LseView lse) {
   const std::int64_t token = blockIdx.x;
-  const int head = static_cast<int>(blockIdx.y), heads = static_cast<int>(gridDim.y), dim = shards.items[0].head_dim;
+  const int head = static_cast<int>(blockIdx.y), heads = static_cast<int>(gridDim.y),
+            dim = shards.items[0].head_dim;
   const std::int64_t row = token * heads + head;
   float top = -INFINITY, sum = 0.0F;
   for (int i = 0; i < shards.count; ++i) top = fmaxf(top, shards.items[i].maximum[row]);
-  const auto weight = [&](int i) { return shards.items[i].maximum[row] > -INFINITY ? expf(shards.items[i].maximum[row] - top) : 0.0F; };
+  const auto weight = [&](int i) {
+    return shards.items[i].maximum[row] > -INFINITY ? expf(shards.items[i].maximum[row] - top)
+                                                    : 0.0F;
+  };
   for (int i = 0; i < shards.count; ++i) sum = fmaf(weight(i), shards.items[i].sum[row], sum);
-  for (int channel = static_cast<int>(threadIdx.x); channel < dim; channel += static_cast<int>(blockDim.x)) {
+  for (int channel = static_cast<int>(threadIdx.x); channel < dim;
+       channel += static_cast<int>(blockDim.x)) {
     float total = 0.0F;
-    for (int i = 0; i < shards.count; ++i) total = fmaf(weight(i), shards.items[i].values[row * dim + channel], total);
-    out.data[token * out.token_stride + head * out.head_stride + channel] = sum > 0.0F ? total / sum : 0.0F;
+    for (int i = 0; i < shards.count; ++i)
+      total = fmaf(weight(i), shards.items[i].values[row * dim + channel], total);
+    out.data[token * out.token_stride + head * out.head_stride + channel] =
+        sum > 0.0F ? total / sum : 0.0F;
   }
-  if (threadIdx.x == 0 && lse.data != nullptr) lse.data[token * lse.token_stride + head] = sum > 0.0F ? top + logf(sum) : -INFINITY;
+  if (threadIdx.x == 0 && lse.data != nullptr)
+    lse.data[token * lse.token_stride + head] = sum > 0.0F ? top + logf(sum) : -INFINITY;
 }
 
 }  // namespace detail
 
-/// @brief Merges the states of shards, in their order, into outputs. A query that nobody saw a token for becomes zeros, its lse -inf. Capturable; allocates nothing.
+/// @brief Merges the states of shards, in their order, into outputs. A query that nobody saw a
+/// token for becomes zeros, its lse -inf. Capturable; allocates nothing.
 /// @param out [tokens, heads, head_dim]  @param lse [tokens, heads], natural log, optional
 /// @throws ShapeError unless all have one shape, CapacityError beyond kMaxShards
-inline void merge_states(std::span<const StateView> shards, const OutputView& out, const LseView& lse = {}, cudaStream_t stream = nullptr) {
+inline void merge_states(std::span<const StateView> shards, const OutputView& out,
+                         const LseView& lse = {}, cudaStream_t stream = nullptr) {
   using ::lowrankkv::detail::fail;
-  if (shards.empty() || shards.size() > static_cast<std::size_t>(kMaxShards)) fail<CapacityError>("merge_states: ", shards.size(), " states, 1 to ", kMaxShards, " expected");
+  if (shards.empty() || shards.size() > static_cast<std::size_t>(kMaxShards))
+    fail<CapacityError>("merge_states: ", shards.size(), " states, 1 to ", kMaxShards, " expected");
   detail::Shards all;
   for (const StateView& shard : shards) {
     ::lowrankkv::detail::check_rows("out", out, shard.num_tokens, shard.num_heads, shard.head_dim);
-    if (shard.values == nullptr || shard.maximum == nullptr || shard.sum == nullptr) fail<ShapeError>("merge_states: state ", all.count, " of ", shards.size(), " has null memory");
+    if (shard.values == nullptr || shard.maximum == nullptr || shard.sum == nullptr)
+      fail<ShapeError>("merge_states: state ", all.count, " of ", shards.size(),
+                       " has null memory");
     all.items[all.count++] = shard;
   }
   if (lse.data != nullptr) {
-    ::lowrankkv::detail::check_equal("num_heads", "states", shards[0].num_heads, "lse", lse.num_heads);
-    ::lowrankkv::detail::check_equal("num_tokens", "states", shards[0].num_tokens, "lse", lse.num_tokens);
+    ::lowrankkv::detail::check_equal("num_heads", "states", shards[0].num_heads, "lse",
+                                     lse.num_heads);
+    ::lowrankkv::detail::check_equal("num_tokens", "states", shards[0].num_tokens, "lse",
+                                     lse.num_tokens);
   }
   if (out.num_tokens == 0) return;
-  detail::merge_states_kernel<><<<dim3(static_cast<unsigned>(out.num_tokens), static_cast<unsigned>(shards[0].num_heads)), 128, 0, stream>>>(all, out, lse);
+  detail::merge_states_kernel<>
+      <<<dim3(static_cast<unsigned>(out.num_tokens), static_cast<unsigned>(shards[0].num_heads)),
+         128, 0, stream>>>(all, out, lse);
   check(cudaGetLastError(), "merge_states_kernel");
 }
 

@@ -18,8 +18,10 @@ LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_d
     std::vector<float> keys, values;
     int key_rank = 0, value_rank = 0;  // that they are of
     for (HeadBasis& head : basis.heads) {
-      if (head.key_rank != key_rank) keys = Impl<Quantizer, Cuda>::rotation(quantizer, key_rank = head.key_rank);
-      if (head.value_rank != value_rank) values = Impl<Quantizer, Cuda>::rotation(quantizer, value_rank = head.value_rank);
+      if (head.key_rank != key_rank)
+        keys = Impl<Quantizer, Cuda>::rotation(quantizer, key_rank = head.key_rank);
+      if (head.value_rank != value_rank)
+        values = Impl<Quantizer, Cuda>::rotation(quantizer, value_rank = head.value_rank);
       head.key_down = rotated_columns(head.key_down, head_dim, head.key_rank, keys);
       head.query_down = rotated_columns(head.query_down, head_dim, head.key_rank, keys);
       head.value_down = rotated_columns(head.value_down, head_dim, head.value_rank, values);

@@ -9,7 +9,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<PerHead, Cuda> {
-  static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+  static void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) {
+    ::lowrankkv::validate(policy, basis, shape);
+  }
   static constexpr bool moves = true;  ///< bases may move, in the metrics of keys and values
 };
 

@@ -9,7 +9,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 template <>
 struct Impl<Projector, Cuda> {
-  static void validate(const Projector& policy, const LayerBasis& basis, const CacheShape& shape) { ::lowrankkv::validate(policy, basis, shape); }
+  static void validate(const Projector& policy, const LayerBasis& basis, const CacheShape& shape) {
+    ::lowrankkv::validate(policy, basis, shape);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

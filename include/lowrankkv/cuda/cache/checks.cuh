@@ -170,14 +170,14 @@ void check_advance(const Layer& layer, std::span<const SequenceId> seqs, int m,
 /// @brief Raises unless masses are there for all sequences, in all positions; captured, in all that
 /// replays can reach.
 template <class Layer>
-void check_scores(const Layer& layer, std::span<const SequenceId> seqs, const ScoreView& accumulated,
-                  bool captured) {
+void check_scores(const Layer& layer, std::span<const SequenceId> seqs,
+                  const ScoreView& accumulated, bool captured) {
   check_score_view(layer.config, accumulated, static_cast<std::int64_t>(seqs.size()), captured);
   for (const SequenceId seq : seqs) {
     const std::int64_t tokens = layer.state.sequence(idle_slot(layer, seq)).num_tokens;
     if (accumulated.num_positions >= tokens) continue;
-    ::lowrankkv::detail::fail<ShapeError>("attention scores: ", accumulated.num_positions, " positions, sequence ",
-                                          seq, " has ", tokens, " tokens");
+    ::lowrankkv::detail::fail<ShapeError>("attention scores: ", accumulated.num_positions,
+                                          " positions, sequence ", seq, " has ", tokens, " tokens");
   }
 }
 

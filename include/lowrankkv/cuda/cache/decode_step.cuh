@@ -136,8 +136,8 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
       const DeviceScores accumulated_scores{accumulated.data, accumulated.num_positions};
       measure_scores(state, batch, queries, {}, accumulated_scores, first, most.num_full, stream);
       if constexpr (Rows::compresses) {
-        measure_compressed_scores<Layer::coded_groups>(state, step, batch, queries, accumulated_scores, first,
-                                                       most.num_compressed, stream);
+        measure_compressed_scores<Layer::coded_groups>(
+            state, step, batch, queries, accumulated_scores, first, most.num_compressed, stream);
       }
     }
   });
@@ -145,8 +145,8 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
 
 /// @brief Adds attention received to what rows have received before.
 template <class Layer>
-void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs, const ScoreView& accumulated,
-                       cudaStream_t stream) {
+void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
+                       const ScoreView& accumulated, cudaStream_t stream) {
   if (accumulated.data == nullptr) return;
   const LayerState& state = layer.state;
   const bool captured = capturing(stream);

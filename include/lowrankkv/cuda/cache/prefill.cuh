@@ -51,8 +51,9 @@ namespace detail {
 template <class Layer>
 std::int64_t leaving_at_once(const Layer& layer, std::int64_t flushed) {
   using Rows = typename Layer::Rows;
-  return Layer::sketches && !Rows::by_scores && !Rows::accumulates_scores ? layer.config.flush_interval
-                                                                    : flushed;
+  return Layer::sketches && !Rows::by_scores && !Rows::accumulates_scores
+             ? layer.config.flush_interval
+             : flushed;
 }
 /// Rows of a chunk that can wait.
 template <class Layer>
@@ -62,7 +63,8 @@ std::int64_t most_waiting(const Layer& layer) {
 /// Queries of a chunk that are kept while it waits.
 template <class Layer>
 std::int64_t kept_queries(const Layer& layer) {
-  return Layer::Rows::accumulates_scores ? most_waiting(layer) : std::int64_t{layer.scoring_window()};
+  return Layer::Rows::accumulates_scores ? most_waiting(layer)
+                                         : std::int64_t{layer.scoring_window()};
 }
 
 /// All the memory that a call works in: nothing is allocated once it has begun.
@@ -169,7 +171,7 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
 /// What full rows, those of the tail and of a packed chunk receive from the queries of its tokens.
 template <class Layer>
 void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
-                const CompressScratch& scratch, cudaStream_t stream) {
+                     const CompressScratch& scratch, cudaStream_t stream) {
   const HostSequence& now = layer.state.sequence(slot);
   const Batch batch{1, {slot}};
   const auto& tables = layer.state.tables();
@@ -179,7 +181,7 @@ void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
     source = enqueue_rotation(tables, source, slot, position, scratch.rotated, stream);
   }
   const PromptScores prompt{source.packed,   source.tiles, source.tile_bytes,
-                          now.tail_length, scratch.rows, scratch.accumulated_scores};
+                            now.tail_length, scratch.rows, scratch.accumulated_scores};
   measure_scores(layer.state, batch, queries, prompt, {}, 0, now.rows.num_full, stream);
 }
 
@@ -225,8 +227,8 @@ void store_waiting(Layer& layer, int slot, const CompressScratch& scratch, cudaS
   const QueryView query = waiting.queries(layer.config.shape);
   if constexpr (Layer::Rows::accumulates_scores) {
     const int heads = layer.config.shape.num_qo_heads, n = static_cast<int>(waiting.rows());
-    accumulate_rows(layer, slot, weight_queries(layer.state, query, waiting.lse(), heads, n, 0), scratch,
-               stream);
+    accumulate_rows(layer, slot, weight_queries(layer.state, query, waiting.lse(), heads, n, 0),
+                    scratch, stream);
   }
   const ScoreQueries queries = score_queries(layer, slot, query, waiting.rows());
   store_chunk(layer, slot, waiting.rows(), scratch, queries, stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/reconstruct_waiting.cuh  K and V of the rows of a prompt chunk that is not complete yet (cuda/layer/open_prompt.cuh).
+/// @file cuda/cache/reconstruct_waiting.cuh  K and V of the rows of a prompt chunk that is not
+/// complete yet (cuda/layer/open_prompt.cuh).
 #pragma once
 
 #include <algorithm>
@@ -12,17 +13,27 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Copies rows [token, head, channel] that wait to tokens [first, first + count) of the targets. Grid: tokens x KV heads.
+/// @brief Copies rows [token, head, channel] that wait to tokens [first, first + count) of the
+/// targets. Grid: tokens x KV heads.
 template <class = void>
-__global__ void copy_waiting_kernel(DType type, const std::uint16_t* keys, const std::uint16_t* values, std::int64_t first, std::int64_t count, int dim, DeviceTarget key, DeviceTarget value) {
+__global__ void copy_waiting_kernel(DType type, const std::uint16_t* keys,
+                                    const std::uint16_t* values, std::int64_t first,
+                                    std::int64_t count, int dim, DeviceTarget key,
+                                    DeviceTarget value) {
   for (std::int64_t token = blockIdx.x; token < count; token += gridDim.x) {
-    const std::size_t row = (static_cast<std::size_t>(token) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(dim);
+    const std::size_t row =
+        (static_cast<std::size_t>(token) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(dim);
     const auto copy = [&](const std::uint16_t* from, const DeviceTarget& target) {
-      const std::int64_t to = target.place(first + token) + static_cast<std::int64_t>(blockIdx.y) * target.head_stride;
-      for (int channel = static_cast<int>(threadIdx.x); channel < dim; channel += static_cast<int>(blockDim.x)) {
+      const std::int64_t to =
+          target.place(first + token) + static_cast<std::int64_t>(blockIdx.y) * target.head_stride;
+      for (int channel = static_cast<int>(threadIdx.x); channel < dim;
+           channel += static_cast<int>(blockDim.x)) {
         const std::uint16_t bits = from[row + static_cast<std::size_t>(channel)];
-        if (target.dtype == DType::f32) static_cast<float*>(target.data)[to + channel] = from_bits(type, bits);
-        else static_cast<std::uint16_t*>(target.data)[to + channel] = target.dtype == type ? bits : to_bits(target.dtype, from_bits(type, bits));
+        if (target.dtype == DType::f32)
+          static_cast<float*>(target.data)[to + channel] = from_bits(type, bits);
+        else
+          static_cast<std::uint16_t*>(target.data)[to + channel] =
+              target.dtype == type ? bits : to_bits(target.dtype, from_bits(type, bits));
       }
     };
     copy(keys, key);
@@ -30,14 +41,21 @@ __global__ void copy_waiting_kernel(DType type, const std::uint16_t* keys, const
   }
 }
 
-/// @brief Enqueues rows [skipped, skipped + count) of those that wait as tokens [first, first + count) of the targets. Cost: they are read and written once.
+/// @brief Enqueues rows [skipped, skipped + count) of those that wait as tokens [first, first +
+/// count) of the targets. Cost: they are read and written once.
 template <class = void>
-void reconstruct_waiting(const CacheConfig& config, const OpenPrompt& prompt, std::int64_t skipped, std::int64_t first, std::int64_t count, const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {
+void reconstruct_waiting(const CacheConfig& config, const OpenPrompt& prompt, std::int64_t skipped,
+                         std::int64_t first, std::int64_t count, const DeviceTarget& key,
+                         const DeviceTarget& value, cudaStream_t stream) {
   const KeyView keys = prompt.keys(config.shape, config.full_type);
   const ValueView values = prompt.values(config.shape, config.full_type);
-  const auto from = [&](const auto& view) { return static_cast<const std::uint16_t*>(view.data) + skipped * view.token_stride; };
-  const dim3 grid(static_cast<unsigned>((std::min)(count, std::int64_t{1} << 20)), static_cast<unsigned>(config.shape.num_kv_heads));
-  copy_waiting_kernel<><<<grid, 128, 0, stream>>>(config.full_type, from(keys), from(values), first, count, config.shape.head_dim, key, value);
+  const auto from = [&](const auto& view) {
+    return static_cast<const std::uint16_t*>(view.data) + skipped * view.token_stride;
+  };
+  const dim3 grid(static_cast<unsigned>((std::min)(count, std::int64_t{1} << 20)),
+                  static_cast<unsigned>(config.shape.num_kv_heads));
+  copy_waiting_kernel<><<<grid, 128, 0, stream>>>(config.full_type, from(keys), from(values), first,
+                                                  count, config.shape.head_dim, key, value);
   check(cudaGetLastError(), "copy_waiting_kernel");
 }
 

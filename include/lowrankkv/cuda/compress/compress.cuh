@@ -31,11 +31,11 @@ namespace detail {
 struct FlushedBatch {
   FlushBatch flushed;
   std::int64_t most_full = 0, most_compressed = 0;  ///< rows that come to a list, at most
-  std::int64_t most_candidates = 0;  ///< FlushBatch::candidates() of a sequence, at most
-  RowOrder full, compressed;         ///< which rows go to the lists
-  std::int64_t replacing = 0;        ///< rows of a sequence that take places of others, at most
-  bool in_parts = false;             ///< compressed rows are stored part by part of a prompt
-  bool counted = false;              ///< so are full ones; the device has counted them
+  std::int64_t most_candidates = 0;      ///< FlushBatch::candidates() of a sequence, at most
+  RowOrder full, compressed;             ///< which rows go to the lists
+  std::int64_t replacing = 0;            ///< rows of a sequence that take places of others, at most
+  bool in_parts = false;                 ///< compressed rows are stored part by part of a prompt
+  bool counted = false;                  ///< so are full ones; the device has counted them
   const std::int32_t* counts = nullptr;  ///< of rows that lists get, where only the device knows
 };
 
@@ -46,7 +46,8 @@ FlushedBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const
   FlushedBatch batch;
   FlushBatch& flushed = batch.flushed;
   flushed.count = static_cast<std::int32_t>(slots.size());
-  const bool varies = (Layer::Rows::accumulates_scores && Layer::device_epochs) || counts_vary(layer, call.phase);
+  const bool varies =
+      (Layer::Rows::accumulates_scores && Layer::device_epochs) || counts_vary(layer, call.phase);
   for (int i = 0; i < flushed.count; ++i) {
     const int slot = slots[static_cast<std::size_t>(i)];
     describe_flushed(layer, flushed, i, slot, count, call.phase);
@@ -95,12 +96,12 @@ void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch
   const float* accumulated_scores = call.accumulated_scores();
   if (order.rows != nullptr) {
     const int kept = flushed.candidates(0) + (Rows::compresses ? 0 : flushed.pinned[0]);
-    accumulated_scores =
-        mask_scores(layer.state, call.scratch, accumulated_scores, order, kept, flushed.rows[0], call.stream);
+    accumulated_scores = mask_scores(layer.state, call.scratch, accumulated_scores, order, kept,
+                                     flushed.rows[0], call.stream);
   }
   constexpr bool closes = Layer::device_epochs || Rows::scores_both;
-  order = evict_rows<closes>(layer.state, flushed, layer.ever_pinned(), accumulated_scores, call.source,
-                             call.scratch, batch.replacing, call.stream);
+  order = evict_rows<closes>(layer.state, flushed, layer.ever_pinned(), accumulated_scores,
+                             call.source, call.scratch, batch.replacing, call.stream);
 }
 
 /// Stores the compressed rows of a part of a prompt, and those that stay full: the pinned ones of
@@ -120,7 +121,8 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
           layer.state, part, order, length, exempt, relative_errors(policy), least_error(policy),
           call.source, scratch, call.stream);
       if constexpr (Layer::Rows::scores_both) {
-        note_scores(layer.state, part, scratch.accumulated_scores, scratch.rows, full, compressed, call.stream);
+        note_scores(layer.state, part, scratch.accumulated_scores, scratch.rows, full, compressed,
+                    call.stream);
       }
       store_full(layer, call, part, full, exempt + pinned);
       store_compressed(layer, call, part, compressed, {}, most);
@@ -130,7 +132,8 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
   if constexpr (Layer::Rows::scores_both) {
     FlushBatch none = part;
     none.full[0] = 0;
-    note_scores(layer.state, none, scratch.accumulated_scores, scratch.rows, {}, order, call.stream);
+    note_scores(layer.state, none, scratch.accumulated_scores, scratch.rows, {}, order,
+                call.stream);
   }
   store_compressed(layer, call, part, order, {}, most);
   return nullptr;
@@ -197,13 +200,14 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
       decide_publications(state, flushed, first, count, own, call.phase, observes, scratch,
                           call.stream);
       const int splits = call.phase == Phase::prefill ? kMomentSplits : 1;
-      begin_epochs<Layer::coded_groups>(state, flushed, first, count, call.source, own, 0, 0, splits,
-                                       scratch, call.stream);
+      begin_epochs<Layer::coded_groups>(state, flushed, first, count, call.source, own, 0, 0,
+                                        splits, scratch, call.stream);
     }
   }
   if constexpr (!Layer::device_epochs) {
     for (int i = 0; i < flushed.count; ++i) {
-      // Where it might turn out that all rows stay full, too: release_and_upload() closes a segment of none.
+      // Where it might turn out that all rows stay full, too: release_and_upload() closes a segment
+      // of none.
       if (most_compressed(layer, flushed, i, call.phase) <= 0) continue;
       open_segment<Layer::coded_groups>(state, flushed.slots[i], scratch, layer.statistics,
                                         call.stream);
@@ -260,12 +264,13 @@ void store_batch(const Layer& layer, const CompressCall& call, const FlushedBatc
   if (batch.most_compressed > 0 && !batch.in_parts) {
     store_compressed(layer, call, flushed, batch.compressed, {}, batch.most_compressed);
   }
-  if constexpr (Rows::accumulates_scores && Rows::compresses && !Layer::device_epochs && !Rows::scores_both) {
+  if constexpr (Rows::accumulates_scores && Rows::compresses && !Layer::device_epochs &&
+                !Rows::scores_both) {
     if (batch.replacing > 0) {
       const CompressScratch& scratch = call.scratch;
       store_compressed(layer, call, flushed, batch.compressed, scratch.staging, batch.replacing);
-      place_rows(layer.state, flushed, scratch.staging, {scratch.rest, scratch.rows}, batch.replacing,
-                 call.stream);
+      place_rows(layer.state, flushed, scratch.staging, {scratch.rest, scratch.rows},
+                 batch.replacing, call.stream);
     }
   }
   note_stored_kernel<><<<static_cast<unsigned>(flushed.count), 128, 0, call.stream>>>(
@@ -341,8 +346,7 @@ void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {
     if (slots.empty()) return;
     std::int64_t scored = 0;
     for (const int slot : slots) {
-      scored =
-          (std::max)(scored, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
+      scored = (std::max)(scored, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
     }
     const CompressScratch scratch = flush_scratch(layer, slots.size(), scored);
     compress(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode, {}, stream);

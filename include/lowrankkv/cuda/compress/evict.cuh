@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/evict.cuh  Rows leave the tail where masses decide: of stored and leaving rows the largest stay (cpu/evict.hpp, cpu/token_policy/heavy_hitters.hpp).
+/// @file cuda/compress/evict.cuh  Rows leave the tail where masses decide: of stored and leaving
+/// rows the largest stay (cpu/evict.hpp, cpu/token_policy/heavy_hitters.hpp).
 ///
-/// How many stay, the host knows from counts; which, is decided here. A leaving row that stays takes the place of a stored one that goes, or stands at the list's end; nothing else
-/// moves. Where bases move, places of an epoch's rows are no others': lists close up (cuda/store/compaction/unordered_compact.cuh), and all rows that come stand at the end. So they do where errors say which of the rows that stay
-/// are full: masses choose among the rows of both lists then, and how many each has only the device knows. Either way positions of a list do not ascend, and pages that are shared with forks must be the
-/// sequence's own before. Heads with joint values have one fate, by the sum of their masses.
+/// How many stay, the host knows from counts; which, is decided here. A leaving row that stays
+/// takes the place of a stored one that goes, or stands at the list's end; nothing else moves.
+/// Where bases move, places of an epoch's rows are no others': lists close up
+/// (cuda/store/compaction/unordered_compact.cuh), and all rows that come stand at the end. So they
+/// do where errors say which of the rows that stay are full: masses choose among the rows of both
+/// lists then, and how many each has only the device knows. Either way positions of a list do not
+/// ascend, and pages that are shared with forks must be the sequence's own before. Heads with joint
+/// values have one fate, by the sum of their masses.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -20,87 +25,135 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kReplaceRows = 8;      ///< of a block of replace_rows_kernel
+inline constexpr int kReplaceRows = 8;  ///< of a block of replace_rows_kernel
 
 /// @brief What is known of leaving rows besides FlushBatch, and where the decision goes.
 struct Eviction {
-  const float* accumulated_scores = nullptr;   ///< of leaving rows, [heads, stride], negative ones of those that are dropped whatever their mass; null: those of the tails
-  std::int32_t* chosen = nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
-  std::int32_t* freed = nullptr;   ///< the same: places of stored rows that go, ascending
+  const float* accumulated_scores =
+      nullptr;  ///< of leaving rows, [heads, stride], negative ones of those that are dropped
+                ///< whatever their mass; null: those of the tails
+  std::int32_t* chosen =
+      nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
+  std::int32_t* freed = nullptr;  ///< the same: places of stored rows that go, ascending
   std::int32_t stride = 0;
   std::int32_t pinned = 0;         ///< positions below it stay in any case, and take nobody's place
-  std::int32_t* counts = nullptr;    ///< [sequence of the batch, head]: how many places are freed; where lists close up, how many leaving rows stay
-  const float* group_scores = nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_scores_kernel; null: every head has a fate of its own
+  std::int32_t* counts = nullptr;  ///< [sequence of the batch, head]: how many places are freed;
+                                   ///< where lists close up, how many leaving rows stay
+  const float* group_scores =
+      nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_scores_kernel;
+                ///< null: every head has a fate of its own
   std::int64_t group_stride = 0;
-  ListMoves moves;                   ///< where lists close up
+  ListMoves moves;  ///< where lists close up
 };
 
 /// @brief The stored rows and the leaving ones among which masses decide.
 struct ScoredList {
-  int slot, stored, rows, added;  ///< rows: leaving ones; added: by which the list grows, if it is one
-  int first;                      ///< the first leaving row that is weighed: those before it are pinned, and full
-  int position;                   ///< of that one
+  int slot, stored, rows,
+      added;     ///< rows: leaving ones; added: by which the list grows, if it is one
+  int first;     ///< the first leaving row that is weighed: those before it are pinned, and full
+  int position;  ///< of that one
   __device__ ScoredList(const LayerView& tables, const FlushBatch& flushed, int sequence, int head)
-      : slot(flushed.slots[sequence]), stored(tables.scored_rows(tables.rows[tables.index(slot, head)])), added(flushed.added(tables.scored, tables.scored, sequence, stored)),
-        first(tables.scored == RowList::full ? 0 : flushed.pinned[sequence]), position(flushed.position[sequence] + first) {
+      : slot(flushed.slots[sequence]),
+        stored(tables.scored_rows(tables.rows[tables.index(slot, head)])),
+        added(flushed.added(tables.scored, tables.scored, sequence, stored)),
+        first(tables.scored == RowList::full ? 0 : flushed.pinned[sequence]),
+        position(flushed.position[sequence] + first) {
     rows = flushed.rows[sequence] - first;
   }
 };
 
 /// @brief Masses of leaving rows of a head: of a packed prompt's [heads, stride], or the tail's.
-__device__ inline float flushed_score(const LayerView& tables, const float* packed, std::int64_t stride, int slot, int head, int row) {
+__device__ inline float flushed_score(const LayerView& tables, const float* packed,
+                                      std::int64_t stride, int slot, int head, int row) {
   if (packed != nullptr) return packed[head * stride + row];
   const int place = tables.lengths[slot].tail_first + row, ring = tables.ring_rows();
   return tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];
 }
 
-/// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence, group, stride]. Grid: rows x groups x sequences.
+/// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence,
+/// group, stride]. Grid: rows x groups x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) group_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed, std::int64_t packed_stride, std::int64_t stride, float* sums) {
-  const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads, row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
+__global__ void __launch_bounds__(kStoreThreads)
+    group_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed,
+                        std::int64_t packed_stride, std::int64_t stride, float* sums) {
+  const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads,
+            row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const ScoredList scored(tables, flushed, static_cast<int>(blockIdx.z), leader);
   if (row >= scored.stored + scored.rows) return;
   float sum = 0.0F;
   for (int head = leader; head < leader + tables.joint_heads; ++head) {
-    sum += row < scored.stored ? ScoredRows(tables, scored.slot, head).accumulated(row) : flushed_score(tables, packed, packed_stride, scored.slot, head, scored.first + row - scored.stored);
+    sum += row < scored.stored ? ScoredRows(tables, scored.slot, head).accumulated(row)
+                               : flushed_score(tables, packed, packed_stride, scored.slot, head,
+                                               scored.first + row - scored.stored);
   }
-  sums[(static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(row)] = sum;
+  sums[(static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) *
+           static_cast<std::size_t>(stride) +
+       static_cast<std::size_t>(row)] = sum;
 }
 
-/// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many more as the list grows by, those with the largest masses, of equal ones those that came
-/// first. Writes chosen, freed and counts, and gives rows that stay their masses and positions: the first ones at the list's end, the others in freed places. Lengths are those before.
-/// Grid: heads, or groups of them, x sequences. The smallest key that stays (cuda/scores/select_by_score.cuh), then one pass that writes.
-/// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen, counts and moves, and the lists' lengths and segments are those before they are stored. Where both lists are
-/// weighed, note_scores_kernel gives leaving rows their masses: to which they go nobody knows yet
+/// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many
+/// more as the list grows by, those with the largest masses, of equal ones those that came first.
+/// Writes chosen, freed and counts, and gives rows that stay their masses and positions: the first
+/// ones at the list's end, the others in freed places. Lengths are those before. Grid: heads, or
+/// groups of them, x sequences. The smallest key that stays (cuda/scores/select_by_score.cuh), then
+/// one pass that writes.
+/// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen,
+/// counts and moves, and the lists' lengths and segments are those before they are stored. Where
+/// both lists are weighed, note_scores_kernel gives leaving rows their masses: to which they go
+/// nobody knows yet
 template <bool closes>
-__global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
+__global__ void __launch_bounds__(kEvictThreads)
+    evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
   using Scan = detail::PlaceScan;
   __shared__ typename Scan::TempStorage storage;
   __shared__ ScoreSelection selection;
-  const int heads = eviction.group_scores == nullptr ? 1 : tables.joint_heads, leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+  const int heads = eviction.group_scores == nullptr ? 1 : tables.joint_heads,
+            leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y),
+            thread = static_cast<int>(threadIdx.x);
   const ScoredList scored(tables, flushed, sequence, leader);
   const ScoredRows before(tables, scored.slot, leader);
-  const int slot = scored.slot, stored = scored.stored, rows = scored.rows, all = stored + rows, added = scored.added;
+  const int slot = scored.slot, stored = scored.stored, rows = scored.rows, all = stored + rows,
+            added = scored.added;
   const bool both = closes && tables.scores_both();
-  const int wanted = both ? min(stored + flushed.candidates(sequence), flushed.limit[sequence] + before.pinned_among(eviction.pinned)) : stored + added;
-  const float* sums = eviction.group_scores == nullptr ? nullptr : eviction.group_scores + (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) * static_cast<std::size_t>(eviction.group_stride);
-  const auto list_of = [&](std::int32_t* lists, int head) { return lists + static_cast<std::size_t>(sequence * tables.num_heads + head) * static_cast<std::size_t>(eviction.stride); };
+  const int wanted = both ? min(stored + flushed.candidates(sequence),
+                                flushed.limit[sequence] + before.pinned_among(eviction.pinned))
+                          : stored + added;
+  const float* sums =
+      eviction.group_scores == nullptr
+          ? nullptr
+          : eviction.group_scores + (static_cast<std::size_t>(sequence) * gridDim.x + blockIdx.x) *
+                                        static_cast<std::size_t>(eviction.group_stride);
+  const auto list_of = [&](std::int32_t* lists, int head) {
+    return lists + static_cast<std::size_t>(sequence * tables.num_heads + head) *
+                       static_cast<std::size_t>(eviction.stride);
+  };
   std::int32_t *chosen = list_of(eviction.chosen, leader), *freed = list_of(eviction.freed, leader);
-  const auto score_of = [&](int head, int row) { return flushed_score(tables, eviction.accumulated_scores, eviction.stride, slot, head, scored.first + row); };
+  const auto score_of = [&](int head, int row) {
+    return flushed_score(tables, eviction.accumulated_scores, eviction.stride, slot, head,
+                         scored.first + row);
+  };
   const auto key = [&](int row) {
     const bool leaves = row >= stored;
-    const float accumulated = sums != nullptr ? sums[row] : leaves ? score_of(leader, row - stored) : before.accumulated(row);
-    return score_key(accumulated, leaves ? scored.position + row - stored : before.position(row), eviction.pinned);
+    const float accumulated = sums != nullptr ? sums[row]
+                              : leaves        ? score_of(leader, row - stored)
+                                              : before.accumulated(row);
+    return score_key(accumulated, leaves ? scored.position + row - stored : before.position(row),
+                     eviction.pinned);
   };
   const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);  // that stays
   [[maybe_unused]] int places = 0, kept[2] = {};
   int stay = 0;
-  [[maybe_unused]] const auto moves_of = [&](RowList list, int head) { return eviction.moves.lists[static_cast<int>(list)].of(sequence * tables.num_heads + head); };
+  [[maybe_unused]] const auto moves_of = [&](RowList list, int head) {
+    return eviction.moves.lists[static_cast<int>(list)].of(sequence * tables.num_heads + head);
+  };
   if constexpr (closes) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
       if (!tables.has_scores(list)) continue;
-      const int from = list == RowList::full ? 0 : before.full(), list_rows = list == RowList::full ? before.full() : stored - before.full();
-      kept[static_cast<int>(list)] = detail::plan_moves(tables, list, slot, leader, list_rows, [&](int row) { return key(from + row) >= smallest; }, moves_of(list, leader), storage);
+      const int from = list == RowList::full ? 0 : before.full(),
+                list_rows = list == RowList::full ? before.full() : stored - before.full();
+      kept[static_cast<int>(list)] = detail::plan_moves(
+          tables, list, slot, leader, list_rows,
+          [&](int row) { return key(from + row) >= smallest; }, moves_of(list, leader), storage);
     }
   } else {
     for (int base = 0; base < stored; base += kEvictThreads) {
@@ -132,9 +185,13 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
         if (head != leader) list_of(eviction.chosen, head)[i] = chosen[i];
         if (both) continue;
         const int place = kept[static_cast<int>(RowList::compressed)] + i;
-        tables.row_scores(RowList::compressed, slot, head)[place] = score_of(head, chosen[i] - scored.first);
-        tables.row_positions(RowList::compressed, slot, head)[place] = flushed.position[sequence] + chosen[i];
-        if (tables.residuals[static_cast<int>(RowList::compressed)] != nullptr) tables.row_residuals(RowList::compressed, slot, head)[place] = 0;  // the row may go to another epoch before what it lost is noted
+        tables.row_scores(RowList::compressed, slot, head)[place] =
+            score_of(head, chosen[i] - scored.first);
+        tables.row_positions(RowList::compressed, slot, head)[place] =
+            flushed.position[sequence] + chosen[i];
+        if (tables.residuals[static_cast<int>(RowList::compressed)] != nullptr)
+          tables.row_residuals(RowList::compressed, slot, head)[place] =
+              0;  // the row may go to another epoch before what it lost is noted
       }
       if (thread > 0) continue;
       eviction.counts[sequence * tables.num_heads + head] = stay;
@@ -144,7 +201,9 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
   } else {
     for (int head = leader; head < leader + heads; ++head) {
       float* own_scores = tables.row_scores(tables.scored, slot, head);
-      std::int32_t *own_positions = tables.row_positions(tables.scored, slot, head), *own_chosen = list_of(eviction.chosen, head), *own_freed = list_of(eviction.freed, head);
+      std::int32_t *own_positions = tables.row_positions(tables.scored, slot, head),
+                   *own_chosen = list_of(eviction.chosen, head),
+                   *own_freed = list_of(eviction.freed, head);
       for (int i = thread; i < stay; i += kEvictThreads) {
         const int place = i < added ? stored + i : freed[i - added];
         own_scores[place] = score_of(head, chosen[i] - scored.first);
@@ -158,13 +217,21 @@ __global__ void __launch_bounds__(kEvictThreads) evict_rows_kernel(LayerEdit tab
   }
 }
 
-/// @brief Writes the keys and values of leaving rows that stay to freed places of the full list. Grid: pieces of kReplaceRows places x heads x sequences.
+/// @brief Writes the keys and values of leaving rows that stay to freed places of the full list.
+/// Grid: pieces of kReplaceRows places x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, Eviction eviction) {
-  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = flushed.slots[sequence], dim = tables.head_dim;
-  const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) * static_cast<std::size_t>(eviction.stride);
-  const std::int32_t *chosen = eviction.chosen + list + flushed.added(RowList::full, RowList::full, sequence, tables.num_rows(RowList::full, slot, head)), *freed = eviction.freed + list;
-  const int first = static_cast<int>(blockIdx.x) * kReplaceRows, end = min(first + kReplaceRows, eviction.counts[sequence * tables.num_heads + head]);
+__global__ void __launch_bounds__(kStoreThreads)
+    replace_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, Eviction eviction) {
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z),
+            slot = flushed.slots[sequence], dim = tables.head_dim;
+  const std::size_t list = (static_cast<std::size_t>(sequence) * gridDim.y + blockIdx.y) *
+                           static_cast<std::size_t>(eviction.stride);
+  const std::int32_t *chosen = eviction.chosen + list +
+                               flushed.added(RowList::full, RowList::full, sequence,
+                                             tables.num_rows(RowList::full, slot, head)),
+                     *freed = eviction.freed + list;
+  const int first = static_cast<int>(blockIdx.x) * kReplaceRows,
+            end = min(first + kReplaceRows, eviction.counts[sequence * tables.num_heads + head]);
   const HeadTiles& layout = tables.listed;
   const std::int32_t* table = tables.page_table(RowList::full, slot, head);
   const SourceRows rows(tables, source, slot, head);
@@ -172,107 +239,166 @@ __global__ void __launch_bounds__(kStoreThreads) replace_rows_kernel(LayerEdit t
     const int place = freed[i], in_tile = place % layout.rows;
     std::uint8_t* tile = tables.tile(table, layout, place / layout.rows);
     if (layout.scaled) {
-      const int part_warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+      const int part_warp = static_cast<int>(threadIdx.x) / 32,
+                lane = static_cast<int>(threadIdx.x) % 32;
       if (part_warp > 1) continue;  // a warp the key, one the value
       const Part part = part_warp == 0 ? Part::key : Part::value;
       const auto number = [&](int channel) { return rows.element(part, chosen[i], channel); };
       const __half step = detail::row_step(dim, number);
       if (lane == 0) *reinterpret_cast<__half*>(tile + layout.step_byte(part, in_tile)) = step;
-      for (int channel = lane; channel < dim; channel += 32) tile[layout.plain_byte(part, in_tile, channel)] = static_cast<std::uint8_t>(detail::scaled_code(number(channel), detail::inverse_of(step)));
+      for (int channel = lane; channel < dim; channel += 32)
+        tile[layout.plain_byte(part, in_tile, channel)] = static_cast<std::uint8_t>(
+            detail::scaled_code(number(channel), detail::inverse_of(step)));
       continue;
     }
     for (int channel = static_cast<int>(threadIdx.x); channel < 2 * dim; channel += kStoreThreads) {
       const Part part = channel < dim ? Part::key : Part::value;
       const int own = channel < dim ? channel : channel - dim;
-      *reinterpret_cast<std::uint16_t*>(tile + layout.plain_byte(part, in_tile, own)) = to_bits(tables.full_type, rows.element(part, chosen[i], own));
+      *reinterpret_cast<std::uint16_t*>(tile + layout.plain_byte(part, in_tile, own)) =
+          to_bits(tables.full_type, rows.element(part, chosen[i], own));
     }
   }
 }
 
-/// @brief Where both lists are weighed: rows that are about to be stored at the lists' ends get their masses. Lengths are those before. Grid: heads x sequences.
-/// @param masses  of leaving rows, [heads, stride]; null: those of the tails  @param full, compressed  which rows these are; without an order, the first leaving.full ones, and none
+/// @brief Where both lists are weighed: rows that are about to be stored at the lists' ends get
+/// their masses. Lengths are those before. Grid: heads x sequences.
+/// @param masses  of leaving rows, [heads, stride]; null: those of the tails  @param full,
+/// compressed  which rows these are; without an order, the first leaving.full ones, and none
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) note_scores_kernel(LayerEdit tables, FlushBatch flushed, const float* accumulated_scores, std::int32_t stride, RowOrder full, RowOrder compressed) {
-  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y), slot = flushed.slots[sequence];
+__global__ void __launch_bounds__(kStoreThreads)
+    note_scores_kernel(LayerEdit tables, FlushBatch flushed, const float* accumulated_scores,
+                       std::int32_t stride, RowOrder full, RowOrder compressed) {
+  const int head = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y),
+            slot = flushed.slots[sequence];
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const RowOrder& order = list == RowList::full ? full : compressed;
     const std::int32_t* rows = order.of(sequence, tables.num_heads, head);
-    const int2 active = order.active(sequence, tables.num_heads, head, list == RowList::full ? flushed.full[sequence] : 0);
+    const int2 active = order.active(sequence, tables.num_heads, head,
+                                     list == RowList::full ? flushed.full[sequence] : 0);
     const int stored = tables.num_rows(list, slot, head);
     for (int i = active.x + static_cast<int>(threadIdx.x); i < active.y; i += kStoreThreads) {
       const int place = stored + i - active.x;
-      tables.row_scores(list, slot, head)[place] = flushed_score(tables, accumulated_scores, stride, slot, head, rows == nullptr ? i : rows[i]);
-      if (tables.residuals[static_cast<int>(list)] != nullptr) tables.row_residuals(list, slot, head)[place] = 0;  // the row may go to another epoch before what it lost is noted
+      tables.row_scores(list, slot, head)[place] = flushed_score(
+          tables, accumulated_scores, stride, slot, head, rows == nullptr ? i : rows[i]);
+      if (tables.residuals[static_cast<int>(list)] != nullptr)
+        tables.row_residuals(list, slot, head)[place] =
+            0;  // the row may go to another epoch before what it lost is noted
     }
   }
 }
 
 /// @brief Enqueues note_scores_kernel.
 template <class = void>
-void note_scores(const LayerState& layer, const FlushBatch& flushed, const float* accumulated_scores, std::int32_t stride, const RowOrder& full, const RowOrder& compressed, cudaStream_t stream) {
-  note_scores_kernel<><<<dim3(static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(flushed.count)), kStoreThreads, 0, stream>>>(layer.tables(), flushed, accumulated_scores, stride, full, compressed);
+void note_scores(const LayerState& layer, const FlushBatch& flushed,
+                 const float* accumulated_scores, std::int32_t stride, const RowOrder& full,
+                 const RowOrder& compressed, cudaStream_t stream) {
+  note_scores_kernel<><<<dim3(static_cast<unsigned>(layer.tables().num_heads),
+                              static_cast<unsigned>(flushed.count)),
+                         kStoreThreads, 0, stream>>>(layer.tables(), flushed, accumulated_scores,
+                                                     stride, full, compressed);
   check(cudaGetLastError(), "note_scores_kernel");
 }
 
-/// @brief The tail's masses become those of rows [first, first + count) of a prompt [heads, stride]. Grid: heads.
+/// @brief The tail's masses become those of rows [first, first + count) of a prompt [heads,
+/// stride]. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) renew_scores_kernel(LayerEdit tables, int slot, const float* accumulated_scores, int stride, int first, int count) {
-  const int head = static_cast<int>(blockIdx.x), begin = tables.lengths[slot].tail_first, ring = tables.ring_rows();
+__global__ void __launch_bounds__(kStoreThreads)
+    renew_scores_kernel(LayerEdit tables, int slot, const float* accumulated_scores, int stride,
+                        int first, int count) {
+  const int head = static_cast<int>(blockIdx.x), begin = tables.lengths[slot].tail_first,
+            ring = tables.ring_rows();
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kStoreThreads) {
     const int place = begin + row;
-    tables.tail_row_scores(slot, head)[place < ring ? place : place - ring] = accumulated_scores[static_cast<std::size_t>(head) * static_cast<std::size_t>(stride) + static_cast<std::size_t>(first + row)];
+    tables.tail_row_scores(slot, head)[place < ring ? place : place - ring] =
+        accumulated_scores[static_cast<std::size_t>(head) * static_cast<std::size_t>(stride) +
+                           static_cast<std::size_t>(first + row)];
   }
 }
 
-/// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
-/// most, those that take the places of others, of which full rows are stored here. The pages of the lists are the sequences' own. Up to five launches. @param pinned  positions below it stay  @param masses  Eviction::masses
-/// @tparam closes  bases move, or both lists are weighed: none takes another's place, and the device alone knows where lists end until the rows are stored
+/// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of
+/// leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
+/// most, those that take the places of others, of which full rows are stored here. The pages of the
+/// lists are the sequences' own. Up to five launches. @param pinned  positions below it stay @param
+/// masses  Eviction::masses
+/// @tparam closes  bases move, or both lists are weighed: none takes another's place, and the
+/// device alone knows where lists end until the rows are stored
 template <bool closes>
-RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int64_t pinned, const float* accumulated_scores, const RowSource& source, const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
+RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int64_t pinned,
+                    const float* accumulated_scores, const RowSource& source,
+                    const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const bool full = tables.scored == RowList::full, joint = !full && tables.joint_heads > 0;
-  std::int32_t* const chosen = tables.scores_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
-  Eviction eviction{accumulated_scores, chosen, scratch.rest, scratch.rows, static_cast<std::int32_t>(pinned), scratch.replaced, nullptr, 0, scratch.moves};
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(flushed.count), fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
+  std::int32_t* const chosen =
+      tables.scores_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
+  Eviction eviction{accumulated_scores,
+                    chosen,
+                    scratch.rest,
+                    scratch.rows,
+                    static_cast<std::int32_t>(pinned),
+                    scratch.replaced,
+                    nullptr,
+                    0,
+                    scratch.moves};
+  const unsigned heads = static_cast<unsigned>(tables.num_heads),
+                 sequences = static_cast<unsigned>(flushed.count),
+                 fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
   std::int64_t most_rows = 0, most_flushed = 0;
   replacing = 0;
   for (int i = 0; i < flushed.count; ++i) {
     const std::int64_t stored = tables.scored_rows(layer.sequence(flushed.slots[i]).rows);
     most_rows = (std::max)(most_rows, stored + flushed.rows[i]);
     most_flushed = (std::max)(most_flushed, std::int64_t{flushed.rows[i]});
-    const std::int64_t unseated = tables.scores_both() ? flushed.candidates(i) : flushed.offered(tables.scored, i) - flushed.added(tables.scored, tables.scored, i, static_cast<std::int32_t>(stored));
+    const std::int64_t unseated =
+        tables.scores_both()
+            ? flushed.candidates(i)
+            : flushed.offered(tables.scored, i) -
+                  flushed.added(tables.scored, tables.scored, i, static_cast<std::int32_t>(stored));
     replacing = (std::max)(replacing, (std::min)(unseated, stored));
   }
   if (joint) {
     eviction.group_scores = scratch.group_scores;
     eviction.group_stride = most_rows;
-    const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates, sequences);
-    group_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(tables, flushed, eviction.accumulated_scores, eviction.stride, eviction.group_stride, scratch.group_scores);
+    const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates,
+                    sequences);
+    group_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(
+        tables, flushed, eviction.accumulated_scores, eviction.stride, eviction.group_stride,
+        scratch.group_scores);
     check(cudaGetLastError(), "group_scores_kernel");
   }
-  evict_rows_kernel<closes><<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);
+  evict_rows_kernel<closes>
+      <<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);
   check(cudaGetLastError(), "evict_rows_kernel");
   if constexpr (closes) {
     Batch batch;
     batch.count = flushed.count;
     std::copy_n(flushed.slots, flushed.count, batch.slots);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_scored(list) && replacing > 0) move_rows(tables, list, batch, scratch.moves.lists[static_cast<int>(list)], layer.num_lists(list), most_flushed, stream);
+      if (layer.is_scored(list) && replacing > 0)
+        move_rows(tables, list, batch, scratch.moves.lists[static_cast<int>(list)],
+                  layer.num_lists(list), most_flushed, stream);
     }
-    if (layer.device_epochs().used()) trim_device_epochs(tables, layer.device_epochs(), batch, stream);
+    if (layer.device_epochs().used())
+      trim_device_epochs(tables, layer.device_epochs(), batch, stream);
     replacing = 0;
     return {chosen, scratch.rows, scratch.replaced, 1, 0};
   } else if (full && replacing > 0) {
-    replace_rows_kernel<><<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads, sequences), kStoreThreads, 0, stream>>>(tables, source, flushed, eviction);
+    replace_rows_kernel<>
+        <<<dim3(static_cast<unsigned>((replacing + kReplaceRows - 1) / kReplaceRows), heads,
+                sequences),
+           kStoreThreads, 0, stream>>>(tables, source, flushed, eviction);
     check(cudaGetLastError(), "replace_rows_kernel");
   }
   return {scratch.chosen, scratch.rows, nullptr, 0, 0};
 }
 
-/// @brief Enqueues renew_scores_kernel: the tail is rows [first, first + count) of a packed prompt now.
+/// @brief Enqueues renew_scores_kernel: the tail is rows [first, first + count) of a packed prompt
+/// now.
 template <class = void>
-void renew_scores(const LayerState& layer, int slot, const CompressScratch& scratch, int first, int count, cudaStream_t stream) {
-  renew_scores_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(layer.tables(), slot, scratch.accumulated_scores, scratch.rows, first, count);
+void renew_scores(const LayerState& layer, int slot, const CompressScratch& scratch, int first,
+                  int count, cudaStream_t stream) {
+  renew_scores_kernel<>
+      <<<static_cast<unsigned>(layer.tables().num_heads), kStoreThreads, 0, stream>>>(
+          layer.tables(), slot, scratch.accumulated_scores, scratch.rows, first, count);
   check(cudaGetLastError(), "renew_scores_kernel");
 }
 

@@ -60,7 +60,8 @@ std::int32_t most_compressed(const Layer& layer, const FlushBatch& flushed, int 
 
 /// @brief Adds the rows that leave sequence `i` of a batch, as many as lists may get.
 template <class Layer>
-void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed, int i, Phase phase) {
+void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed, int i,
+              Phase phase) {
   if (Layer::Rows::scores_both) {
     const std::int32_t pinned = static_cast<std::int32_t>(layer.ever_pinned());
     return after.add_scored(flushed, i, flushed.limit[i] + pinned);

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/prompt_parts.cuh  Rows of a prompt that scores or masses chose go under epochs that begin when values say so: part by part of the prompt, of which every head keeps other rows, and another number of them.
+/// @file cuda/compress/prompt_parts.cuh  Rows of a prompt that scores or masses chose go under
+/// epochs that begin when values say so: part by part of the prompt, of which every head keeps
+/// other rows, and another number of them.
 ///
-/// Only the device knows how many; the host knows how many rows lists will have, and has their pages ready. Where errors choose among the rows of a part, it learns in the end how many of them are compressed.
+/// Only the device knows how many; the host knows how many rows lists will have, and has their
+/// pages ready. Where errors choose among the rows of a part, it learns in the end how many of them
+/// are compressed.
 #pragma once
 
 #include <algorithm>
@@ -17,47 +21,72 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Where the parts of every head's order end: part i has those of rows [i length, (i + 1) length) of the source. Grid: heads. @param count  rows of an order, if heads have the same number
+/// @brief Where the parts of every head's order end: part i has those of rows [i length, (i + 1)
+/// length) of the source. Grid: heads. @param count  rows of an order, if heads have the same
+/// number
 template <class = void>
-__global__ void part_ends_kernel(RowOrder order, int count, int parts, int length, std::int32_t* ends) {
-  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x), all = order.active(0, heads, head, count).y;
+__global__ void part_ends_kernel(RowOrder order, int count, int parts, int length,
+                                 std::int32_t* ends) {
+  const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x),
+            all = order.active(0, heads, head, count).y;
   const std::int32_t* rows = order.of(0, heads, head);
-  for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x)) {
+  for (int part = static_cast<int>(threadIdx.x); part < parts;
+       part += static_cast<int>(blockDim.x)) {
     int low = 0, high = all;
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (rows[middle] < (part + 1) * length) low = middle + 1;
-      else high = middle;
+      if (rows[middle] < (part + 1) * length)
+        low = middle + 1;
+      else
+        high = middle;
     }
     ends[head * parts + part] = low;
   }
 }
 
-/// @brief The lists have the rows of a part. One block. @param counts  [2, heads]: how many are full, and how many are compressed; null: all are compressed
+/// @brief The lists have the rows of a part. One block. @param counts  [2, heads]: how many are
+/// full, and how many are compressed; null: all are compressed
 template <class = void>
-__global__ void note_part_kernel(LayerEdit tables, int slot, RowOrder order, const std::int32_t* counts) {
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+__global__ void note_part_kernel(LayerEdit tables, int slot, RowOrder order,
+                                 const std::int32_t* counts) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     const int2 active = order.active(0, tables.num_heads, head, 0);
     HeadRows& rows = tables.rows[tables.index(slot, head)];
     rows.num_full += counts == nullptr ? 0 : counts[head];
-    rows.num_compressed += counts == nullptr ? active.y - active.x : counts[tables.num_heads + head];
+    rows.num_compressed +=
+        counts == nullptr ? active.y - active.x : counts[tables.num_heads + head];
   }
 }
 
-/// @brief Calls store(leaving, order, before) for the parts of the rows that leave a prompt, which is alone, and that scores or masses chose, `before` of them at most having been stored; then the device knows that the part's are.
-/// A launch, and one a part; where residuals are kept of rows that scores chose, one a head. store() returns null, or counts of full rows and compressed ones as note_part_kernel takes them. @param length  rows of the prompt in a part  @param order  of all rows that are compressed
+/// @brief Calls store(leaving, order, before) for the parts of the rows that leave a prompt, which
+/// is alone, and that scores or masses chose, `before` of them at most having been stored; then the
+/// device knows that the part's are. A launch, and one a part; where residuals are kept of rows
+/// that scores chose, one a head. store() returns null, or counts of full rows and compressed ones
+/// as note_part_kernel takes them. @param length  rows of the prompt in a part  @param order  of
+/// all rows that are compressed
 template <class Store>
-void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder order, std::int32_t length, const CompressScratch& scratch, cudaStream_t stream, Store&& store) {
+void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder order,
+                   std::int32_t length, const CompressScratch& scratch, cudaStream_t stream,
+                   Store&& store) {
   const LayerEdit& tables = layer.tables();
-  const int slot = flushed.slots[0], kept = flushed.candidates(0), parts = (flushed.rows[0] + length - 1) / length;
-  part_ends_kernel<><<<static_cast<unsigned>(tables.num_heads), 256, 0, stream>>>(order, kept, parts, length, scratch.part_ends);
+  const int slot = flushed.slots[0], kept = flushed.candidates(0),
+            parts = (flushed.rows[0] + length - 1) / length;
+  part_ends_kernel<><<<static_cast<unsigned>(tables.num_heads), 256, 0, stream>>>(
+      order, kept, parts, length, scratch.part_ends);
   check(cudaGetLastError(), "part_ends_kernel");
   order.ends = scratch.part_ends;
   order.parts = parts;
-  if (layer.config().keep_residuals && flushed.limit[0] < 0) {  // evict_rows_kernel does so itself; rows may go to another epoch before what they lost is noted
+  if (layer.config().keep_residuals &&
+      flushed.limit[0] < 0) {  // evict_rows_kernel does so itself; rows may go to another epoch
+                               // before what they lost is noted
     for (int head = 0; head < tables.num_heads; ++head) {
-      std::uint32_t* first = tables.residuals[1] + static_cast<std::size_t>(slot * tables.num_heads + head) * static_cast<std::size_t>(tables.max_rows[1]) + layer.sequence(slot).num_rows(RowList::compressed, head);
-      check(cudaMemsetAsync(first, 0, static_cast<std::size_t>(kept) * sizeof *first, stream), "residuals");
+      std::uint32_t* first = tables.residuals[1] +
+                             static_cast<std::size_t>(slot * tables.num_heads + head) *
+                                 static_cast<std::size_t>(tables.max_rows[1]) +
+                             layer.sequence(slot).num_rows(RowList::compressed, head);
+      check(cudaMemsetAsync(first, 0, static_cast<std::size_t>(kept) * sizeof *first, stream),
+            "residuals");
     }
   }
   for (; order.part < parts; ++order.part) {
@@ -70,30 +99,42 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
   }
 }
 
-/// @brief Of the rows of a part, those with the largest errors under the maps that would store them stay full, so many of the prompt's as `wanted` says, as far as a head keeps any and they exceed `least`, if that is above 0. Returns the orders of the full list, the prompt's pinned
-/// rows before those of the first part, and of the compressed one; how many there are stands in scratch.exempt. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
+/// @brief Of the rows of a part, those with the largest errors under the maps that would store them
+/// stay full, so many of the prompt's as `wanted` says, as far as a head keeps any and they exceed
+/// `least`, if that is above 0. Returns the orders of the full list, the prompt's pinned rows
+/// before those of the first part, and of the compressed one; how many there are stands in
+/// scratch.exempt. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
 template <int coded_groups>
-std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const FlushBatch& part, const RowOrder& order, std::int32_t length, std::int64_t wanted, bool relative, float least, const RowSource& source,
+std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const FlushBatch& part,
+                                             const RowOrder& order, std::int32_t length,
+                                             std::int64_t wanted, bool relative, float least,
+                                             const RowSource& source,
                                              const CompressScratch& scratch, cudaStream_t stream) {
   const unsigned heads = static_cast<unsigned>(layer.tables().num_heads);
-  const std::int32_t first = (std::max)(part.pinned[0], order.part * length), end = (std::min)(part.rows[0], (order.part + 1) * length);
+  const std::int32_t first = (std::max)(part.pinned[0], order.part * length),
+                     end = (std::min)(part.rows[0], (order.part + 1) * length);
   ErrorRows rows{};
   rows.slots[0] = part.slots[0];
   rows.first[0] = first;
   rows.count[0] = (std::max)(0, end - first);
-  if (rows.count[0] > 0) enqueue_errors<coded_groups, false>(layer, part, rows, relative, source, scratch, stream);
+  if (rows.count[0] > 0)
+    enqueue_errors<coded_groups, false>(layer, part, rows, relative, source, scratch, stream);
   float* own_errors = scratch.second_scores(layer.tables().num_heads);
-  gather_scores_kernel<><<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, part, own_errors);
+  gather_scores_kernel<>
+      <<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, part, own_errors);
   check(cudaGetLastError(), "gather_scores_kernel");
-  Candidates candidates{own_errors, scratch.rows, false, {}, {}, {}, order, true, scratch.exempt, least};
+  Candidates candidates{own_errors, scratch.rows, false,          {},   {}, {},
+                        order,      true,         scratch.exempt, least};
   candidates.wanted[0] = static_cast<std::int32_t>(wanted);
   top_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   FlushBatch named = part;
   if (order.part > 0) named.pinned[0] = 0;
-  name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(order, named, scratch.exempt, scratch.chosen, scratch.rest, scratch.rows);
+  name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(
+      order, named, scratch.exempt, scratch.chosen, scratch.rest, scratch.rows);
   check(cudaGetLastError(), "name_rows_kernel");
-  return {{scratch.chosen, scratch.rows, scratch.exempt, 1, 0}, {scratch.rest, scratch.rows, scratch.exempt + heads, 1, 0}};
+  return {{scratch.chosen, scratch.rows, scratch.exempt, 1, 0},
+          {scratch.rest, scratch.rows, scratch.exempt + heads, 1, 0}};
 }
 
 }  // namespace cuda

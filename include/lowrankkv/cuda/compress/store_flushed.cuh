@@ -27,14 +27,17 @@ struct CompressCall {
 
   bool of_tails() const { return source.packed == nullptr; }
   /// Masses of the rows of a prompt; null: those of the tails.
-  const float* accumulated_scores() const { return of_tails() ? nullptr : scratch.accumulated_scores; }
+  const float* accumulated_scores() const {
+    return of_tails() ? nullptr : scratch.accumulated_scores;
+  }
 };
 
 /// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that
 /// wait in loose tiles.
 template <StoreForm form, RowPath path, class Layer>
 void launch_store(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
-                  const RowOrder& order, const StagingTiles& staging, std::int64_t most, DType type) {
+                  const RowOrder& order, const StagingTiles& staging, std::int64_t most,
+                  DType type) {
   constexpr int groups = form == StoreForm::codes ? Layer::scale_groups : 1;
   const int tile_bytes = form == StoreForm::codes ? layer.state.tiles().max_head_tile_bytes() : 0;
   const int dim = layer.config.shape.head_dim;

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/decode/moved_residuals.cuh  What moving rows to another epoch adds to their residuals: a row may lose more, and what it loses adds up. The counterpart of MoveLosses in cpu/segments.hpp.
+/// @file cuda/decode/moved_residuals.cuh  What moving rows to another epoch adds to their
+/// residuals: a row may lose more, and what it loses adds up. The counterpart of MoveLosses in
+/// cpu/segments.hpp.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +13,45 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The rows of a merge from plans.begin on have been rewritten: they are the next segment's. One block.
+/// @brief The rows of a merge from plans.begin on have been rewritten: they are the next segment's.
+/// One block.
 template <class = void>
 __global__ void narrow_merge_kernel(LayerEdit tables, MergePlans plans) {
   const MergePlan plan = plans.of(0);
   if (plan.segment < 0) return;
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     DeviceSegment* own = tables.segments_of(plan.slot, head) + plan.segment;
     own[1].first_row = max(own[0].first_row, min(own[1].first_row, plans.begin));
   }
 }
 
-/// @brief Adds to the residuals of the rows of the compressed lists that plans.begin and plans.end are about how far their keys and values [count, heads, head_dim] are from those they had before.
-/// Rows that did not move stay as they are, and so do their residuals. Grid: rows in eights x KV heads, a warp a row.
+/// @brief Adds to the residuals of the rows of the compressed lists that plans.begin and plans.end
+/// are about how far their keys and values [count, heads, head_dim] are from those they had before.
+/// Rows that did not move stay as they are, and so do their residuals. Grid: rows in eights x KV
+/// heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(LayerEdit tables, MergePlans plans, const float* keys, const float* values, const float* old_keys, const float* old_values) {
+__global__ void __launch_bounds__(kStoreThreads)
+    add_moves_kernel(LayerEdit tables, MergePlans plans, const float* keys, const float* values,
+                     const float* old_keys, const float* old_values) {
   const MergePlan plan = plans.of(0);
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = plans.begin + index;
-  if (plan.segment < 0 || row >= plans.end || row >= tables.num_rows(RowList::compressed, plan.slot, head)) return;
-  const std::size_t at = (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(tables.head_dim);
+  const int head = static_cast<int>(blockIdx.y),
+            index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
+                    static_cast<int>(threadIdx.x) / 32,
+            lane = static_cast<int>(threadIdx.x) % 32, row = plans.begin + index;
+  if (plan.segment < 0 || row >= plans.end ||
+      row >= tables.num_rows(RowList::compressed, plan.slot, head))
+    return;
+  const std::size_t at =
+      (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) +
+       static_cast<std::size_t>(head)) *
+      static_cast<std::size_t>(tables.head_dim);
   std::uint32_t* const residual = tables.row_residuals(RowList::compressed, plan.slot, head) + row;
   const std::uint32_t before = *residual;
   std::uint32_t norms = 0;
   for (const Part part : {Part::key, Part::value}) {
-    const float *own = (part == Part::key ? keys : values) + at, *old = (part == Part::key ? old_keys : old_values) + at;
+    const float *own = (part == Part::key ? keys : values) + at,
+                *old = (part == Part::key ? old_keys : old_values) + at;
     float moved = 0.0F;
     for (int channel = lane; channel < tables.head_dim; channel += 32) {
       const float difference = own[channel] - old[channel];
@@ -43,34 +60,47 @@ __global__ void __launch_bounds__(kStoreThreads) add_moves_kernel(LayerEdit tabl
     const int shift = part == Part::key ? 0 : 16;
     const std::uint32_t own_before = before >> shift & 0xffffU;
     moved = detail::warp_sum(moved);
-    norms |= (moved == 0.0F ? own_before : detail::residual_bits(from_bits(DType::f16, static_cast<std::uint16_t>(own_before)) + 1.001F * sqrtf(moved))) << shift;
+    norms |=
+        (moved == 0.0F
+             ? own_before
+             : detail::residual_bits(from_bits(DType::f16, static_cast<std::uint16_t>(own_before)) +
+                                     1.001F * sqrtf(moved)))
+        << shift;
   }
   if (lane == 0) *residual = norms;
 }
 
-/// @brief Rewrites the rows of one merge, those at its end first, and adds what that moves to their residuals. The device has both segments; the older one is left empty. Cost: two reconstructions of the rows; of a plan
-/// that the device decides and that turns out to be none, launches. Allocates nothing, waits for nothing.
-/// @param first, end  rows of the lists among which those of the merge are, in every head  @param decoded  scratch for kDecodedRows rows twice: keys and values before, keys and values after
-/// @param merge  merge(plans) enqueues the merge of the rows from plans.begin to plans.end  @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rewrites the rows of one merge, those at its end first, and adds what that moves to their
+/// residuals. The device has both segments; the older one is left empty. Cost: two reconstructions
+/// of the rows; of a plan that the device decides and that turns out to be none, launches.
+/// Allocates nothing, waits for nothing.
+/// @param first, end  rows of the lists among which those of the merge are, in every head  @param
+/// decoded  scratch for kDecodedRows rows twice: keys and values before, keys and values after
+/// @param merge  merge(plans) enqueues the merge of the rows from plans.begin to plans.end  @tparam
+/// scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups, class Merge>
-void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std::int32_t first, std::int32_t end, float* decoded, cudaStream_t stream, Merge&& merge) {
+void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std::int32_t first,
+                        std::int32_t end, float* decoded, cudaStream_t stream, Merge&& merge) {
   const LayerEdit& tables = layer.tables();
   const std::int64_t width = std::int64_t{tables.num_heads} * tables.head_dim;
-  float* const part[4] = {decoded, decoded + kDecodedRows * width, decoded + 2 * kDecodedRows * width, decoded + 3 * kDecodedRows * width};
+  float* const part[4] = {decoded, decoded + kDecodedRows * width,
+                          decoded + 2 * kDecodedRows * width, decoded + 3 * kDecodedRows * width};
   for (plans.end = end; plans.end > first; plans.end = plans.begin) {
     plans.begin = (std::max)(first, plans.end - static_cast<std::int32_t>(kDecodedRows));
     const std::int32_t count = plans.end - plans.begin;
     TokenRange range = row_range(RowList::compressed, plans.begin, count);
     if (plans.decided != nullptr) range.wanted = &plans.decided->segment;
     const auto decode = [&](float* keys, float* values) {
-      decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys), detail::decoded_target(tables, values), stream);
+      decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys),
+                                detail::decoded_target(tables, values), stream);
     };
     decode(part[0], part[1]);
     merge(plans);
     narrow_merge_kernel<><<<1, 128, 0, stream>>>(tables, plans);
     check(cudaGetLastError(), "narrow_merge_kernel");
     decode(part[2], part[3]);
-    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(tables, plans, part[2], part[3], part[0], part[1]);
+    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(
+        tables, plans, part[2], part[3], part[0], part[1]);
     check(cudaGetLastError(), "add_moves_kernel");
   }
 }

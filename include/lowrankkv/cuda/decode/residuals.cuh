@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/decode/residuals.cuh  What compression lost of rows that have just been stored: they are decoded, and compared with what they were. The counterpart of cpu/residuals.hpp.
+/// @file cuda/decode/residuals.cuh  What compression lost of rows that have just been stored: they
+/// are decoded, and compared with what they were. The counterpart of cpu/residuals.hpp.
 ///
-/// Kept of a row: ||k - k^|| and ||v - v^||, as f16 that are not below them; of a head the largest ||v||. Norms cover the rounding of f32 arithmetic: 1.001 (||k - k^|| + 1e-6 ||k||).
-/// Cost: a reconstruction of the rows (of the whole list, where rows take the places of others), 16 head_dim bytes a row and KV head written and read once more.
+/// Kept of a row: ||k - k^|| and ||v - v^||, as f16 that are not below them; of a head the largest
+/// ||v||. Norms cover the rounding of f32 arithmetic: 1.001 (||k - k^|| + 1e-6 ||k||). Cost: a
+/// reconstruction of the rows (of the whole list, where rows take the places of others), 16
+/// head_dim bytes a row and KV head written and read once more.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +21,8 @@ namespace cuda {
 struct LeftRows {
   RowSource source;
   std::int32_t slot = 0, count = 0;
-  std::int32_t first = 0;     ///< row of the source that the first is: of a tail's ring, behind its end
+  std::int32_t first =
+      0;  ///< row of the source that the first is: of a tail's ring, behind its end
   std::int32_t position = 0;  ///< of the first
 };
 
@@ -30,8 +34,11 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// A norm as an f16 that is not below it. Beyond the largest one, or not a number: anything may have been lost.
-__device__ __forceinline__ std::uint32_t residual_bits(float norm) { return norm <= 65504.0F ? __half_as_ushort(__float2half_ru(norm)) : std::uint16_t{0x7c00}; }
+/// A norm as an f16 that is not below it. Beyond the largest one, or not a number: anything may
+/// have been lost.
+__device__ __forceinline__ std::uint32_t residual_bits(float norm) {
+  return norm <= 65504.0F ? __half_as_ushort(__float2half_ru(norm)) : std::uint16_t{0x7c00};
+}
 
 /// At least the norm of the value of a row. A warp calls it.
 __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim) {
@@ -44,71 +51,110 @@ __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim
 }
 
 /// Rows decoded to f32, [rows, heads, head_dim].
-inline DeviceTarget decoded_target(const LayerView& tables, float* rows) { return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}}; }
+inline DeviceTarget decoded_target(const LayerView& tables, float* rows) {
+  return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}};
+}
 /// A grid of rows in eights x KV heads: a warp a row.
-inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) { return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)), static_cast<unsigned>(tables.num_heads)); }
+inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) {
+  return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)),
+              static_cast<unsigned>(tables.num_heads));
+}
 
 }  // namespace detail
 
-/// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x KV heads, a warp a row.
+/// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x
+/// KV heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) largest_values_kernel(LayerEdit tables, LeftRows left) {
-  const int head = static_cast<int>(blockIdx.y), row = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+__global__ void __launch_bounds__(kStoreThreads)
+    largest_values_kernel(LayerEdit tables, LeftRows left) {
+  const int head = static_cast<int>(blockIdx.y),
+            row = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
+                  static_cast<int>(threadIdx.x) / 32,
+            lane = static_cast<int>(threadIdx.x) % 32;
   if (row >= left.count) return;
   const SourceRows rows(tables, left.source, left.slot, head);
   const float norm = detail::value_norm(rows, left.first + row, tables.head_dim);
-  if (lane == 0) atomicMax(reinterpret_cast<int*>(tables.largest_values + tables.index(left.slot, head)), __float_as_int(norm));
+  if (lane == 0)
+    atomicMax(reinterpret_cast<int*>(tables.largest_values + tables.index(left.slot, head)),
+              __float_as_int(norm));
 }
 
-/// @brief Notes the residuals of those of rows [first, first + count) of a list, decoded in keys and values [count, heads, head_dim], that are among the rows that left. Grid: rows in eights x KV heads, a warp a row.
+/// @brief Notes the residuals of those of rows [first, first + count) of a list, decoded in keys
+/// and values [count, heads, head_dim], that are among the rows that left. Grid: rows in eights x
+/// KV heads, a warp a row.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) note_residuals_kernel(LayerEdit tables, LeftRows left, RowList list, int first, int count, const float* keys, const float* values) {
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) + static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, listed = first + index;
+__global__ void __launch_bounds__(kStoreThreads)
+    note_residuals_kernel(LayerEdit tables, LeftRows left, RowList list, int first, int count,
+                          const float* keys, const float* values) {
+  const int head = static_cast<int>(blockIdx.y),
+            index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
+                    static_cast<int>(threadIdx.x) / 32,
+            lane = static_cast<int>(threadIdx.x) % 32, listed = first + index;
   const HeadRows lists = tables.rows[tables.index(left.slot, head)];
   if (index >= count || listed >= rows_in(lists, list)) return;
   const int row = detail::position_of(tables, list, left.slot, head, lists, listed) - left.position;
   if (row < 0 || row >= left.count) return;  // it was there before
   const SourceRows rows(tables, left.source, left.slot, head);
-  const std::size_t at = (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head)) * static_cast<std::size_t>(tables.head_dim);
+  const std::size_t at =
+      (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) +
+       static_cast<std::size_t>(head)) *
+      static_cast<std::size_t>(tables.head_dim);
   std::uint32_t norms = 0;
   for (const Part part : {Part::key, Part::value}) {
     const float* decoded = (part == Part::key ? keys : values) + at;
     float lost = 0.0F, energy = 0.0F;
     for (int channel = lane; channel < tables.head_dim; channel += 32) {
-      const float x = rows.element(part, left.first + row, channel), difference = x - decoded[channel];
+      const float x = rows.element(part, left.first + row, channel),
+                  difference = x - decoded[channel];
       lost = fmaf(difference, difference, lost);
       energy = fmaf(x, x, energy);
     }
-    const float norm = 1.001F * (sqrtf(detail::warp_sum(lost)) + 1e-6F * sqrtf(detail::warp_sum(energy)));
+    const float norm =
+        1.001F * (sqrtf(detail::warp_sum(lost)) + 1e-6F * sqrtf(detail::warp_sum(energy)));
     norms |= detail::residual_bits(norm) << (part == Part::key ? 0 : 16);
   }
   if (lane == 0) tables.row_residuals(list, left.slot, head)[listed] = norms;
 }
 
-/// @brief Enqueues the residuals of rows that have just been stored, `full` and `compressed` of them at most at the ends of every head's lists; the host and the device know so. Allocates nothing, waits for nothing.
-/// @param decoded  scratch for kDecodedRows rows: keys, then values  @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam joint  values are  @tparam replaces  rows may stand anywhere in their list, since
-/// they take the places of others: all of it is decoded
+/// @brief Enqueues the residuals of rows that have just been stored, `full` and `compressed` of
+/// them at most at the ends of every head's lists; the host and the device know so. Allocates
+/// nothing, waits for nothing.
+/// @param decoded  scratch for kDecodedRows rows: keys, then values  @tparam scale_groups  of tiles
+/// of codes; 0: plain ones  @tparam joint  values are  @tparam replaces  rows may stand anywhere in
+/// their list, since they take the places of others: all of it is decoded
 template <int scale_groups, bool joint, bool replaces>
-void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full, std::int64_t compressed, float* decoded, cudaStream_t stream) {
+void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full,
+                    std::int64_t compressed, float* decoded, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(left.slot);
-  largest_values_kernel<><<<detail::rows_in_eights(tables, left.count), kStoreThreads, 0, stream>>>(tables, left);
+  largest_values_kernel<>
+      <<<detail::rows_in_eights(tables, left.count), kStoreThreads, 0, stream>>>(tables, left);
   check(cudaGetLastError(), "largest_values_kernel");
   float* const values = decoded + kDecodedRows * tables.num_heads * tables.head_dim;
-  const DeviceTarget key = detail::decoded_target(tables, decoded), value = detail::decoded_target(tables, values);
+  const DeviceTarget key = detail::decoded_target(tables, decoded),
+                     value = detail::decoded_target(tables, values);
   for (const RowList list : {RowList::full, RowList::compressed}) {
     const std::int64_t added = list == RowList::full ? full : compressed, rows = now.num_rows(list);
     if (tables.residuals[static_cast<int>(list)] == nullptr || (added == 0 && !replaces)) continue;
     std::int64_t begin = replaces ? 0 : rows;
-    for (int head = 0; head < tables.num_heads; ++head) begin = (std::min)(begin, now.num_rows(list, head) - added);  // of the head that has the fewest
-    for (std::int64_t first = (std::max)(begin, std::int64_t{0}); first < rows; first += kDecodedRows) {
+    for (int head = 0; head < tables.num_heads; ++head)
+      begin =
+          (std::min)(begin, now.num_rows(list, head) - added);  // of the head that has the fewest
+    for (std::int64_t first = (std::max)(begin, std::int64_t{0}); first < rows;
+         first += kDecodedRows) {
       const TokenRange range = row_range(list, first, (std::min)(kDecodedRows, rows - first));
-      if (list == RowList::full) copy_rows(layer, left.slot, range, key, value, stream);
-      else decode_rows<scale_groups>(layer, left.slot, range, key, value, stream);
+      if (list == RowList::full)
+        copy_rows(layer, left.slot, range, key, value, stream);
+      else
+        decode_rows<scale_groups>(layer, left.slot, range, key, value, stream);
       if constexpr (joint) {
-        if (list == RowList::compressed) decode_rows<scale_groups, true>(layer, left.slot, range, key, value, stream);
+        if (list == RowList::compressed)
+          decode_rows<scale_groups, true>(layer, left.slot, range, key, value, stream);
       }
-      note_residuals_kernel<><<<detail::rows_in_eights(tables, range.count), kStoreThreads, 0, stream>>>(tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded, values);
+      note_residuals_kernel<>
+          <<<detail::rows_in_eights(tables, range.count), kStoreThreads, 0, stream>>>(
+              tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded,
+              values);
       check(cudaGetLastError(), "note_residuals_kernel");
     }
   }

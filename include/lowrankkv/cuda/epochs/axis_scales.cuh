@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/axis_scales.cuh  What codes of principal axes know of them beforehand, for bases that move: how large calibrated coefficients are, steps, rotations.
+/// @file cuda/epochs/axis_scales.cuh  What codes of principal axes know of them beforehand, for
+/// bases that move: how large calibrated coefficients are, steps, rotations.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +17,14 @@ namespace cuda {
 
 /// @brief The axes of a layer's heads, as kernels see them.
 struct AxisScales {
-  const float* rms = nullptr;        ///< [heads, 2, most]: root mean square of calibrated coefficients; null: nothing is known
-  const float* units = nullptr;      ///< [heads, 2, most]: the quantizer's step of a coefficient of rms 1; 0: its step is 1, since it has no bits; null: no steps
-  const float* rotations = nullptr;  ///< [heads, 2, most, most]: of turned axes into the channels of codes; null: none
-  const float* longest = nullptr;    ///< [heads, 2]: the longest that a row of a decoder can be
-  std::int32_t most = 0;             ///< the largest rank
+  const float* rms = nullptr;    ///< [heads, 2, most]: root mean square of calibrated coefficients;
+                                 ///< null: nothing is known
+  const float* units = nullptr;  ///< [heads, 2, most]: the quantizer's step of a coefficient of rms
+                                 ///< 1; 0: its step is 1, since it has no bits; null: no steps
+  const float* rotations =
+      nullptr;  ///< [heads, 2, most, most]: of turned axes into the channels of codes; null: none
+  const float* longest = nullptr;  ///< [heads, 2]: the longest that a row of a decoder can be
+  std::int32_t most = 0;           ///< the largest rank
 
   /// @brief Of a head's keys, or values.
   __device__ static int which(Part part, int head) { return 2 * head + static_cast<int>(part); }
@@ -39,25 +43,32 @@ class AxisStore {
       const HeadBasis& head = basis.heads[part / 2];
       const std::vector<float>& own = part % 2 == 0 ? head.key_rms : head.value_rms;
       std::copy(own.begin(), own.end(), rms.begin() + static_cast<std::ptrdiff_t>(part * side));
-      std::copy(tiles.units[part].begin(), tiles.units[part].end(), units.begin() + static_cast<std::ptrdiff_t>(part * side));
+      std::copy(tiles.units[part].begin(), tiles.units[part].end(),
+                units.begin() + static_cast<std::ptrdiff_t>(part * side));
       any_rms = any_rms || !own.empty();
       any_units = any_units || !tiles.units[part].empty();
-      longest.push_back(longest_decoder_row(part % 2 == 0 ? head.key_metric_inverse : head.value_metric_inverse, head_dim));
+      longest.push_back(longest_decoder_row(
+          part % 2 == 0 ? head.key_metric_inverse : head.value_metric_inverse, head_dim));
       const std::vector<float>& rotation = tiles.rotations[part];
       if (rotation.empty()) continue;
       rotations.resize(parts * side * side, 0.0F);
-      const std::size_t rank = static_cast<std::size_t>(part % 2 == 0 ? head.key_rank : head.value_rank);
-      for (std::size_t i = 0; i < rank * rank; ++i) rotations[(part * side + i / rank) * side + i % rank] = rotation[i];
+      const std::size_t rank =
+          static_cast<std::size_t>(part % 2 == 0 ? head.key_rank : head.value_rank);
+      for (std::size_t i = 0; i < rank * rank; ++i)
+        rotations[(part * side + i / rank) * side + i % rank] = rotation[i];
     }
     rms_ = DeviceArray<float>(rms);
     units_ = DeviceArray<float>(units);
     rotations_ = DeviceArray<float>(rotations);
     longest_ = DeviceArray<float>(longest);
-    scales_ = {any_rms ? rms_.data() : nullptr, any_units ? units_.data() : nullptr, rotations.empty() ? nullptr : rotations_.data(), longest_.data(), most};
+    scales_ = {any_rms ? rms_.data() : nullptr, any_units ? units_.data() : nullptr,
+               rotations.empty() ? nullptr : rotations_.data(), longest_.data(), most};
   }
   bool any() const { return scales_.most > 0; }
   const AxisScales& get() const { return scales_; }
-  std::size_t bytes() const { return rms_.bytes() + units_.bytes() + rotations_.bytes() + longest_.bytes(); }
+  std::size_t bytes() const {
+    return rms_.bytes() + units_.bytes() + rotations_.bytes() + longest_.bytes();
+  }
 
  private:
   DeviceArray<float> rms_, units_, rotations_, longest_;

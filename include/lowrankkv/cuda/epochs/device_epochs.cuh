@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/device_epochs.cuh  Epochs that begin when values say so: what the device knows of a sequence's epochs and sketches, and how it decides.
+/// @file cuda/epochs/device_epochs.cuh  Epochs that begin when values say so: what the device knows
+/// of a sequence's epochs and sketches, and how it decides.
 ///
-/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs/epoch_store.cuh). Here a kernel sets a flag where a chunk of rows has ended, or where so many have been stored of those that masses choose; the next one takes a free epoch, opens a segment,
-/// chooses the segments that merge, and says so to those that write maps and rewrite rows. The host never learns of it, unless a sequence is saved or measured.
+/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs/epoch_store.cuh).
+/// Here a kernel sets a flag where a chunk of rows has ended, or where so many have been stored of
+/// those that masses choose; the next one takes a free epoch, opens a segment, chooses the segments
+/// that merge, and says so to those that write maps and rewrite rows. The host never learns of it,
+/// unless a sequence is saved or measured.
 #pragma once
 
 #include <algorithm>
@@ -21,35 +25,40 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
-inline constexpr int kSketchShared = 22528;   ///< shared memory of sketch_kernel besides its buffer, at most
+inline constexpr int kSketchShared =
+    22528;  ///< shared memory of sketch_kernel besides its buffer, at most
 
 namespace detail {
 
 /// The most rows of a sketch of a basis of so many columns.
-__host__ __device__ inline int sketch_rows(float share, int rank) { return static_cast<int>(ceilf(share * static_cast<float>(rank))); }
+__host__ __device__ inline int sketch_rows(float share, int rank) {
+  return static_cast<int>(ceilf(share * static_cast<float>(rank)));
+}
 
 }  // namespace detail
 
-/// @brief Epochs of one sequence, as the device knows them; its segments are in LayerView::segments.
+/// @brief Epochs of one sequence, as the device knows them; its segments are in
+/// LayerView::segments.
 struct DeviceEpochState {
-  std::int32_t current = 0;               ///< the epoch that rows are written under, in LayerView::maps
-  std::uint32_t used = 0;                 ///< which of the sequence's own epochs are
-  std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an updater of rows that masses choose moves bases
-  std::int32_t unpublished = 0;           ///< whether bases have moved since, there
-  std::int32_t levels[kMaxSegments] = {}; ///< of segments
+  std::int32_t current = 0;  ///< the epoch that rows are written under, in LayerView::maps
+  std::uint32_t used = 0;    ///< which of the sequence's own epochs are
+  std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an
+                                            ///< updater of rows that masses choose moves bases
+  std::int32_t unpublished = 0;             ///< whether bases have moved since, there
+  std::int32_t levels[kMaxSegments] = {};   ///< of segments
 };
 
 /// @brief The sketches of a layer, of all sequences.
 struct Sketches {
-  float* rows = nullptr;               ///< [slots, heads, 2, capacity, head_dim]
-  SketchState* states = nullptr;       ///< [slots, heads, 2]
-  const float* thresholds = nullptr;   ///< [heads, 2]: residuals beyond them end a chunk
-  std::int32_t capacity = 0;           ///< rows of one, at most
+  float* rows = nullptr;              ///< [slots, heads, 2, capacity, head_dim]
+  SketchState* states = nullptr;      ///< [slots, heads, 2]
+  const float* thresholds = nullptr;  ///< [heads, 2]: residuals beyond them end a chunk
+  std::int32_t capacity = 0;          ///< rows of one, at most
 };
 
 /// @brief What a flush of some sequences decides, in device memory: by sequence of the batch.
 struct Rollover {
-  std::int32_t* begun = nullptr;  ///< whether a chunk has ended
+  std::int32_t* begun = nullptr;   ///< whether a chunk has ended
   std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
   MergePlan* plans = nullptr;      ///< of merges that end_merges_kernel ends
 };
@@ -66,25 +75,41 @@ struct DeviceEpochLimits {
 };
 
 /// @brief Which of a sequence's own epochs have rows, or will have: bits.
-__device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, std::int32_t current, int slots_per_sequence) {
-  const auto bit = [&](std::int32_t epoch) { return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1); };
+__device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, std::int32_t current,
+                                            int slots_per_sequence) {
+  const auto bit = [&](std::int32_t epoch) {
+    return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1);
+  };
   std::uint32_t used = bit(current);
-  for (int i = 0; i < tables.lengths[slot].num_segments; ++i) used |= bit(tables.segments_of(slot, 0)[i].epoch);
+  for (int i = 0; i < tables.lengths[slot].num_segments; ++i)
+    used |= bit(tables.segments_of(slot, 0)[i].epoch);
   return used;
 }
 
-/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to be written under another epoch than the last ones, or are the first. Lengths are those before. Grid: sequences.
-/// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the sequence's counts know as full for their errors included, if heads have different numbers  @param exempt  of a head's rows, so many more stay full
+/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to
+/// be written under another epoch than the last ones, or are the first. Lengths are those before.
+/// Grid: sequences.
+/// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the
+/// sequence's counts know as full for their errors included, if heads have different numbers @param
+/// exempt  of a head's rows, so many more stay full
 /// @param reprojected  [heads]: rows of merges are added
 template <class = void>
-__global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder order, int exempt, int first_sequence, DeviceEpochLimits limits, DeviceEpochState* states, Rollover rollover, DeviceEpochCounts* counts, unsigned long long* reprojected) {
+__global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder order, int exempt,
+                                 int first_sequence, DeviceEpochLimits limits,
+                                 DeviceEpochState* states, Rollover rollover,
+                                 DeviceEpochCounts* counts, unsigned long long* reprojected) {
   __shared__ int opened, merged;  // segments; -1: none
-  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index, slot = flushed.slots[sequence];
+  const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index,
+            slot = flushed.slots[sequence];
   DeviceEpochState& state = states[slot];
   bool any = false;  // row to be stored
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     const int2 active = order.active(index, tables.num_heads, head, flushed.compressed[sequence]);
-    any = any || active.y - active.x > exempt + (order.ends == nullptr ? 0 : flushed.full[sequence] - flushed.pinned[sequence]);
+    any = any ||
+          active.y - active.x >
+              exempt +
+                  (order.ends == nullptr ? 0 : flushed.full[sequence] - flushed.pinned[sequence]);
   }
   const bool stores = __syncthreads_or(any ? 1 : 0) != 0;
   if (threadIdx.x == 0) {
@@ -93,7 +118,10 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
     opened = merged = rollover.epochs[index] = -1;
     rollover.plans[index] = {};
     if (rollover.begun[index] != 0) {
-      state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);  // the one that ends is not, unless rows were written under it
+      state.used = used_epochs(
+          tables, slot, 0,
+          limits
+              .slots_per_sequence);  // the one that ends is not, unless rows were written under it
       int own = 0;
       while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
       state.used |= 1U << own;
@@ -103,31 +131,42 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
     const int count = lengths.num_segments;
     if (stores && (count == 0 || segments[count - 1].epoch != state.current)) {
       opened = count;
-      merged = merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) { return Segment{segments[index].epoch, 0, 0, state.levels[index]}; });
+      merged =
+          merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) {
+            return Segment{segments[index].epoch, 0, 0, state.levels[index]};
+          });
       state.levels[count] = 0;
       lengths.num_segments = count + 1;
     }
     if (merged >= 0) {
-      rollover.plans[index] = {slot, segments[merged].epoch, merged + 1 < count ? segments[merged + 1].epoch : state.current, merged};
+      rollover.plans[index] = {slot, segments[merged].epoch,
+                               merged + 1 < count ? segments[merged + 1].epoch : state.current,
+                               merged};
       atomicAdd(&counts->merges, 1ULL);
     }
   }
   __syncthreads();
   if (opened < 0) return;
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     DeviceSegment* own = tables.segments_of(slot, head);
     own[opened] = {state.current, tables.num_rows(RowList::compressed, slot, head)};
-    if (merged >= 0) atomicAdd(reprojected + head, static_cast<unsigned long long>(own[merged + 1].first_row - own[merged].first_row));
+    if (merged >= 0)
+      atomicAdd(reprojected + head,
+                static_cast<unsigned long long>(own[merged + 1].first_row - own[merged].first_row));
   }
 }
 
-/// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid: sequences.
+/// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid:
+/// sequences.
 template <class = void>
-__global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits, DeviceEpochState* states, const MergePlan* plans) {
+__global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits,
+                                  DeviceEpochState* states, const MergePlan* plans) {
   const MergePlan plan = plans[blockIdx.x];
   if (plan.segment < 0) return;
   const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     DeviceSegment* own = tables.segments_of(slot, head);
     own[merged + 1].first_row = own[merged].first_row;
     for (int i = merged; i + 1 < count; ++i) own[i] = own[i + 1];
@@ -141,21 +180,27 @@ __global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits, De
   state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
 }
 
-/// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is zeroed apart from it.
+/// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is
+/// zeroed apart from it.
 template <class = void>
-__global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpochState* states, Sketches sketches) {
+__global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpochState* states,
+                                           Sketches sketches) {
   if (threadIdx.x == 0) {
     states[slot] = {};
     tables.lengths[slot].num_segments = 0;
   }
-  for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads; i += static_cast<int>(blockDim.x)) sketches.states[slot * tables.num_heads * 2 + i] = {};
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * tables.num_heads;
+       i += static_cast<int>(blockDim.x))
+    sketches.states[slot * tables.num_heads * 2 + i] = {};
 }
 
 /// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
 template <class = void>
-__global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceEpochLimits limits, DeviceEpochState* states) {
+__global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceEpochLimits limits,
+                                          DeviceEpochState* states) {
   __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
-  const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments, thread = static_cast<int>(threadIdx.x);
+  const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments,
+            thread = static_cast<int>(threadIdx.x);
   if (thread == 0) filled = 0;
   __syncthreads();
   for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
@@ -177,21 +222,28 @@ __global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceE
     }
     return kept;
   };
-  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x)) close(tables.segments_of(slot, head));
+  for (int head = thread; head < tables.num_heads; head += static_cast<int>(blockDim.x))
+    close(tables.segments_of(slot, head));
   __syncthreads();
   if (thread > 0) return;
   tables.lengths[slot].num_segments = close(states[slot].levels);
   states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
 }
 
-/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in LayerView::maps. One block.
+/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in
+/// LayerView::maps. One block.
 template <class = void>
-__global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int target, DeviceEpochLimits limits, DeviceEpochState* states) {
-  const auto moved = [&](std::int32_t epoch) { return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence; };
+__global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int target,
+                                          DeviceEpochLimits limits, DeviceEpochState* states) {
+  const auto moved = [&](std::int32_t epoch) {
+    return epoch == 0 ? 0 : epoch + (target - source) * limits.slots_per_sequence;
+  };
   const int count = tables.lengths[source].num_segments;
-  for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count; item += static_cast<int>(blockDim.x)) {
+  for (int item = static_cast<int>(threadIdx.x); item < tables.num_heads * count;
+       item += static_cast<int>(blockDim.x)) {
     const DeviceSegment segment = tables.segments_of(source, item / count)[item % count];
-    tables.segments_of(target, item / count)[item % count] = {moved(segment.epoch), segment.first_row};
+    tables.segments_of(target, item / count)[item % count] = {moved(segment.epoch),
+                                                              segment.first_row};
   }
   if (threadIdx.x > 0) return;
   tables.lengths[target].num_segments = count;
@@ -203,15 +255,23 @@ __global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int targ
 class DeviceEpochStore {
  public:
   DeviceEpochStore() = default;
-  /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param thresholds  [heads, 2]  @param batch  rows that enter it at a time
-  DeviceEpochStore(int max_sequences, int heads, int head_dim, int most_rows, int batch, const std::vector<float>& thresholds, DeviceEpochLimits limits)
-      : DeviceEpochStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim), thresholds, limits) {
-    buffer_rows_ = detail::buffered_rows((std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch}));  // a full sketch, and a batch; or what makes it step in between
-    buffer_bytes_ = sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
+  /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param
+  /// thresholds  [heads, 2]  @param batch  rows that enter it at a time
+  DeviceEpochStore(int max_sequences, int heads, int head_dim, int most_rows, int batch,
+                   const std::vector<float>& thresholds, DeviceEpochLimits limits)
+      : DeviceEpochStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim),
+                         thresholds, limits) {
+    buffer_rows_ = detail::buffered_rows(
+        (std::min)({kMaxSketchBuffer, 2 * most_rows,
+                    sketches_.capacity +
+                        batch}));  // a full sketch, and a batch; or what makes it step in between
+    buffer_bytes_ =
+        sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
   }
 
   bool used() const { return limits_.own > 0; }
-  /// @brief Whether there are sketches: else an updater of another kind sees rows that masses choose.
+  /// @brief Whether there are sketches: else an updater of another kind sees rows that masses
+  /// choose.
   bool sketches_rows() const { return sketches_.capacity > 0; }
   /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
   int buffer_rows() const { return buffer_rows_; }
@@ -222,18 +282,35 @@ class DeviceEpochStore {
   DeviceEpochCounts* counts() const { return counts_.data(); }
   /// @brief [heads]: rows that merges rewrote.
   unsigned long long* reprojected() const { return reprojected_.data(); }
-  std::size_t bytes() const { return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() + sketch_states_.bytes() + thresholds_.bytes(); }
+  std::size_t bytes() const {
+    return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() +
+           sketch_states_.bytes() + thresholds_.bytes();
+  }
   /// @brief Bytes of a sequence's sketches, full ones.
   std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
-  /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states: state_bytes().
-  float* rows_of(int slot) const { return sketch_rows_.data() + static_cast<std::size_t>(slot) * sketch_size_; }
-  SketchState* states_of(int slot) const { return sketch_states_.data() + static_cast<std::size_t>(slot) * parts_; }
+  /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states:
+  /// state_bytes().
+  float* rows_of(int slot) const {
+    return sketch_rows_.data() + static_cast<std::size_t>(slot) * sketch_size_;
+  }
+  SketchState* states_of(int slot) const {
+    return sketch_states_.data() + static_cast<std::size_t>(slot) * parts_;
+  }
   std::size_t state_bytes() const { return parts_ * sizeof(SketchState); }
 
  private:
-  DeviceEpochStore(int max_sequences, int heads, int head_dim, int capacity, const std::vector<float>& thresholds, DeviceEpochLimits limits)
-      : limits_(limits), sketch_size_(static_cast<std::size_t>(2 * heads) * static_cast<std::size_t>(capacity * head_dim)), parts_(static_cast<std::size_t>(2 * heads)), states_(static_cast<std::size_t>(max_sequences)), counts_(1), reprojected_(static_cast<std::size_t>(heads)),
-        sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_), sketch_states_(static_cast<std::size_t>(max_sequences) * parts_), thresholds_(thresholds) {
+  DeviceEpochStore(int max_sequences, int heads, int head_dim, int capacity,
+                   const std::vector<float>& thresholds, DeviceEpochLimits limits)
+      : limits_(limits),
+        sketch_size_(static_cast<std::size_t>(2 * heads) *
+                     static_cast<std::size_t>(capacity * head_dim)),
+        parts_(static_cast<std::size_t>(2 * heads)),
+        states_(static_cast<std::size_t>(max_sequences)),
+        counts_(1),
+        reprojected_(static_cast<std::size_t>(heads)),
+        sketch_rows_(static_cast<std::size_t>(max_sequences) * sketch_size_),
+        sketch_states_(static_cast<std::size_t>(max_sequences) * parts_),
+        thresholds_(thresholds) {
     sketches_ = {sketch_rows_.data(), sketch_states_.data(), thresholds_.data(), capacity};
   }
   DeviceEpochLimits limits_;
@@ -250,8 +327,10 @@ class DeviceEpochStore {
 
 /// @brief Enqueues trim_device_epochs_kernel.
 template <class = void>
-void trim_device_epochs(const LayerEdit& tables, const DeviceEpochStore& device_epochs, const Batch& batch, cudaStream_t stream) {
-  trim_device_epochs_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(tables, batch, device_epochs.limits(), device_epochs.states());
+void trim_device_epochs(const LayerEdit& tables, const DeviceEpochStore& device_epochs,
+                        const Batch& batch, cudaStream_t stream) {
+  trim_device_epochs_kernel<><<<static_cast<unsigned>(batch.count), 128, 0, stream>>>(
+      tables, batch, device_epochs.limits(), device_epochs.states());
   check(cudaGetLastError(), "trim_device_epochs_kernel");
 }
 

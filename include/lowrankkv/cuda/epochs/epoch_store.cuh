@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/epoch_store.cuh  Epochs of sequences on the device: memory for their maps and working bases, which of it is used, merges.
+/// @file cuda/epochs/epoch_store.cuh  Epochs of sequences on the device: memory for their maps and
+/// working bases, which of it is used, merges.
 ///
-/// The host decides from counts when an epoch is published, which segments merge, and where maps go; kernels fill them in.
+/// The host decides from counts when an epoch is published, which segments merge, and where maps
+/// go; kernels fill them in.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +24,13 @@ namespace cuda {
 class EpochStore {
  public:
   EpochStore() = default;
-  EpochStore(const CacheConfig& config, const LayerBasis& basis, const LayerMaps& calibrated, const LayerTiles& tiles, EpochLimits limits)
-      : limits_(limits), slots_per_sequence_(limits.own == 0 ? 0 : limits.own + 2), heads_(config.shape.num_kv_heads), head_dim_(config.shape.head_dim), type_(config.epoch_type) {
+  EpochStore(const CacheConfig& config, const LayerBasis& basis, const LayerMaps& calibrated,
+             const LayerTiles& tiles, EpochLimits limits)
+      : limits_(limits),
+        slots_per_sequence_(limits.own == 0 ? 0 : limits.own + 2),
+        heads_(config.shape.num_kv_heads),
+        head_dim_(config.shape.head_dim),
+        type_(config.epoch_type) {
     std::vector<HeadMaps> table = calibrated.heads();
     if (limits.own > 0) {
       std::size_t bytes = 0;
@@ -36,16 +43,20 @@ class EpochStore {
           bytes += own_bytes(*part, two);
           code_bytes_ += code_bytes(*part);
           most_reader_ = (std::max)(most_reader_, map_size(part->width, head_dim_));
-          if (part->mean != nullptr) mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
-          const std::size_t basis_bytes = static_cast<std::size_t>(part->rank) * static_cast<std::size_t>(head_dim_) * size_of(type_);
+          if (part->mean != nullptr)
+            mean_bytes_ += static_cast<std::size_t>(head_dim_) * size_of(type_);
+          const std::size_t basis_bytes = static_cast<std::size_t>(part->rank) *
+                                          static_cast<std::size_t>(head_dim_) * size_of(type_);
           basis_bytes_ += basis_bytes;
           map_bytes_ += (two ? 2 : 1) * basis_bytes;
         }
-        if (maps.key_up.operands != nullptr) key_up_bytes_ += key_up_bytes(maps.key_up, tiles.orders);
+        if (maps.key_up.operands != nullptr)
+          key_up_bytes_ += key_up_bytes(maps.key_up, tiles.orders);
         most_key_up_units_ = (std::max)(most_key_up_units_, static_cast<int>(maps.key_up.units));
       }
       own_size_ = bytes + key_up_bytes_;
-      const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(slots_per_sequence_);
+      const std::size_t epochs = static_cast<std::size_t>(config.max_sequences) *
+                                 static_cast<std::size_t>(slots_per_sequence_);
       own_ = DeviceArray<std::uint8_t>(epochs * own_size_);
       std::uint8_t* next = own_.data();
       for (std::size_t epoch = 0; epoch < epochs; ++epoch) {
@@ -53,7 +64,8 @@ class EpochStore {
           HeadMaps maps = table[static_cast<std::size_t>(head)];
           for (const Part which : {Part::key, Part::value}) {
             PartMaps* part = which == Part::key ? &maps.key : &maps.value;
-            const bool two = MetricStore::has_metric(basis.heads[static_cast<std::size_t>(head)], which);
+            const bool two =
+                MetricStore::has_metric(basis.heads[static_cast<std::size_t>(head)], which);
             const bool coded = has_reader(*part);
             const std::size_t size = own_bytes(*part, two), codes = code_bytes(*part);
             part->encoder = {next, type_};
@@ -63,7 +75,8 @@ class EpochStore {
               part->reader = part->decoder;
             } else {
               std::uint8_t* at = next + size - codes;
-              if (part->inverse_steps != nullptr) part->inverse_steps = reinterpret_cast<const float*>(at);
+              if (part->inverse_steps != nullptr)
+                part->inverse_steps = reinterpret_cast<const float*>(at);
               part->reader_scale = reinterpret_cast<const float*>(at + rank_bytes(*part));
               part->reader = {at + rank_bytes(*part) + 16, part->reader.type};
             }
@@ -105,12 +118,20 @@ class EpochStore {
   int most_key_up_units() const { return most_key_up_units_; }
   /// @brief Numbers of a map that reads codes, at most.
   int most_reader() const { return most_reader_; }
-  /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which has nothing else to lift keys.
+  /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which
+  /// has nothing else to lift keys.
   std::size_t epoch_bytes() const { return map_bytes_ + mean_bytes_; }
-  /// @brief Bytes of a sequence's own epochs, what reads codes and lifts keys that are stored unrotated included, and of its working bases.
-  std::size_t epoch_bytes(const HostEpochs& epochs) const { return (map_bytes_ + code_bytes_ + key_up_bytes_) * static_cast<std::size_t>(count_own(epochs)); }
-  std::size_t updater_bytes(const HostEpochs& epochs) const { return epochs.moved ? basis_bytes_ : 0; }
-  std::size_t reserved_bytes() const { return axes_.bytes() + own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes(); }
+  /// @brief Bytes of a sequence's own epochs, what reads codes and lifts keys that are stored
+  /// unrotated included, and of its working bases.
+  std::size_t epoch_bytes(const HostEpochs& epochs) const {
+    return (map_bytes_ + code_bytes_ + key_up_bytes_) * static_cast<std::size_t>(count_own(epochs));
+  }
+  std::size_t updater_bytes(const HostEpochs& epochs) const {
+    return epochs.moved ? basis_bytes_ : 0;
+  }
+  std::size_t reserved_bytes() const {
+    return axes_.bytes() + own_.bytes() + moved_.bytes() + start_.bytes() + maps_.bytes();
+  }
 
   bool device_epochs() const { return limits_.device_epochs; }
   int slots_per_sequence() const { return slots_per_sequence_; }
@@ -118,9 +139,15 @@ class EpochStore {
   std::int32_t epoch_of(int slot, int i) const { return slot * slots_per_sequence_ + i + 1; }
   /// @brief Device memory of a slot's own epochs: all_own_size() bytes.
   std::uint8_t* all_own(int slot) const { return own_epoch(epoch_of(slot, 0)); }
-  std::size_t all_own_size() const { return own_size_ * static_cast<std::size_t>(slots_per_sequence_); }
+  std::size_t all_own_size() const {
+    return own_size_ * static_cast<std::size_t>(slots_per_sequence_);
+  }
   /// @brief Enqueues the calibrated bases as those that a slot works with.
-  void begin_bases(int slot, cudaStream_t stream) const { check(cudaMemcpyAsync(bases_of(slot), start_.data(), bases_size(), cudaMemcpyDeviceToDevice, stream), "bases"); }
+  void begin_bases(int slot, cudaStream_t stream) const {
+    check(cudaMemcpyAsync(bases_of(slot), start_.data(), bases_size(), cudaMemcpyDeviceToDevice,
+                          stream),
+          "bases");
+  }
 
   /// @brief A free epoch of a slot.
   std::int32_t take(int slot) {
@@ -130,18 +157,23 @@ class EpochStore {
       used_[index] = true;
       return static_cast<std::int32_t>(index) + 1;
     }
-    ::lowrankkv::detail::fail<CapacityError>("epochs: a sequence has ", slots_per_sequence_, ", all in use");
+    ::lowrankkv::detail::fail<CapacityError>("epochs: a sequence has ", slots_per_sequence_,
+                                             ", all in use");
     return 0;
   }
   /// @brief Frees the epochs of a slot that no segment uses and no row will be written under.
   void free_unused(int slot, const HostEpochs& epochs) {
     for (int i = 0; i < slots_per_sequence_; ++i) {
       const std::int32_t epoch = slot * slots_per_sequence_ + i + 1;
-      const bool needed = epoch == epochs.current || std::any_of(epochs.segments.begin(), epochs.segments.end(), [&](const HostSegment& segment) { return segment.epoch == epoch; });
+      const bool needed =
+          epoch == epochs.current ||
+          std::any_of(epochs.segments.begin(), epochs.segments.end(),
+                      [&](const HostSegment& segment) { return segment.epoch == epoch; });
       if (!needed) used_[static_cast<std::size_t>(epoch - 1)] = false;
     }
   }
-  /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs` becomes those of `target`.
+  /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs`
+  /// becomes those of `target`.
   void fork(HostEpochs& epochs, int source, int target, cudaStream_t stream) {
     if (!adapts() || device_epochs()) return;
     std::vector<std::pair<std::int32_t, std::int32_t>> copies{{0, 0}};
@@ -150,36 +182,72 @@ class EpochStore {
         if (from == epoch) return to;
       }
       const std::int32_t copy = take(target);
-      check(cudaMemcpyAsync(own_epoch(copy), own_epoch(epoch), own_size_, cudaMemcpyDeviceToDevice, stream), "fork");
+      check(cudaMemcpyAsync(own_epoch(copy), own_epoch(epoch), own_size_, cudaMemcpyDeviceToDevice,
+                            stream),
+            "fork");
       copies.emplace_back(epoch, copy);
       return copy;
     };
     for (HostSegment& segment : epochs.segments) segment.epoch = copy_of(segment.epoch);
     epochs.current = copy_of(epochs.current);
-    if (epochs.moved) check(cudaMemcpyAsync(bases_of(target), bases_of(source), bases_size(), cudaMemcpyDeviceToDevice, stream), "fork");
+    if (epochs.moved)
+      check(cudaMemcpyAsync(bases_of(target), bases_of(source), bases_size(),
+                            cudaMemcpyDeviceToDevice, stream),
+            "fork");
   }
   /// @brief Device memory of an epoch of a sequence's own: own_size() bytes.
-  std::uint8_t* own_epoch(std::int32_t epoch) const { return own_.data() + static_cast<std::size_t>(epoch - 1) * own_size_; }
+  std::uint8_t* own_epoch(std::int32_t epoch) const {
+    return own_.data() + static_cast<std::size_t>(epoch - 1) * own_size_;
+  }
   std::size_t own_size() const { return own_size_; }
   /// @brief Device memory of the bases that updaters have moved of a slot: bases_size() bytes.
-  std::uint8_t* bases_of(int slot) const { return moved_.data() + static_cast<std::size_t>(slot) * bases_size(); }
+  std::uint8_t* bases_of(int slot) const {
+    return moved_.data() + static_cast<std::size_t>(slot) * bases_size();
+  }
   std::size_t bases_size() const { return start_.bytes(); }
-  /// @brief Which segment a new one would push over the edge: cuda::merge_for_new_segment(); -1: none.
+  /// @brief Which segment a new one would push over the edge: cuda::merge_for_new_segment(); -1:
+  /// none.
   int merge_for_new_segment(const HostEpochs& epochs) const {
-    return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own, limits_.rotates_calibrated_rows, [&](int index) -> const HostSegment& { return epochs.segments[static_cast<std::size_t>(index)]; });
+    return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own,
+                                       limits_.rotates_calibrated_rows,
+                                       [&](int index) -> const HostSegment& {
+                                         return epochs.segments[static_cast<std::size_t>(index)];
+                                       });
   }
 
  private:
-  /// Of a basis, which encodes rows and reads tiles: their channels are its columns. In a metric there are two such maps.
-  std::size_t map_bytes(const PartMaps& part) const { return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) * size_of(type_) + 15) / 16 * 16; }
-  std::size_t own_bytes(const PartMaps& part, bool two) const { return (two ? 2 : 1) * map_bytes(part) + rank_bytes(part) + code_bytes(part); }
-  static std::size_t rank_bytes(const PartMaps& part) { return (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16; }
+  /// Of a basis, which encodes rows and reads tiles: their channels are its columns. In a metric
+  /// there are two such maps.
+  std::size_t map_bytes(const PartMaps& part) const {
+    return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) *
+                size_of(type_) +
+            15) /
+           16 * 16;
+  }
+  std::size_t own_bytes(const PartMaps& part, bool two) const {
+    return (two ? 2 : 1) * map_bytes(part) + rank_bytes(part) + code_bytes(part);
+  }
+  static std::size_t rank_bytes(const PartMaps& part) {
+    return (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16;
+  }
   /// Whether codes are read by a map of their own.
-  static bool has_reader(const PartMaps& part) { return part.channels != nullptr && part.reader.data != part.decoder.data; }
+  static bool has_reader(const PartMaps& part) {
+    return part.channels != nullptr && part.reader.data != part.decoder.data;
+  }
   /// Of steps, the reader and its scale.
-  std::size_t code_bytes(const PartMaps& part) const { return !has_reader(part) ? 0 : rank_bytes(part) + 16 + static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float); }
-  std::size_t mean_words() const { return (static_cast<std::size_t>(head_dim_ / 4) * sizeof(uint2) + 15) / 16 * 16; }
-  std::size_t key_up_bytes(const KeyUpMap& key_up, bool orders) const { return static_cast<std::size_t>(key_up.units * (head_dim_ / 16) * 32) * sizeof(uint4) + (orders ? 16 + mean_words() : 0); }
+  std::size_t code_bytes(const PartMaps& part) const {
+    return !has_reader(part)
+               ? 0
+               : rank_bytes(part) + 16 +
+                     static_cast<std::size_t>(map_size(part.width, head_dim_)) * sizeof(float);
+  }
+  std::size_t mean_words() const {
+    return (static_cast<std::size_t>(head_dim_ / 4) * sizeof(uint2) + 15) / 16 * 16;
+  }
+  std::size_t key_up_bytes(const KeyUpMap& key_up, bool orders) const {
+    return static_cast<std::size_t>(key_up.units * (head_dim_ / 16) * 32) * sizeof(uint4) +
+           (orders ? 16 + mean_words() : 0);
+  }
   int count_own(const HostEpochs& epochs) const {
     std::vector<std::int32_t> own;
     for (const HostSegment& segment : epochs.segments) own.push_back(segment.epoch);
@@ -189,31 +257,39 @@ class EpochStore {
     return static_cast<int>(own.size()) - (own.front() == 0 ? 1 : 0);
   }
   void make_bases(const CacheConfig& config, const LayerBasis& basis) {
-    const std::size_t part_size = static_cast<std::size_t>(most_) * static_cast<std::size_t>(head_dim_), layer_size = 2 * static_cast<std::size_t>(heads_) * part_size;
+    const std::size_t part_size =
+                          static_cast<std::size_t>(most_) * static_cast<std::size_t>(head_dim_),
+                      layer_size = 2 * static_cast<std::size_t>(heads_) * part_size;
     std::vector<std::uint8_t> start(layer_size * size_of(type_));
     for (int head = 0; head < heads_; ++head) {
       const HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
       for (const bool key : {true, false}) {
         const int rank = key ? maps.key_rank : maps.value_rank;
-        const std::vector<float> own = MetricStore::working_basis(maps, key ? Part::key : Part::value, head_dim_);
+        const std::vector<float> own =
+            MetricStore::working_basis(maps, key ? Part::key : Part::value, head_dim_);
         for (int channel = 0; channel < rank; ++channel) {
           for (int row = 0; row < head_dim_; ++row) {
             const float value = own[static_cast<std::size_t>(row * rank + channel)];
-            const std::size_t index = static_cast<std::size_t>(head * 2 + (key ? 0 : 1)) * part_size + static_cast<std::size_t>(channel * head_dim_ + row);
+            const std::size_t index =
+                static_cast<std::size_t>(head * 2 + (key ? 0 : 1)) * part_size +
+                static_cast<std::size_t>(channel * head_dim_ + row);
             write_as(type_, value, start.data() + index * size_of(type_));
           }
         }
       }
     }
     start_ = DeviceArray<std::uint8_t>(start);
-    moved_ = DeviceArray<std::uint8_t>(static_cast<std::size_t>(config.max_sequences) * start.size());
+    moved_ =
+        DeviceArray<std::uint8_t>(static_cast<std::size_t>(config.max_sequences) * start.size());
     bases_ = {moved_.data(), start_.data(), most_, type_};
   }
 
   EpochLimits limits_;
-  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_key_up_units_ = 0, most_reader_ = 1;
+  int slots_per_sequence_ = 0, heads_ = 0, head_dim_ = 0, most_ = 1, most_key_up_units_ = 0,
+      most_reader_ = 1;
   DType type_ = DType::f16;
-  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, key_up_bytes_ = 0, code_bytes_ = 0;
+  std::size_t own_size_ = 0, basis_bytes_ = 0, map_bytes_ = 0, mean_bytes_ = 0, key_up_bytes_ = 0,
+              code_bytes_ = 0;
   DeviceArray<std::uint8_t> own_, moved_, start_;
   DeviceArray<HeadMaps> maps_;
   std::vector<bool> used_;

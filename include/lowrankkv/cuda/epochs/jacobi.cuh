@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/jacobi.cuh  Rows in shared memory become orthogonal: one-sided Jacobi rotations, eight rows against eight at a time.
+/// @file cuda/epochs/jacobi.cuh  Rows in shared memory become orthogonal: one-sided Jacobi
+/// rotations, eight rows against eight at a time.
 ///
-/// Rows in blocks of eight meet block by block, everybody everybody once a sweep. Of two blocks a round takes the 16 x 16 products (tensor cores, three products of tf32 for one of f32), finds the rotations that make them diagonal in one pass
-/// over their pairs (one warp, in registers), and applies these to the rows, again on tensor cores. All sums are f32: rows become orthogonal to 1e-5 of their lengths, small ones as large ones. What products lose is
-/// lost of what a rotation changes, not of the rows: D = (Q - 1)' X is added to X.
+/// Rows in blocks of eight meet block by block, everybody everybody once a sweep. Of two blocks a
+/// round takes the 16 x 16 products (tensor cores, three products of tf32 for one of f32), finds
+/// the rotations that make them diagonal in one pass over their pairs (one warp, in registers), and
+/// applies these to the rows, again on tensor cores. All sums are f32: rows become orthogonal to
+/// 1e-5 of their lengths, small ones as large ones. What products lose is lost of what a rotation
+/// changes, not of the rows: D = (Q - 1)' X is added to X.
 ///
-/// Cost of n rows of d numbers: seven to ten sweeps of n / 8 - 1 rounds. Floor of a round: eight rotations, each of which waits for the last one (170 cycles of latencies: three exchanges between lanes, two roots), and three
-/// passes of the rows through shared memory (12 n d / 128 cycles); docs/log/2026-11-24-gpu-sketches.md says what it takes.
+/// Cost of n rows of d numbers: seven to ten sweeps of n / 8 - 1 rounds. Floor of a round: eight
+/// rotations, each of which waits for the last one (170 cycles of latencies: three exchanges
+/// between lanes, two roots), and three passes of the rows through shared memory (12 n d / 128
+/// cycles); docs/log/2026-11-24-gpu-sketches.md says what it takes.
 #pragma once
 
 #include <cstdint>
@@ -17,36 +23,49 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kSketchThreads = 384;   ///< of a block whose rows become orthogonal
-inline constexpr int kMaxSweeps = 20;        ///< of rotations; half are enough for most
-inline constexpr float kNothing = 1e-11F;    ///< of the longest row's squared length: rows of less are what rounding leaves of rows that depend on others, and have no direction
-inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves about 1e-6, a basis in f16 has 5e-4
-inline constexpr float kConverged = 1e-3F;     ///< a sweep that met no larger cosine was the last: what it leaves are their products
+inline constexpr int kSketchThreads = 384;  ///< of a block whose rows become orthogonal
+inline constexpr int kMaxSweeps = 20;       ///< of rotations; half are enough for most
+inline constexpr float kNothing =
+    1e-11F;  ///< of the longest row's squared length: rows of less are what rounding leaves of rows
+             ///< that depend on others, and have no direction
+inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves
+                                             ///< about 1e-6, a basis in f16 has 5e-4
+inline constexpr float kConverged =
+    1e-3F;  ///< a sweep that met no larger cosine was the last: what it leaves are their products
 
 namespace detail {
 
-inline constexpr int kRowBlock = 8;        ///< rows that meet others together
-inline constexpr int kChannelSlices = 2;   ///< warps that share the channels of a pair
-inline constexpr int kBlockPairs = kSketchThreads / 32 / kChannelSlices;  ///< pairs of blocks of a round that are worked on at a time
+inline constexpr int kRowBlock = 8;       ///< rows that meet others together
+inline constexpr int kChannelSlices = 2;  ///< warps that share the channels of a pair
+inline constexpr int kBlockPairs =
+    kSketchThreads / 32 /
+    kChannelSlices;  ///< pairs of blocks of a round that are worked on at a time
 
-/// Elements from a row to the next: 8 or 24 more than a multiple of 32, so that neither reading four channels of rows nor one channel of many meets a bank twice.
+/// Elements from a row to the next: 8 or 24 more than a multiple of 32, so that neither reading
+/// four channels of rows nor one channel of many meets a bank twice.
 __host__ __device__ constexpr int sketch_stride(int head_dim) { return head_dim + 8; }
 /// Rows that a buffer of so many has room for: pairs of blocks.
-__host__ __device__ constexpr int buffered_rows(int rows) { return (rows + 2 * kRowBlock - 1) / (2 * kRowBlock) * (2 * kRowBlock); }
+__host__ __device__ constexpr int buffered_rows(int rows) {
+  return (rows + 2 * kRowBlock - 1) / (2 * kRowBlock) * (2 * kRowBlock);
+}
 
 /// What the warps of a block share while rows become orthogonal.
 struct RowProducts {
-  float sums[kBlockPairs][kChannelSlices][16][16];  ///< M of a pair: the products of its rows over the channels of a slice are M + M'; then, of slice 0, their rotations Q
-  std::int32_t pre_rope[kBlockPairs];                  ///< whether the rows of a pair were not orthogonal
-  std::int32_t longest;                             ///< bits of the longest squared length that a sweep has met
+  float sums[kBlockPairs][kChannelSlices][16]
+            [16];  ///< M of a pair: the products of its rows over the channels of a slice are M +
+                   ///< M'; then, of slice 0, their rotations Q
+  std::int32_t pre_rope[kBlockPairs];  ///< whether the rows of a pair were not orthogonal
+  std::int32_t longest;                ///< bits of the longest squared length that a sweep has met
 };
 
 /// Squared lengths of rows. The caller synchronises.
-__device__ inline void measure_rows(const float* rows, int count, int dim, int stride, float* lengths) {
+__device__ inline void measure_rows(const float* rows, int count, int dim, int stride,
+                                    float* lengths) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int row = warp; row < count; row += kSketchThreads / 32) {
     float sum = 0.0F;
-    for (int channel = lane; channel < dim; channel += 32) sum = fmaf(rows[row * stride + channel], rows[row * stride + channel], sum);
+    for (int channel = lane; channel < dim; channel += 32)
+      sum = fmaf(rows[row * stride + channel], rows[row * stride + channel], sum);
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
     if (lane == 0) lengths[row] = sum;
   }
@@ -58,25 +77,32 @@ struct SplitNumber {
 };
 __device__ __forceinline__ SplitNumber split_number(float x) { return {x, beyond_tf32(x)}; }
 
-/// Sums of 16 x 8 by 8 x 8 numbers, each product as three of tf32. In three parts, so that none waits for another.
+/// Sums of 16 x 8 by 8 x 8 numbers, each product as three of tf32. In three parts, so that none
+/// waits for another.
 struct SplitSums {
   float high[4] = {}, first[4] = {}, second[4] = {};
-  __device__ __forceinline__ void add(const SplitNumber (&a)[4], const SplitNumber& b0, const SplitNumber& b1) {
+  __device__ __forceinline__ void add(const SplitNumber (&a)[4], const SplitNumber& b0,
+                                      const SplitNumber& b1) {
     const float4 high_a{a[0].high, a[1].high, a[2].high, a[3].high};
     mma_tf32(first, {a[0].low, a[1].low, a[2].low, a[3].low}, b0.high, b1.high);
     mma_tf32(second, high_a, b0.low, b1.low);
     mma_tf32(high, high_a, b0.high, b1.high);
   }
-  __device__ __forceinline__ float operator[](int i) const { return high[i] + (first[i] + second[i]); }
+  __device__ __forceinline__ float operator[](int i) const {
+    return high[i] + (first[i] + second[i]);
+  }
 };
 
-/// A warp's channels of the 16 rows of a pair of blocks, in registers while their rotations are found: of blocks of eight channels every kChannelSlices-th. Lane 4 g + t has channels 2t and 2t + 1 of rows g.
+/// A warp's channels of the 16 rows of a pair of blocks, in registers while their rotations are
+/// found: of blocks of eight channels every kChannelSlices-th. Lane 4 g + t has channels 2t and 2t
+/// + 1 of rows g.
 template <int most>
 struct PairShare {
   float2 first[most], second[most];
 
-  __device__ __forceinline__ void load(const float* a, const float* b, int dim, int stride, int slice, int lane) {
-    #pragma unroll
+  __device__ __forceinline__ void load(const float* a, const float* b, int dim, int stride,
+                                       int slice, int lane) {
+#pragma unroll
     for (int i = 0; i < most; ++i) {
       const int channel = 8 * (kChannelSlices * i + slice) + 2 * (lane % 4);
       first[i] = second[i] = {0.0F, 0.0F};
@@ -86,61 +112,79 @@ struct PairShare {
     }
   }
 
-  /// Products of the rows, as M of M + M': half of those of the first digits, and those of the others with them. In which order channels are summed nobody minds: two that are neighbours here are four apart in an operand.
-  __device__ __forceinline__ void multiply(int dim, int slice, int lane, float (&sums)[16][16]) const {
+  /// Products of the rows, as M of M + M': half of those of the first digits, and those of the
+  /// others with them. In which order channels are summed nobody minds: two that are neighbours
+  /// here are four apart in an operand.
+  __device__ __forceinline__ void multiply(int dim, int slice, int lane,
+                                           float (&sums)[16][16]) const {
     float high[2][4] = {}, low[2][4] = {};
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < most; ++i) {
       if (8 * (kChannelSlices * i + slice) >= dim) continue;
-      const SplitNumber x[4] = {split_number(first[i].x), split_number(second[i].x), split_number(first[i].y), split_number(second[i].y)};
-      const float4 highs{x[0].high, x[1].high, x[2].high, x[3].high}, lows{x[0].low, x[1].low, x[2].low, x[3].low};
-      #pragma unroll
+      const SplitNumber x[4] = {split_number(first[i].x), split_number(second[i].x),
+                                split_number(first[i].y), split_number(second[i].y)};
+      const float4 highs{x[0].high, x[1].high, x[2].high, x[3].high},
+          lows{x[0].low, x[1].low, x[2].low, x[3].low};
+#pragma unroll
       for (int half = 0; half < 2; ++half) {
         mma_tf32(high[half], highs, x[half].high, x[half + 2].high);
         mma_tf32(low[half], lows, x[half].high, x[half + 2].high);
       }
     }
-    #pragma unroll
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[lane / 4 + 8 * (i / 2)][8 * half + 2 * (lane % 4) + i % 2] = fmaf(0.5F, high[half][i], low[half][i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[lane / 4 + 8 * (i / 2)][8 * half + 2 * (lane % 4) + i % 2] =
+            fmaf(0.5F, high[half][i], low[half][i]);
     }
   }
 
   /// X += (Q - 1)' X, written back to where the rows lie.
-  __device__ __forceinline__ void rotate(float* a, float* b, int dim, int stride, int slice, int lane, const float (&q)[16][16]) const {
+  __device__ __forceinline__ void rotate(float* a, float* b, int dim, int stride, int slice,
+                                         int lane, const float (&q)[16][16]) const {
     const int g = lane / 4, t = lane % 4;
-    const auto at = [&](int row, int k) { return split_number(q[k][row] - (row == k ? 1.0F : 0.0F)); };
-    const SplitNumber weights[2][4] = {{at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)}, {at(g, t + 8), at(g + 8, t + 8), at(g, t + 12), at(g + 8, t + 12)}};
-    constexpr int together = 2;  // blocks of channels: products of one do not wait for those of the other
-    #pragma unroll
+    const auto at = [&](int row, int k) {
+      return split_number(q[k][row] - (row == k ? 1.0F : 0.0F));
+    };
+    const SplitNumber weights[2][4] = {
+        {at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)},
+        {at(g, t + 8), at(g + 8, t + 8), at(g, t + 12), at(g + 8, t + 12)}};
+    constexpr int together =
+        2;  // blocks of channels: products of one do not wait for those of the other
+#pragma unroll
     for (int begin = 0; begin < most; begin += together) {
       if (8 * (kChannelSlices * begin + slice) >= dim) continue;
       SplitSums sums[together];
-      #pragma unroll
+#pragma unroll
       for (int step = 0; step < 2; ++step) {
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < together; ++i) {
           const int channel = 8 * (kChannelSlices * (begin + i) + slice) + g;
           if (channel - g >= dim) continue;
           const float* rows = (step == 0 ? a : b) + channel;
-          sums[i].add(weights[step], split_number(rows[t * stride]), split_number(rows[(t + 4) * stride]));
+          sums[i].add(weights[step], split_number(rows[t * stride]),
+                      split_number(rows[(t + 4) * stride]));
         }
       }
       __syncwarp();  // all lanes have read what these write
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < together; ++i) {
         const int channel = 8 * (kChannelSlices * (begin + i) + slice) + 2 * t;
         if (channel >= dim) continue;
-        *reinterpret_cast<float2*>(a + g * stride + channel) = {first[begin + i].x + sums[i][0], first[begin + i].y + sums[i][1]};
-        *reinterpret_cast<float2*>(b + g * stride + channel) = {second[begin + i].x + sums[i][2], second[begin + i].y + sums[i][3]};
+        *reinterpret_cast<float2*>(a + g * stride + channel) = {first[begin + i].x + sums[i][0],
+                                                                first[begin + i].y + sums[i][1]};
+        *reinterpret_cast<float2*>(b + g * stride + channel) = {second[begin + i].x + sums[i][2],
+                                                                second[begin + i].y + sums[i][3]};
       }
     }
   }
 };
 
-/// A lane's share of the products G of 16 rows and of their rotations Q: of row lane % 16 half of the columns, those whose number differs from the row's by what labels say: own[p] by p' = 4 (lane / 16) + p, other[p],
-/// in the other block of rows, by 8 + (p' ^ r), where r changes from round to round.
+/// A lane's share of the products G of 16 rows and of their rotations Q: of row lane % 16 half of
+/// the columns, those whose number differs from the row's by what labels say: own[p] by p' = 4
+/// (lane / 16) + p, other[p], in the other block of rows, by 8 + (p' ^ r), where r changes from
+/// round to round.
 struct RotationShare {
   float own[4], other[4];
 
@@ -153,7 +197,7 @@ struct RotationShare {
   /// r becomes r ^ d, d = 1 or 2.
   template <int d>
   __device__ __forceinline__ void relabel() {
-    #pragma unroll
+#pragma unroll
     for (int p = 0; p < 4; ++p) {
       if (p > (p ^ d)) continue;
       const float x = other[p];
@@ -163,34 +207,42 @@ struct RotationShare {
   }
 };
 
-/// Cosine and sine that make rows i and i ^ k orthogonal: row i becomes c (row i) + s (row i ^ k). Both rows find the same c and opposite s, since they see the same numbers, but for their order.
+/// Cosine and sine that make rows i and i ^ k orthogonal: row i becomes c (row i) + s (row i ^ k).
+/// Both rows find the same c and opposite s, since they see the same numbers, but for their order.
 struct Rotation {
   float c, s;
 };
-/// @param square, product  of row i with itself and with row i ^ k  @param leads  whether of two equal rows it is the first
+/// @param square, product  of row i with itself and with row i ^ k  @param leads  whether of two
+/// equal rows it is the first
 __device__ __forceinline__ Rotation find_rotation(float square, float product, int k, bool leads) {
-  const float other_square = __shfl_xor_sync(~0U, square, k), twice = product + __shfl_xor_sync(~0U, product, k), difference = square - other_square;
-  const float squares = fmaf(difference, difference, twice * twice), root = rsqrt_fast(squares), half = fmaf(0.5F * fabsf(difference), root, 0.5F), inverse = rsqrt_fast(half);
+  const float other_square = __shfl_xor_sync(~0U, square, k),
+              twice = product + __shfl_xor_sync(~0U, product, k),
+              difference = square - other_square;
+  const float squares = fmaf(difference, difference, twice * twice), root = rsqrt_fast(squares),
+              half = fmaf(0.5F * fabsf(difference), root, 0.5F), inverse = rsqrt_fast(half);
   const bool pre_rope = fminf(square, other_square) > kNothing && squares > 1e-36F;
   const float positive = difference == 0.0F ? (leads ? -1.0F : 1.0F) : difference;
   const float cosine = half * inverse, sine = 0.5F * twice * root * copysignf(inverse, positive);
-  const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine), 1.5F);  // a step of Newton's: rows stay as long as they are
+  const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine),
+                            1.5F);  // a step of Newton's: rows stay as long as they are
   return {pre_rope ? cosine * length : 1.0F, pre_rope ? sine * length : 0.0F};
 }
 
 /// Rows of one block meet those of the other, i meets i ^ (8 + r).
 __device__ __forceinline__ void rotate_across(RotationShare& g, RotationShare& q, int r, int lane) {
   const int k = 8 + r, row = lane % 16, half = lane / 16;
-  const Rotation mine = find_rotation(g.own[0], g.other[0], k, row < 8);  // of lanes from 16 on it is nothing: they have no diagonal
+  const Rotation mine =
+      find_rotation(g.own[0], g.other[0], k,
+                    row < 8);  // of lanes from 16 on it is nothing: they have no diagonal
   const float cosine = __shfl_sync(~0U, mine.c, row), sine = __shfl_sync(~0U, mine.s, row);
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     const int column = row ^ (4 * half + p);
     const float c = __shfl_sync(~0U, mine.c, column), s = __shfl_sync(~0U, mine.s, column);
     g.turn(p, c, s);
     q.turn(p, c, s);
   }
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     const float u = __shfl_xor_sync(~0U, g.other[p], k), v = __shfl_xor_sync(~0U, g.own[p], k);
     g.own[p] = fmaf(cosine, g.own[p], sine * u);
@@ -201,28 +253,33 @@ __device__ __forceinline__ void rotate_across(RotationShare& g, RotationShare& q
 /// Rows of a block meet each other, i meets i ^ k; r = 0.
 template <int k>
 __device__ __forceinline__ void rotate_within(RotationShare& g, RotationShare& q, int lane) {
-  constexpr int d = k % 4, mask = k >= 4 ? k + 16 : k;  // columns of the other half are another lane's
+  constexpr int d = k % 4,
+                mask = k >= 4 ? k + 16 : k;  // columns of the other half are another lane's
   const int row = lane % 16, half = lane / 16;
   const float product = k >= 4 ? __shfl_xor_sync(~0U, g.own[d], 16) : g.own[d];
   const Rotation mine = find_rotation(g.own[0], product, k, row < (row ^ k));
   const float cosine = __shfl_sync(~0U, mine.c, row), sine = __shfl_sync(~0U, mine.s, row);
   const auto columns = [&](RotationShare& x) {
     const RotationShare before = x;
-    #pragma unroll
+#pragma unroll
     for (int p = 0; p < 4; ++p) {
       const int column = row ^ (4 * half + p);
-      const float u = k >= 4 ? __shfl_xor_sync(~0U, before.own[p ^ d], 16) : before.own[p ^ d], v = k >= 4 ? __shfl_xor_sync(~0U, before.other[p ^ d], 16) : before.other[p ^ d];
-      x.own[p] = fmaf(__shfl_sync(~0U, mine.c, column), before.own[p], __shfl_sync(~0U, mine.s, column) * u);
-      x.other[p] = fmaf(__shfl_sync(~0U, mine.c, column ^ 8), before.other[p], __shfl_sync(~0U, mine.s, column ^ 8) * v);
+      const float u = k >= 4 ? __shfl_xor_sync(~0U, before.own[p ^ d], 16) : before.own[p ^ d],
+                  v = k >= 4 ? __shfl_xor_sync(~0U, before.other[p ^ d], 16) : before.other[p ^ d];
+      x.own[p] = fmaf(__shfl_sync(~0U, mine.c, column), before.own[p],
+                      __shfl_sync(~0U, mine.s, column) * u);
+      x.other[p] = fmaf(__shfl_sync(~0U, mine.c, column ^ 8), before.other[p],
+                        __shfl_sync(~0U, mine.s, column ^ 8) * v);
     }
   };
   columns(g);
   columns(q);
   const RotationShare before = g;
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     g.own[p] = fmaf(cosine, before.own[p], sine * __shfl_xor_sync(~0U, before.own[p ^ d], mask));
-    g.other[p] = fmaf(cosine, before.other[p], sine * __shfl_xor_sync(~0U, before.other[p ^ d], mask));
+    g.other[p] =
+        fmaf(cosine, before.other[p], sine * __shfl_xor_sync(~0U, before.other[p ^ d], mask));
   }
 }
 template <int k = 1>
@@ -231,18 +288,24 @@ __device__ __forceinline__ void rotate_all_within(RotationShare& g, RotationShar
   if constexpr (k + 1 < kRowBlock) rotate_all_within<k + 1>(g, q, lane);
 }
 
-/// What products of 16 rows say, by one warp: rotations Q that make them more diagonal, in place of the sums of slice 0, unless rows are orthogonal; within the two blocks too where `within`.
-/// @param longest  gets the longest row's squared length, if it is longer  @param scale  of the products, so that rows are about as long as 1 at most  @param unit  its inverse  @return whether a cosine was above kConverged (every lane)
-__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& pre_rope, std::int32_t& longest, float scale, float unit, bool within) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 16, first = row ^ (4 * (lane / 16));
+/// What products of 16 rows say, by one warp: rotations Q that make them more diagonal, in place of
+/// the sums of slice 0, unless rows are orthogonal; within the two blocks too where `within`.
+/// @param longest  gets the longest row's squared length, if it is longer  @param scale  of the
+/// products, so that rows are about as long as 1 at most  @param unit  its inverse  @return whether
+/// a cosine was above kConverged (every lane)
+__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& pre_rope,
+                                      std::int32_t& longest, float scale, float unit, bool within) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 16,
+            first = row ^ (4 * (lane / 16));
   RotationShare g, q;
   const auto load = [&](int column) {
     float sum = 0.0F;
-    #pragma unroll
-    for (int slice = 0; slice < kChannelSlices; ++slice) sum += sums[slice][row][column] + sums[slice][column][row];
+#pragma unroll
+    for (int slice = 0; slice < kChannelSlices; ++slice)
+      sum += sums[slice][row][column] + sums[slice][column][row];
     return sum * scale;
   };
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     g.own[p] = load(first ^ p);
     g.other[p] = load(first ^ p ^ 8);
@@ -252,12 +315,13 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
   bool orthogonal = true, converged = true;
   const float square = __shfl_sync(~0U, g.own[0], row);
   const auto meet = [&](float product, int column) {
-    const float other = __shfl_sync(~0U, g.own[0], column), cosine = product * product, lengths = square * other;
+    const float other = __shfl_sync(~0U, g.own[0], column), cosine = product * product,
+                lengths = square * other;
     if (column == row || !(fminf(square, other) > kNothing)) return;
     orthogonal = orthogonal && cosine <= kOrthogonal * kOrthogonal * lengths;
     converged = converged && cosine <= kConverged * kConverged * lengths;
   };
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     meet(g.other[p], first ^ p ^ 8);
     if (within) meet(g.own[p], first ^ p);
@@ -270,7 +334,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     g.relabel<decltype(d)::value>();
     q.relabel<decltype(d)::value>();
   };
-  #pragma unroll 1
+#pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int r = 6 * half;  // 0 1 3 2, 6 7 5 4: one bit changes at a time
     rotate_across(g, q, r, lane);
@@ -280,14 +344,14 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     rotate_across(g, q, r ^ 3, lane);
     relabel(std::integral_constant<int, 1>{});
     rotate_across(g, q, r ^ 2, lane);
-    #pragma unroll
+#pragma unroll
     for (int p = 0; p < 4; ++p) {
       g.other[p] = __shfl_xor_sync(~0U, g.other[p], 16);
       q.other[p] = __shfl_xor_sync(~0U, q.other[p], 16);
     }
   }
   __syncwarp();  // all lanes have read what these write
-  #pragma unroll
+#pragma unroll
   for (int p = 0; p < 4; ++p) {
     sums[0][row][first ^ p] = q.own[p];
     sums[0][row][first ^ p ^ 8] = q.other[p];  // r is 0 again
@@ -296,24 +360,38 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
   return __all_sync(~0U, converged) == 0;
 }
 
-/// Rotates rows [count, stride] until all are orthogonal, in a buffer of buffered_rows(count). All threads call it and are synchronised at the end.
-/// @param lengths  of `count` numbers  @tparam channels  at least dim, a multiple of 32  @return sweeps made
+/// Rotates rows [count, stride] until all are orthogonal, in a buffer of buffered_rows(count). All
+/// threads call it and are synchronised at the end.
+/// @param lengths  of `count` numbers  @tparam channels  at least dim, a multiple of 32  @return
+/// sweeps made
 template <int channels>
-__device__ inline int make_orthogonal(float* rows, int count, int dim, int stride, float* lengths, RowProducts& shared) {
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, blocks = buffered_rows(count) / kRowBlock, pair = warp % kBlockPairs, slice = warp / kBlockPairs;  // so that warps that find rotations are of all schedulers
-  for (int item = count * stride + thread; item < blocks * kRowBlock * stride; item += kSketchThreads) rows[item] = 0.0F;
+__device__ inline int make_orthogonal(float* rows, int count, int dim, int stride, float* lengths,
+                                      RowProducts& shared) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
+            blocks = buffered_rows(count) / kRowBlock, pair = warp % kBlockPairs,
+            slice = warp / kBlockPairs;  // so that warps that find rotations are of all schedulers
+  for (int item = count * stride + thread; item < blocks * kRowBlock * stride;
+       item += kSketchThreads)
+    rows[item] = 0.0F;
   measure_rows(rows, count, dim, stride, lengths);
   __syncthreads();
   float longest = 0.0F;
   for (int row = lane; row < count; row += 32) longest = fmaxf(longest, lengths[row]);
-  for (int distance = 16; distance > 0; distance /= 2) longest = fmaxf(longest, __shfl_xor_sync(~0U, longest, distance));
+  for (int distance = 16; distance > 0; distance /= 2)
+    longest = fmaxf(longest, __shfl_xor_sync(~0U, longest, distance));
   for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
     const float scale = longest > 0.0F ? 1.0F / longest : 0.0F;
-    if (thread == 0) shared.longest = 0;  // a barrier before the first that writes it, another before the first that reads it
+    if (thread == 0)
+      shared.longest =
+          0;  // a barrier before the first that writes it, another before the first that reads it
     bool unconverged = false;
     for (int round = 0; round + 1 < blocks; ++round) {
       // Everybody meets everybody once: the first stays, the others go round.
-      const auto player = [&](int place) { return place == 0 ? 0 : place + round < blocks ? place + round : place + round - (blocks - 1); };
+      const auto player = [&](int place) {
+        return place == 0               ? 0
+               : place + round < blocks ? place + round
+                                        : place + round - (blocks - 1);
+      };
       for (int done = 0; done < blocks / 2; done += kBlockPairs) {
         const int pairs = min(kBlockPairs, blocks / 2 - done);
         const bool takes_part = pair < pairs;
@@ -327,11 +405,13 @@ __device__ inline int make_orthogonal(float* rows, int count, int dim, int strid
         }
         __syncthreads();
         if (takes_part && slice == 0) {
-          const bool larger = find_rotations(shared.sums[pair], shared.pre_rope[pair], shared.longest, scale, longest, round == 0);
+          const bool larger = find_rotations(shared.sums[pair], shared.pre_rope[pair],
+                                             shared.longest, scale, longest, round == 0);
           unconverged = unconverged || larger;
         }
         __syncthreads();
-        if (takes_part && shared.pre_rope[pair] != 0) share.rotate(first, second, dim, stride, slice, lane, shared.sums[pair][0]);
+        if (takes_part && shared.pre_rope[pair] != 0)
+          share.rotate(first, second, dim, stride, slice, lane, shared.sums[pair][0]);
         __syncthreads();
       }
     }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/metric_bases.cuh  Bases that move in a metric R of keys or values (basis/per_head.hpp): what updaters see of rows, and the maps that a basis U stands for.
+/// @file cuda/epochs/metric_bases.cuh  Bases that move in a metric R of keys or values
+/// (basis/per_head.hpp): what updaters see of rows, and the maps that a basis U stands for.
 ///
-/// Rows enter as (x - mean) R, so that moments are R M R; a basis encodes by R U and decodes by R^-1 U. R is symmetric, or those maps would not fit each other.
+/// Rows enter as (x - mean) R, so that moments are R M R; a basis encodes by R U and decodes by
+/// R^-1 U. R is symmetric, or those maps would not fit each other.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +19,17 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The metrics of a layer's heads, as kernels see them: R, then its inverse, f32; null where a part is in the plain metric.
+/// @brief The metrics of a layer's heads, as kernels see them: R, then its inverse, f32; null where
+/// a part is in the plain metric.
 struct BasisMetrics {
   const float* parts[2] = {};  ///< by Part: [heads, 2, head_dim, head_dim]
 
   __host__ __device__ bool any() const { return parts[0] != nullptr || parts[1] != nullptr; }
   __device__ const float* metric(Part part, int head, int head_dim) const {
     const float* all = parts[static_cast<int>(part)];
-    return all == nullptr ? nullptr : all + static_cast<std::size_t>(2 * head) * static_cast<std::size_t>(head_dim * head_dim);
+    return all == nullptr ? nullptr
+                          : all + static_cast<std::size_t>(2 * head) *
+                                      static_cast<std::size_t>(head_dim * head_dim);
   }
 };
 
@@ -36,7 +41,8 @@ class MetricStore {
     for (const Part part : {Part::key, Part::value}) {
       std::vector<float> values;
       for (const HeadBasis& head : basis.heads) {
-        for (const std::vector<float>* matrix : {&metric(head, part), &inverse(head, part)}) values.insert(values.end(), matrix->begin(), matrix->end());
+        for (const std::vector<float>* matrix : {&metric(head, part), &inverse(head, part)})
+          values.insert(values.end(), matrix->begin(), matrix->end());
       }
       checksum_ = ::lowrankkv::checksum(std::as_bytes(std::span(values)), checksum_);
       values_[static_cast<int>(part)] = DeviceArray<float>(values);
@@ -47,20 +53,27 @@ class MetricStore {
   /// @brief Fingerprint of the metrics.
   std::uint64_t checksum() const { return checksum_; }
 
-  static const std::vector<float>& metric(const HeadBasis& head, Part part) { return part == Part::key ? head.key_metric : head.value_metric; }
-  static const std::vector<float>& inverse(const HeadBasis& head, Part part) { return part == Part::key ? head.key_metric_inverse : head.value_metric_inverse; }
+  static const std::vector<float>& metric(const HeadBasis& head, Part part) {
+    return part == Part::key ? head.key_metric : head.value_metric;
+  }
+  static const std::vector<float>& inverse(const HeadBasis& head, Part part) {
+    return part == Part::key ? head.key_metric_inverse : head.value_metric_inverse;
+  }
   /// @brief Whether encoder and decoder are two maps.
   static bool has_metric(const HeadBasis& head, Part part) { return !metric(head, part).empty(); }
   /// @brief The basis U [head_dim, rank] of a head's encoder R U.
   static std::vector<float> working_basis(const HeadBasis& head, Part part, int head_dim) {
-    const std::vector<float>&down = part == Part::key ? head.key_down : head.value_down, &back = inverse(head, part);
+    const std::vector<float>&down = part == Part::key ? head.key_down : head.value_down,
+          &back = inverse(head, part);
     if (back.empty()) return down;
     const std::size_t dim = static_cast<std::size_t>(head_dim), rank = down.size() / dim;
     std::vector<float> basis(down.size());
     for (std::size_t row = 0; row < dim; ++row) {
       for (std::size_t column = 0; column < rank; ++column) {
         double sum = 0.0;
-        for (std::size_t k = 0; k < dim; ++k) sum += static_cast<double>(back[row * dim + k]) * static_cast<double>(down[k * rank + column]);
+        for (std::size_t k = 0; k < dim; ++k)
+          sum += static_cast<double>(back[row * dim + k]) *
+                 static_cast<double>(down[k * rank + column]);
         basis[row * rank + column] = static_cast<float>(sum);
       }
     }
@@ -74,7 +87,8 @@ class MetricStore {
 
 namespace detail {
 
-inline constexpr int kMetricColumns = 16;  ///< columns of a moment that a block takes over: two a warp
+inline constexpr int kMetricColumns =
+    16;  ///< columns of a moment that a block takes over: two a warp
 inline constexpr int kMetricThreads = 256;
 inline constexpr int kMetricWarps = kMetricThreads / 32;
 
@@ -86,33 +100,45 @@ __device__ __forceinline__ void add_times(float4& sums, const float4& x, float y
 }  // namespace detail
 
 /// @brief Shared memory of metric_moments_kernel in bytes.
-inline std::size_t metric_bytes(int head_dim) { return 2 * sizeof(float) * static_cast<std::size_t>(head_dim * detail::kMetricColumns); }
+inline std::size_t metric_bytes(int head_dim) {
+  return 2 * sizeof(float) * static_cast<std::size_t>(head_dim * detail::kMetricColumns);
+}
 
-/// @brief turned [sequence, head, part, head_dim, head_dim] = R M R of the first of so many splits of moments, f32; in the plain metric a copy. Grid: blocks of columns x (heads x 2) x sequences.
+/// @brief turned [sequence, head, part, head_dim, head_dim] = R M R of the first of so many splits
+/// of moments, f32; in the plain metric a copy. Grid: blocks of columns x (heads x 2) x sequences.
 ///
-/// Matrices are symmetric: their columns are read as rows, four numbers a lane, which a warp multiplies by two columns of the other one.
+/// Matrices are symmetric: their columns are read as rows, four numbers a lane, which a warp
+/// multiplies by two columns of the other one.
 template <class = void>
-__global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits, float* rotated) {
+__global__ void __launch_bounds__(detail::kMetricThreads)
+    metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits,
+                          float* rotated) {
   constexpr int columns = detail::kMetricColumns;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* own = reinterpret_cast<float*>(shared_memory);  // columns of R, [dim, columns]
   float* half = own + dim * columns;                     // of M R
-  const int thread = static_cast<int>(threadIdx.x), first = static_cast<int>(blockIdx.x) * columns, column = thread / 32 * 2, lane = thread % 32;
-  const std::size_t which = static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y, size = static_cast<std::size_t>(dim * dim);
+  const int thread = static_cast<int>(threadIdx.x), first = static_cast<int>(blockIdx.x) * columns,
+            column = thread / 32 * 2, lane = thread % 32;
+  const std::size_t which = static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y,
+                    size = static_cast<std::size_t>(dim * dim);
   const float* moment = moments + which * static_cast<std::size_t>(splits) * size;
-  const float* metric = metrics.metric(blockIdx.y % 2 == 0 ? Part::key : Part::value, static_cast<int>(blockIdx.y) / 2, dim);
+  const float* metric = metrics.metric(blockIdx.y % 2 == 0 ? Part::key : Part::value,
+                                       static_cast<int>(blockIdx.y) / 2, dim);
   float* target = rotated + which * size + first;
   if (metric == nullptr) {
-    for (int item = thread; item < dim * columns; item += detail::kMetricThreads) target[item / columns * dim + item % columns] = moment[item / columns * dim + first + item % columns];
+    for (int item = thread; item < dim * columns; item += detail::kMetricThreads)
+      target[item / columns * dim + item % columns] =
+          moment[item / columns * dim + first + item % columns];
     return;
   }
-  for (int item = thread; item < dim * columns; item += detail::kMetricThreads) own[item] = __ldg(metric + item / columns * dim + first + item % columns);
+  for (int item = thread; item < dim * columns; item += detail::kMetricThreads)
+    own[item] = __ldg(metric + item / columns * dim + first + item % columns);
   __syncthreads();
   // Rows [row, row + 4) of left times this warp's columns of right, put by put(row, two sums).
   const auto product = [&](const float* left, const float* right, auto&& put) {
     for (int row = 4 * lane; row < dim; row += 128) {
       float4 sums[2] = {};
-      #pragma unroll 8
+#pragma unroll 8
       for (int k = 0; k < dim; ++k) {
         const float4 four = *reinterpret_cast<const float4*>(left + k * dim + row);
         const float2 two = *reinterpret_cast<const float2*>(right + k * columns + column);
@@ -125,73 +151,95 @@ __global__ void __launch_bounds__(detail::kMetricThreads) metric_moments_kernel(
       put(row + 3, float2{sums[0].w, sums[1].w});
     }
   };
-  product(moment, own, [&](int row, const float2& two) { *reinterpret_cast<float2*>(half + row * columns + column) = two; });
+  product(moment, own, [&](int row, const float2& two) {
+    *reinterpret_cast<float2*>(half + row * columns + column) = two;
+  });
   __syncwarp();  // a warp reads what it has written
-  product(metric, half, [&](int row, const float2& two) { *reinterpret_cast<float2*>(target + row * dim + column) = two; });
+  product(metric, half, [&](int row, const float2& two) {
+    *reinterpret_cast<float2*>(target + row * dim + column) = two;
+  });
 }
 
-/// @brief The bases that sequences work with as maps of the epochs that they published: R U, R^-1 U, what the mean becomes; parts in the plain metric are left alone. A warp makes a column.
-/// Grid: (groups of columns x 2) x heads x sequences.
+/// @brief The bases that sequences work with as maps of the epochs that they published: R U, R^-1
+/// U, what the mean becomes; parts in the plain metric are left alone. A warp makes a column. Grid:
+/// (groups of columns x 2) x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(detail::kMetricThreads) metric_epochs_kernel(LayerView tables, BasisMetrics metrics, WorkingBases bases, PublishedEpochs epochs) {
+__global__ void __launch_bounds__(detail::kMetricThreads)
+    metric_epochs_kernel(LayerView tables, BasisMetrics metrics, WorkingBases bases,
+                         PublishedEpochs epochs) {
   __shared__ float columns[detail::kMetricWarps][kMaxHeadDim];
   const Part part = blockIdx.x % 2 == 0 ? Part::key : Part::value;
-  const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z], epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
+  const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z],
+            epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
   const float* metric = metrics.metric(part, head, dim);
   if (epoch < 0 || metric == nullptr) return;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, index = static_cast<int>(blockIdx.x) / 2 * detail::kMetricWarps + warp;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            index = static_cast<int>(blockIdx.x) / 2 * detail::kMetricWarps + warp;
   const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
   if (index >= target.rank) return;
   float* column = columns[warp];
-  for (int channel = lane; channel < dim; channel += 32) column[channel] = bases.element(slot, tables.num_heads, 2 * head + static_cast<int>(part), index, channel, dim);
+  for (int channel = lane; channel < dim; channel += 32)
+    column[channel] = bases.element(slot, tables.num_heads, 2 * head + static_cast<int>(part),
+                                    index, channel, dim);
   __syncwarp();
   float shift = 0.0F;
   for (int channel = 4 * lane; channel < dim; channel += 128) {
     float4 encoded = {}, decoded = {};
-    #pragma unroll 8
+#pragma unroll 8
     for (int k = 0; k < dim; ++k) {
-      detail::add_times(encoded, __ldg(reinterpret_cast<const float4*>(metric + k * dim + channel)), column[k]);
-      detail::add_times(decoded, __ldg(reinterpret_cast<const float4*>(metric + (dim + k) * dim + channel)), column[k]);
+      detail::add_times(encoded, __ldg(reinterpret_cast<const float4*>(metric + k * dim + channel)),
+                        column[k]);
+      detail::add_times(decoded,
+                        __ldg(reinterpret_cast<const float4*>(metric + (dim + k) * dim + channel)),
+                        column[k]);
     }
-    const float encodes[4] = {encoded.x, encoded.y, encoded.z, encoded.w}, decodes[4] = {decoded.x, decoded.y, decoded.z, decoded.w};
-    #pragma unroll
+    const float encodes[4] = {encoded.x, encoded.y, encoded.z, encoded.w},
+                decodes[4] = {decoded.x, decoded.y, decoded.z, decoded.w};
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float stored = target.encoder.put(index, channel + i, dim, encodes[i]);
       target.decoder.put(index, channel + i, dim, decodes[i]);
       if (target.mean != nullptr) shift = fmaf(target.mean[channel + i], stored, shift);
     }
   }
-  for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
+  for (int distance = 16; distance > 0; distance /= 2)
+    shift += __shfl_xor_sync(~0U, shift, distance);
   if (lane == 0) const_cast<float*>(target.offset)[index] = shift;
 }
 
 namespace detail {
 
-/// Rows [count, stride] of f32 in shared memory, centred, become x R. All warps of a block share them, three rows a warp at a time; the caller synchronises before and after.
-__device__ inline void rows_to_metric(float* rows, int count, int dim, int stride, const float* metric) {
+/// Rows [count, stride] of f32 in shared memory, centred, become x R. All warps of a block share
+/// them, three rows a warp at a time; the caller synchronises before and after.
+__device__ inline void rows_to_metric(float* rows, int count, int dim, int stride,
+                                      const float* metric) {
   constexpr int together = 3, parts = kMaxHeadDim / 128;
-  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32,
+            lane = static_cast<int>(threadIdx.x) % 32;
   for (int first = together * warp; first < count; first += together * warps) {
     float4 sums[together][parts] = {};
     const float* own[together];
-    #pragma unroll
+#pragma unroll
     for (int row = 0; row < together; ++row) own[row] = rows + min(first + row, count - 1) * stride;
-    #pragma unroll 4
+#pragma unroll 4
     for (int k = 0; k < dim; ++k) {
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < parts; ++i) {
         if (4 * lane + 128 * i >= dim) break;
-        const float4 four = __ldg(reinterpret_cast<const float4*>(metric + k * dim + 4 * lane + 128 * i));
-        #pragma unroll
+        const float4 four =
+            __ldg(reinterpret_cast<const float4*>(metric + k * dim + 4 * lane + 128 * i));
+#pragma unroll
         for (int row = 0; row < together; ++row) add_times(sums[row][i], four, own[row][k]);
       }
     }
     __syncwarp();
-    #pragma unroll
+#pragma unroll
     for (int row = 0; row < together; ++row) {
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < parts; ++i) {
-        if (first + row < count && 4 * lane + 128 * i < dim) *reinterpret_cast<float4*>(rows + (first + row) * stride + 4 * lane + 128 * i) = sums[row][i];
+        if (first + row < count && 4 * lane + 128 * i < dim)
+          *reinterpret_cast<float4*>(rows + (first + row) * stride + 4 * lane + 128 * i) =
+              sums[row][i];
       }
     }
     __syncwarp();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/working_bases.cuh  The bases that sequences work with, and how they become the maps of epochs.
+/// @file cuda/epochs/working_bases.cuh  The bases that sequences work with, and how they become the
+/// maps of epochs.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +9,11 @@
 #include "lowrankkv/cuda/runtime/forms.cuh"
 #include "lowrankkv/cuda/state/layer_view.cuh"
 
-
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Bases of sequences: [slot, head, part, rank, head_dim] of `type`, the columns of U one after the other; `start`: where a sequence's stand until
-/// they move.
+/// @brief Bases of sequences: [slot, head, part, rank, head_dim] of `type`, the columns of U one
+/// after the other; `start`: where a sequence's stand until they move.
 struct WorkingBases {
   void* moved = nullptr;        ///< [slots, heads, 2, most, head_dim]
   const void* start = nullptr;  ///< [heads, 2, most, head_dim]
@@ -21,52 +21,70 @@ struct WorkingBases {
   DType type = DType::f16;
 
   /// @brief Where an element of the basis `which` (2 head + part) of a slot stands.
-  __device__ std::size_t place(int slot, int heads, int which, int column, int channel, int dim) const {
-    return static_cast<std::size_t>(slot * heads * 2 + which) * static_cast<std::size_t>(most * dim) + static_cast<std::size_t>(column * dim + channel);
+  __device__ std::size_t place(int slot, int heads, int which, int column, int channel,
+                               int dim) const {
+    return static_cast<std::size_t>(slot * heads * 2 + which) *
+               static_cast<std::size_t>(most * dim) +
+           static_cast<std::size_t>(column * dim + channel);
   }
   /// @brief An element of a basis that has moved.
   __device__ float element(int slot, int heads, int which, int column, int channel, int dim) const {
     const std::size_t at = place(slot, heads, which, column, channel, dim);
-    return type == DType::f32 ? static_cast<const float*>(moved)[at] : from_bits(type, static_cast<const std::uint16_t*>(moved)[at]);
+    return type == DType::f32 ? static_cast<const float*>(moved)[at]
+                              : from_bits(type, static_cast<const std::uint16_t*>(moved)[at]);
   }
   /// @brief Writes one.
-  __device__ void put(int slot, int heads, int which, int column, int channel, int dim, float value) const {
+  __device__ void put(int slot, int heads, int which, int column, int channel, int dim,
+                      float value) const {
     const std::size_t at = place(slot, heads, which, column, channel, dim);
-    if (type == DType::f32) static_cast<float*>(moved)[at] = value;
-    else static_cast<std::uint16_t*>(moved)[at] = to_bits(type, value);
+    if (type == DType::f32)
+      static_cast<float*>(moved)[at] = value;
+    else
+      static_cast<std::uint16_t*>(moved)[at] = to_bits(type, value);
   }
 };
 
-/// @brief What an updater keeps of a basis between two batches, where the device alone knows how many rows it saw: of a sketch the rows it holds and those of the chunk that is being written; of
+/// @brief What an updater keeps of a basis between two batches, where the device alone knows how
+/// many rows it saw: of a sketch the rows it holds and those of the chunk that is being written; of
 /// Oja's rule, which has no sketch, the steps by decoded rows so far.
 struct SketchState {
   std::int64_t chunk_rows = 0;
   std::int32_t held = 0, padding = 0;
 };
 
-/// @brief Epochs in LayerView::maps, by sequence of a launch, that were published; -1: none. Those that the host took or, where values decide, those in device memory.
+/// @brief Epochs in LayerView::maps, by sequence of a launch, that were published; -1: none. Those
+/// that the host took or, where values decide, those in device memory.
 struct PublishedEpochs {
   std::int32_t slots[kMaxBatch];
   std::int32_t taken[kMaxBatch];
   const std::int32_t* decided = nullptr;
-  __device__ std::int32_t of(int sequence) const { return decided == nullptr ? taken[sequence] : decided[sequence]; }
+  __device__ std::int32_t of(int sequence) const {
+    return decided == nullptr ? taken[sequence] : decided[sequence];
+  }
 };
 
-/// @brief The bases that sequences work with as the maps of the epochs that they published. Grid: 2 x heads x sequences.
+/// @brief The bases that sequences work with as the maps of the epochs that they published. Grid: 2
+/// x heads x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) publish_kernel(LayerView tables, WorkingBases bases, PublishedEpochs epochs) {
+__global__ void __launch_bounds__(kStoreThreads)
+    publish_kernel(LayerView tables, WorkingBases bases, PublishedEpochs epochs) {
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
-  const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z], epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
+  const int head = static_cast<int>(blockIdx.y), slot = epochs.slots[blockIdx.z],
+            epoch = epochs.of(static_cast<int>(blockIdx.z)), dim = tables.head_dim;
   if (epoch < 0) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const PartMaps& target = tables.maps[epoch * tables.num_heads + head].of(part);
   for (int column = warp; column < target.rank; column += kStoreThreads / 32) {
     float shift = 0.0F;
     for (int channel = lane; channel < dim; channel += 32) {
-      const float value = target.encoder.put(column, channel, dim, bases.element(slot, tables.num_heads, 2 * head + static_cast<int>(part), column, channel, dim));
+      const float value = target.encoder.put(
+          column, channel, dim,
+          bases.element(slot, tables.num_heads, 2 * head + static_cast<int>(part), column, channel,
+                        dim));
       if (target.mean != nullptr) shift = fmaf(target.mean[channel], value, shift);
     }
-    for (int distance = 16; distance > 0; distance /= 2) shift += __shfl_xor_sync(~0U, shift, distance);
+    for (int distance = 16; distance > 0; distance /= 2)
+      shift += __shfl_xor_sync(~0U, shift, distance);
     if (lane == 0) const_cast<float*>(target.offset)[column] = shift;
   }
 }

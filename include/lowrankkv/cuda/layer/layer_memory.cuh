@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/layer_memory.cuh  Bytes of what a layer stores of a sequence, and what has happened in it.
+/// @file cuda/layer/layer_memory.cuh  Bytes of what a layer stores of a sequence, and what has
+/// happened in it.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +13,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole units is counted with them.
-/// Waits for the device where epochs begin when values say so. @param listed  of which lists positions are kept, and masses  @param pending  of a prompt that goes on
-inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed, std::size_t pending) {
+/// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole
+/// units is counted with them. Waits for the device where epochs begin when values say so. @param
+/// listed  of which lists positions are kept, and masses  @param pending  of a prompt that goes on
+inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed,
+                                   std::size_t pending) {
   const HostSequence& now = layer.sequence(slot);
-  const std::int64_t heads = layer.tables().num_heads, row = 2 * std::int64_t{layer.tables().head_dim} * static_cast<std::int64_t>(size_of(layer.config().full_type));
+  const std::int64_t heads = layer.tables().num_heads,
+                     row = 2 * std::int64_t{layer.tables().head_dim} *
+                           static_cast<std::int64_t>(size_of(layer.config().full_type));
   MemoryUsage usage;
   usage.pending_bytes = pending;
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
@@ -27,24 +32,37 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
     full_rows += now.num_rows(RowList::full, head);
     compressed_rows += now.num_rows(RowList::compressed, head);
   }
-  usage.full_row_bytes = static_cast<std::size_t>(full_rows * listed_tiles.bytes / listed_tiles.rows);
+  usage.full_row_bytes =
+      static_cast<std::size_t>(full_rows * listed_tiles.bytes / listed_tiles.rows);
   for (int list = 0; list < layer.num_lists(RowList::compressed); ++list) {
     const HeadTiles& tiles = layer.layout(RowList::compressed, list);
-    usage.coefficient_bytes += static_cast<std::size_t>(now.num_rows(RowList::compressed, list) * tiles.bytes / tiles.rows);
+    usage.coefficient_bytes += static_cast<std::size_t>(now.num_rows(RowList::compressed, list) *
+                                                        tiles.bytes / tiles.rows);
   }
   for (const auto& list : now.pages) {
     for (const auto& own : list) pages += own.size();
   }
-  usage.slack_bytes = pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
-  usage.position_bytes = static_cast<std::size_t>((listed.full ? full_rows : 0) + (listed.compressed ? compressed_rows : 0)) * sizeof(std::int32_t) + now.shifts.bytes();
+  usage.slack_bytes =
+      pages * layer.pool().page_bytes() - usage.full_row_bytes - usage.coefficient_bytes;
+  usage.position_bytes = static_cast<std::size_t>((listed.full ? full_rows : 0) +
+                                                  (listed.compressed ? compressed_rows : 0)) *
+                             sizeof(std::int32_t) +
+                         now.shifts.bytes();
   const LayerEdit& tables = layer.tables();
   if (tables.largest_values != nullptr) {
-    usage.residual_bytes = static_cast<std::size_t>((tables.residuals[0] != nullptr ? full_rows : 0) + compressed_rows) * sizeof(std::uint32_t) + static_cast<std::size_t>(heads) * sizeof(float);
+    usage.residual_bytes = static_cast<std::size_t>(
+                               (tables.residuals[0] != nullptr ? full_rows : 0) + compressed_rows) *
+                               sizeof(std::uint32_t) +
+                           static_cast<std::size_t>(heads) * sizeof(float);
   }
   const HostEpochs epochs = layer.epochs_of(slot, nullptr);
   usage.epoch_bytes = layer.epochs().epoch_bytes(epochs);
-  usage.updater_bytes = layer.epochs().updater_bytes(epochs) + (layer.device_epochs().used() ? layer.device_epochs().sketch_bytes() : 0);
-  for (int head = 0; listed.accumulated_scores && head < static_cast<int>(heads); ++head) usage.updater_bytes += static_cast<std::size_t>(tables.scored_rows(now.rows_of(head)) + now.tail_length) * sizeof(float);
+  usage.updater_bytes = layer.epochs().updater_bytes(epochs) +
+                        (layer.device_epochs().used() ? layer.device_epochs().sketch_bytes() : 0);
+  for (int head = 0; listed.accumulated_scores && head < static_cast<int>(heads); ++head)
+    usage.updater_bytes +=
+        static_cast<std::size_t>(tables.scored_rows(now.rows_of(head)) + now.tail_length) *
+        sizeof(float);
   return usage;
 }
 
@@ -52,14 +70,18 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
 inline void count_device_epochs(const LayerState& layer, CacheStatistics& statistics) {
   DeviceEpochCounts counts;
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  check(cudaMemcpy(&counts, layer.device_epochs().counts(), sizeof counts, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  check(cudaMemcpy(&counts, layer.device_epochs().counts(), sizeof counts, cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
   statistics.publications += static_cast<std::int64_t>(counts.publications);
   statistics.merges += static_cast<std::int64_t>(counts.merges);
   std::vector<unsigned long long> reprojected(static_cast<std::size_t>(layer.tables().num_heads));
-  check(cudaMemcpy(reprojected.data(), layer.device_epochs().reprojected(), reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  check(cudaMemcpy(reprojected.data(), layer.device_epochs().reprojected(),
+                   reprojected.size() * sizeof(unsigned long long), cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
   for (int head = 0; head < layer.tables().num_heads; ++head) {
     const HeadTiles& tiles = layer.layout(RowList::compressed, head);
-    const std::int64_t rows = static_cast<std::int64_t>(reprojected[static_cast<std::size_t>(head)]);
+    const std::int64_t rows =
+        static_cast<std::int64_t>(reprojected[static_cast<std::size_t>(head)]);
     statistics.rows_reprojected += rows;
     statistics.bytes_reprojected += 2 * rows * tiles.bytes / tiles.rows;
   }

@@ -40,8 +40,9 @@ struct LayerRules {
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Known<Updater, Static>, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
-  static constexpr bool joins =
-      Rows::compresses && requires(const Basis& joint) { Maps::joint_heads(joint, 1); };
+  static constexpr bool joins = Rows::compresses && requires(const Basis& joint) {
+    Maps::joint_heads(joint, 1);
+  };
   /// Scale groups of codes; 0: coefficients are in plain tiles.
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(

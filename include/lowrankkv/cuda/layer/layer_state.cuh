@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/layer_state.cuh  Everything the Cuda backend stores for one attention layer: tables, pages, tails, maps, workspace.
+/// @file cuda/layer/layer_state.cuh  Everything the Cuda backend stores for one attention layer:
+/// tables, pages, tails, maps, workspace.
 ///
-/// The host knows every length (they follow from token counts, or are asked for when tokens go and when errors choose in parts of a prompt) and decides which pages are used; kernels read their own copies, which the same launches that move rows also update, in the order of the stream.
+/// The host knows every length (they follow from token counts, or are asked for when tokens go and
+/// when errors choose in parts of a prompt) and decides which pages are used; kernels read their
+/// own copies, which the same launches that move rows also update, in the order of the stream.
 #pragma once
 
 #include <algorithm>
@@ -27,25 +30,36 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels; this owns and counts.
+/// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels;
+/// this owns and counts.
 class LayerState {
  public:
-  /// @param most  rows that a sequence of config.max_tokens may have  @param workspace  that the caller lends, or none
-  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis, const MostRows& most, EpochLimits limits, ListedRows listed, std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
+  /// @param most  rows that a sequence of config.max_tokens may have  @param workspace  that the
+  /// caller lends, or none
+  LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis,
+             const MostRows& most, EpochLimits limits, ListedRows listed,
+             std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
       : config_(config), tiles_(std::move(tiles)), pool_(std::move(shared_pool)) {
     const int heads = config.shape.num_kv_heads;
-    const std::size_t slots = static_cast<std::size_t>(config.max_sequences), rows = slots * static_cast<std::size_t>(heads);
+    const std::size_t slots = static_cast<std::size_t>(config.max_sequences),
+                      rows = slots * static_cast<std::size_t>(heads);
     tables_.num_lists = (std::max)(heads, num_lists(RowList::compressed));
     tables_.joint_heads = tiles_.joint_heads;
     const std::size_t tables = slots * static_cast<std::size_t>(tables_.num_lists);
     max_rows_[0] = most.full + most.spare_full;
     max_rows_[1] = most.compressed;
-    if (pool_ == nullptr) pool_ = std::make_shared<PagePool>(tiles_.page_bytes, config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, most));
+    if (pool_ == nullptr)
+      pool_ = std::make_shared<PagePool>(
+          tiles_.page_bytes,
+          config.num_pages != 0 ? config.num_pages : pages_needed(config, tiles_, most));
     for (int list = 0; list < 2; ++list) {
       std::int64_t pages = 0;
-      for (int index = 0; index < num_lists(static_cast<RowList>(list)); ++index) pages = (std::max)(pages, pages_for(static_cast<RowList>(list), index, max_rows_[list]));
+      for (int index = 0; index < num_lists(static_cast<RowList>(list)); ++index)
+        pages = (std::max)(pages, pages_for(static_cast<RowList>(list), index, max_rows_[list]));
       constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
-      if (pages > limit / static_cast<std::int64_t>(tables)) ::lowrankkv::detail::fail<CapacityError>("page tables: ", tables, " lists of ", pages, " pages, at most ", limit, " in all");
+      if (pages > limit / static_cast<std::int64_t>(tables))
+        ::lowrankkv::detail::fail<CapacityError>("page tables: ", tables, " lists of ", pages,
+                                                 " pages, at most ", limit, " in all");
       tables_.max_pages[list] = static_cast<std::int32_t>(pages);
       pages_[list] = DeviceArray<std::int32_t>(tables * static_cast<std::size_t>(pages));
       tables_.pages[list] = pages_[list].data();
@@ -66,25 +80,33 @@ class LayerState {
     tables_.full = tiles_.full;
     tables_.listed = tiles_.listed;
     tables_.compressed = compressed_.data();
-    if (config.rope.keys == Rope::pre) rotary_ = RotaryTables(config.rope, config.shape.head_dim, config.max_sequences);
+    if (config.rope.keys == Rope::pre)
+      rotary_ = RotaryTables(config.rope, config.shape.head_dim, config.max_sequences);
     tables_.rotary = rotary_.get();
-    tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes));
+    tails_ = DeviceArray<std::uint8_t>(rows * static_cast<std::size_t>(tables_.tail_tiles) *
+                                       static_cast<std::size_t>(tiles_.full.bytes));
     tables_.tails = tails_.data();
-    if (!tiles_.compressed.empty()) maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim, config.epoch_type, tables_.rotary, tiles_.coded_type, limits.own > 0);
+    if (!tiles_.compressed.empty())
+      maps_ = LayerMaps(basis, tiles_.parts, tiles_.steps, tiles_.compressed, config.shape.head_dim,
+                        config.epoch_type, tables_.rotary, tiles_.coded_type, limits.own > 0);
     epochs_ = EpochStore(config, basis, maps_, tiles_, limits);
     tables_.maps = epochs_.maps();
     tables_.max_segments = epochs_.max_segments();
-    if (epochs_.adapts()) segments_ = DeviceArray<DeviceSegment>(rows * static_cast<std::size_t>(tables_.max_segments));
+    if (epochs_.adapts())
+      segments_ = DeviceArray<DeviceSegment>(rows * static_cast<std::size_t>(tables_.max_segments));
     tables_.segments = segments_.data();
     if (limits.device_epochs && epochs_.adapts()) {
       int most_sketched = 0;
       std::vector<float> thresholds;
       for (const HeadBasis& head : basis.heads) {
-        for (const int rank : {head.key_rank, head.value_rank}) most_sketched = (std::max)(most_sketched, detail::sketch_rows(limits.sketch_share, rank));
+        for (const int rank : {head.key_rank, head.value_rank})
+          most_sketched = (std::max)(most_sketched, detail::sketch_rows(limits.sketch_share, rank));
         thresholds.push_back(head.key_threshold);
         thresholds.push_back(head.value_threshold);
       }
-      device_epochs_ = DeviceEpochStore(config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval, thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
+      device_epochs_ = DeviceEpochStore(
+          config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval,
+          thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
     }
     if (listed.errors) {
       metrics_ = LayerMetrics(basis, config.shape.head_dim);
@@ -92,7 +114,9 @@ class LayerState {
     }
     for (int list = 0; list < 2; ++list) {
       if (!(list == 0 ? listed.full : listed.compressed)) continue;
-      positions_[list] = DeviceArray<std::int32_t>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
+      positions_[list] = DeviceArray<std::int32_t>((std::max)(
+          std::size_t{1},
+          rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
       if (!listed.has_scores(static_cast<RowList>(list))) continue;
@@ -102,7 +126,8 @@ class LayerState {
     residuals_ = ResidualStore(config, max_rows_, tables_);
     if (listed.accumulated_scores) {
       tables_.scored = listed.scored();
-      tail_scores_ = DeviceArray<float>((std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
+      tail_scores_ = DeviceArray<float>(
+          (std::max)(std::size_t{1}, rows * static_cast<std::size_t>(tables_.ring_rows())));
       tables_.tail_scores = tail_scores_.data();
     }
     sequences_.resize(slots);
@@ -113,12 +138,17 @@ class LayerState {
     workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, workspace);
     int device = 0, major = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "cudaDeviceGetAttribute");
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, append_kernel<DeviceRows>), "cudaFuncGetAttributes");
-    overlaps_ = major >= 9 && compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
-    check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+    overlaps_ =
+        major >= 9 &&
+        compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
+    check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "cudaDeviceGetAttribute");
   }
 
   LayerState(const LayerState&) = delete;
@@ -140,26 +170,44 @@ class LayerState {
   /// @brief Fingerprint of the calibrated maps, as they are stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
   /// @brief Device memory of what all sequences share.
-  std::size_t shared_map_bytes() const { return maps_.bytes() + metrics_.bytes() + epochs_.metric_store().bytes() + rotary_.bytes(); }
+  std::size_t shared_map_bytes() const {
+    return maps_.bytes() + metrics_.bytes() + epochs_.metric_store().bytes() + rotary_.bytes();
+  }
   const RotaryTables& rotary() const { return rotary_; }
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
   const DeviceEpochStore& device_epochs() const { return device_epochs_; }
-  /// @brief Whether rows that enter sketches are buffered in scratch memory, since shared memory is too small.
-  bool sketches_apart() const { return device_epochs_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_); }
+  /// @brief Whether rows that enter sketches are buffered in scratch memory, since shared memory is
+  /// too small.
+  bool sketches_apart() const {
+    return device_epochs_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_);
+  }
   PagePool& pool() const { return *pool_; }
   HostSequence& sequence(int slot) { return sequences_[static_cast<std::size_t>(slot)]; }
-  const HostSequence& sequence(int slot) const { return sequences_[static_cast<std::size_t>(slot)]; }
+  const HostSequence& sequence(int slot) const {
+    return sequences_[static_cast<std::size_t>(slot)];
+  }
   /// @brief Lists of a kind that a sequence has.
-  int num_lists(RowList list) const { return list == RowList::full ? config_.shape.num_kv_heads : static_cast<int>(tiles_.compressed.size()); }
-  const HeadTiles& layout(RowList list, int head) const { return list == RowList::full ? tiles_.listed : tiles_.compressed[static_cast<std::size_t>(head)]; }
-  std::int64_t pages_for(RowList list, int head, std::int64_t rows) const { return rows == 0 ? 0 : layout(list, head).pages_for(rows); }  // a list that is not there has no layout
+  int num_lists(RowList list) const {
+    return list == RowList::full ? config_.shape.num_kv_heads
+                                 : static_cast<int>(tiles_.compressed.size());
+  }
+  const HeadTiles& layout(RowList list, int head) const {
+    return list == RowList::full ? tiles_.listed
+                                 : tiles_.compressed[static_cast<std::size_t>(head)];
+  }
+  std::int64_t pages_for(RowList list, int head, std::int64_t rows) const {
+    return rows == 0 ? 0 : layout(list, head).pages_for(rows);
+  }  // a list that is not there has no layout
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
   /// @brief Whether masses choose the rows of a list, which may stand in any order.
   bool is_scored(RowList list) const { return tables_.has_scores(list); }
-  /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them; rows are counted as in the head that has the most, in others from their ends. Pages were checked.
-  void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, cudaStream_t stream) {
+  /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them;
+  /// rows are counted as in the head that has the most, in others from their ends. Pages were
+  /// checked.
+  void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
+                 cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     PageCopies copies;
     const auto flush = [&] {
@@ -168,7 +216,8 @@ class LayerState {
       check(cudaGetLastError(), "copy_pages_kernel");
       copies.count = 0;
     };
-    TakenPages taken(pool_->allocator());  // all of them before anything changes: an engine's source may raise
+    TakenPages taken(
+        pool_->allocator());  // all of them before anything changes: an engine's source may raise
     for_each_shared(slot, list, first_row, end_row, [&](int, std::size_t) { taken.take(); });
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
       std::int32_t& page = now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index];
@@ -178,28 +227,47 @@ class LayerState {
       copies.to[copies.count++] = own;
       pool_->allocator().release(page);  // others have it
       page = own;
-      edit(static_cast<int>(list), (slot * tables_.num_lists + head) * tables_.max_pages[static_cast<int>(list)] + static_cast<std::int32_t>(index), page, stream);
+      edit(static_cast<int>(list),
+           (slot * tables_.num_lists + head) * tables_.max_pages[static_cast<int>(list)] +
+               static_cast<std::int32_t>(index),
+           page, stream);
     });
     flush();
     flush_edits(stream);
   }
   /// @brief Bytes of a sequence's tail over all heads.
-  std::size_t tail_bytes() const { return static_cast<std::size_t>(tables_.num_heads) * static_cast<std::size_t>(tables_.tail_tiles) * static_cast<std::size_t>(tiles_.full.bytes); }
-
-  /// @brief Adds the pages of a list that a sequence has to copy before it writes to rows [first_row, end_row).
-  void demand_writes(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, PageDemand& demand) const {
-    const auto& pages = sequence(slot).pages[static_cast<int>(list)];
-    for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) { demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]); });
+  std::size_t tail_bytes() const {
+    return static_cast<std::size_t>(tables_.num_heads) *
+           static_cast<std::size_t>(tables_.tail_tiles) *
+           static_cast<std::size_t>(tiles_.full.bytes);
   }
-  /// @brief Adds the pages that a sequence's lists take when they have the rows of `after`, copies of shared ones that are written to included.
+
+  /// @brief Adds the pages of a list that a sequence has to copy before it writes to rows
+  /// [first_row, end_row).
+  void demand_writes(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
+                     PageDemand& demand) const {
+    const auto& pages = sequence(slot).pages[static_cast<int>(list)];
+    for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
+      demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]);
+    });
+  }
+  /// @brief Adds the pages that a sequence's lists take when they have the rows of `after`, copies
+  /// of shared ones that are written to included.
   /// @param replaces  any row that is weighed may be replaced
   void demand_rows(int slot, const SequenceRows& after, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      const bool grows = now.grows(after, list), rewrites = (replaces && is_scored(list)) || (grows && list == RowList::compressed && epochs_.adapts());  // by a merge
-      if (grows || rewrites) demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1, demand);
+      const bool grows = now.grows(after, list), rewrites = (replaces && is_scored(list)) ||
+                                                            (grows && list == RowList::compressed &&
+                                                             epochs_.adapts());  // by a merge
+      if (grows || rewrites)
+        demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1,
+                      demand);
       for (int index = 0; index < num_lists(list); ++index) {
-        const std::int64_t pages = pages_for(list, index, after.num_rows(list, index)), own = static_cast<std::int64_t>(now.pages[static_cast<int>(list)][static_cast<std::size_t>(index)].size());
+        const std::int64_t pages = pages_for(list, index, after.num_rows(list, index)),
+                           own = static_cast<std::int64_t>(
+                               now.pages[static_cast<int>(list)][static_cast<std::size_t>(index)]
+                                   .size());
         demand.add_new((std::max)(std::int64_t{0}, pages - own));
       }
     }
@@ -209,23 +277,30 @@ class LayerState {
   std::int64_t pages_of(const SequenceRows& own) const {
     std::int64_t pages = 0;
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      for (int index = 0; index < num_lists(list); ++index) pages += pages_for(list, index, own.num_rows(list, index));
+      for (int index = 0; index < num_lists(list); ++index)
+        pages += pages_for(list, index, own.num_rows(list, index));
     }
     return pages;
   }
-  /// @brief Gives a sequence the pages for the rows of `after`, and enqueues the new entries of the page tables.
+  /// @brief Gives a sequence the pages for the rows of `after`, and enqueues the new entries of the
+  /// page tables.
   void add_pages(int slot, const SequenceRows& after, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (now.grows(after, list)) own_pages(slot, list, now.num_rows(list), now.num_rows(list) + 1, stream);
+      if (now.grows(after, list))
+        own_pages(slot, list, now.num_rows(list), now.num_rows(list) + 1, stream);
     }
     for (int list = 0; list < 2; ++list) {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         const std::int64_t rows = after.num_rows(static_cast<RowList>(list), head);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
-        while (static_cast<std::int64_t>(pages.size()) < pages_for(static_cast<RowList>(list), head, rows)) {
+        while (static_cast<std::int64_t>(pages.size()) <
+               pages_for(static_cast<RowList>(list), head, rows)) {
           const std::int32_t page = pool_->allocator().take();
-          edit(list, (slot * tables_.num_lists + head) * tables_.max_pages[list] + static_cast<std::int32_t>(pages.size()), page, stream);
+          edit(list,
+               (slot * tables_.num_lists + head) * tables_.max_pages[list] +
+                   static_cast<std::int32_t>(pages.size()),
+               page, stream);
           pages.push_back(page);
         }
       }
@@ -233,14 +308,18 @@ class LayerState {
     flush_edits(stream);
   }
 
-  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths. @param counted  by the device: where bases stand still it knows them already
+  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths. @param
+  /// counted  by the device: where bases stand still it knows them already
   void release_and_upload(int slot, cudaStream_t stream, bool counted = false) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         const std::int64_t rows = now.num_rows(static_cast<RowList>(list), head);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
-        const std::size_t needed = pages.empty() ? 0 : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));
+        const std::size_t needed =
+            pages.empty()
+                ? 0
+                : static_cast<std::size_t>(pages_for(static_cast<RowList>(list), head, rows));
         for (; pages.size() > needed; pages.pop_back()) pool_->allocator().release(pages.back());
       }
     }
@@ -251,19 +330,25 @@ class LayerState {
     if (device_epochs_.used()) trim_device_epochs(tables_, device_epochs_, {1, {slot}}, stream);
   }
 
-  /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it knows stay
-  void write_lengths(int slot, const std::vector<HostSegment>& segments, bool keeps, cudaStream_t stream) const {
+  /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it
+  /// knows stay
+  void write_lengths(int slot, const std::vector<HostSegment>& segments, bool keeps,
+                     cudaStream_t stream) const {
     const HostSequence& now = sequence(slot);
     SegmentList list;
-    for (const HostSegment& segment : segments) list.items[list.count++] = {segment.epoch, segment.first_rows.front()};
+    for (const HostSegment& segment : segments)
+      list.items[list.count++] = {segment.epoch, segment.first_rows.front()};
     if (keeps) list.count = -1;
-    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length, static_cast<std::int32_t>(now.first_tail()), now.rows, list);
+    write_lengths_kernel<><<<1, 128, 0, stream>>>(tables_, slot, now.tail_length,
+                                                  static_cast<std::int32_t>(now.first_tail()),
+                                                  now.rows, list);
     check(cudaGetLastError(), "write_lengths_kernel");
     if (!keeps) write_first_rows(tables_, slot, segments, stream);
     for (int head = 0; head < static_cast<int>(now.missing.size()); head += HeadRowsList::kMost) {
       HeadRowsList own;
       own.first = head;
-      for (; own.count < HeadRowsList::kMost && head + own.count < tables_.num_heads; ++own.count) own.items[own.count] = now.rows_of(head + own.count);
+      for (; own.count < HeadRowsList::kMost && head + own.count < tables_.num_heads; ++own.count)
+        own.items[own.count] = now.rows_of(head + own.count);
       write_rows_kernel<><<<1, HeadRowsList::kMost, 0, stream>>>(tables_, slot, own);
       check(cudaGetLastError(), "write_rows_kernel");
     }
@@ -281,31 +366,43 @@ class LayerState {
     release_and_upload(slot, stream);
     residuals_.clear(slot, stream);
     if (!device_epochs_.used()) return;
-    begin_device_epochs_kernel<><<<1, 128, 0, stream>>>(tables_, slot, device_epochs_.states(), device_epochs_.sketches());
+    begin_device_epochs_kernel<>
+        <<<1, 128, 0, stream>>>(tables_, slot, device_epochs_.states(), device_epochs_.sketches());
     check(cudaGetLastError(), "begin_device_epochs_kernel");
-    if (device_epochs_.sketches_rows()) check(cudaMemsetAsync(device_epochs_.rows_of(slot), 0, device_epochs_.sketch_bytes(), stream), "sketches");
+    if (device_epochs_.sketches_rows())
+      check(cudaMemsetAsync(device_epochs_.rows_of(slot), 0, device_epochs_.sketch_bytes(), stream),
+            "sketches");
     epochs_.begin_bases(slot, stream);
   }
-  /// @brief What is known of a sequence's epochs; where they begin when values say so, read from the device, which is waited for.
+  /// @brief What is known of a sequence's epochs; where they begin when values say so, read from
+  /// the device, which is waited for.
   HostEpochs epochs_of(int slot, cudaStream_t stream) const {
     HostEpochs known = sequence(slot).epochs;
     if (!device_epochs_.used()) return known;
     DeviceEpochState state;
     DeviceLengths lengths;
-    std::vector<DeviceSegment> segments(static_cast<std::size_t>(tables_.num_heads * tables_.max_segments));
-    if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
-    const auto read = [&](void* target, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs"); };
+    std::vector<DeviceSegment> segments(
+        static_cast<std::size_t>(tables_.num_heads * tables_.max_segments));
+    if (stream == nullptr)
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
+    const auto read = [&](void* target, const void* from, std::size_t bytes) {
+      check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs");
+    };
     read(&state, device_epochs_.states() + slot, sizeof state);
     read(&lengths, tables_.lengths + slot, sizeof lengths);
-    read(segments.data(), tables_.segments + static_cast<std::size_t>(slot) * segments.size(), segments.size() * sizeof(DeviceSegment));
+    read(segments.data(), tables_.segments + static_cast<std::size_t>(slot) * segments.size(),
+         segments.size() * sizeof(DeviceSegment));
     check(cudaStreamSynchronize(stream), "epochs");
     known.current = state.current;
     known.rows_since_publication = state.rows_since_publication;
     known.moved = true;
     known.unpublished = state.unpublished != 0;
     for (int i = 0; i < lengths.num_segments; ++i) {
-      HostSegment& own = known.segments.emplace_back(HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});
-      for (int head = 0; head < tables_.num_heads; ++head) own.first_rows.push_back(segments[static_cast<std::size_t>(head * tables_.max_segments + i)].first_row);
+      HostSegment& own = known.segments.emplace_back(
+          HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});
+      for (int head = 0; head < tables_.num_heads; ++head)
+        own.first_rows.push_back(
+            segments[static_cast<std::size_t>(head * tables_.max_segments + i)].first_row);
     }
     return known;
   }
@@ -317,8 +414,11 @@ class LayerState {
   /// @brief Shared memory that a block may have on this device.
   int shared_bytes() const { return shared_bytes_; }
   /// @brief Whether maps from tiles to rows are f32, in all heads and epochs; else 16 bits.
-  bool wide_maps(Part part) const { return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32; }
-  /// @brief Memory for the moves of weighed lists (cuda/store/compaction/retain_rows.cuh), empty until rows go from one.
+  bool wide_maps(Part part) const {
+    return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32;
+  }
+  /// @brief Memory for the moves of weighed lists (cuda/store/compaction/retain_rows.cuh), empty
+  /// until rows go from one.
   DeviceArray<std::int32_t>& moves() { return moves_; }
   /// @brief Memory that attention works in.
   Workspace& workspace() { return workspace_; }
@@ -326,31 +426,54 @@ class LayerState {
   /// @brief The largest rank of a head's keys or values; of its keys, where values are joint.
   int most_rank() const {
     int most = 1;
-    for (const HeadMaps& maps : maps_.heads()) most = (std::max)({most, static_cast<int>(maps.key.rank), tiles_.joint_heads > 0 ? 0 : static_cast<int>(maps.value.rank)});
+    for (const HeadMaps& maps : maps_.heads())
+      most = (std::max)({most, static_cast<int>(maps.key.rank),
+                         tiles_.joint_heads > 0 ? 0 : static_cast<int>(maps.value.rank)});
     return most;
   }
   /// @brief The largest rank of a head's values: of a group's latent, where values are joint.
   int most_value_rank() const {
     int most = 1;
-    for (const HeadMaps& maps : maps_.heads()) most = (std::max)(most, static_cast<int>(maps.value.rank));
+    for (const HeadMaps& maps : maps_.heads())
+      most = (std::max)(most, static_cast<int>(maps.value.rank));
     return most;
   }
   /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.
-  std::int64_t publish_interval() const { return config_.publish_interval > 0 ? config_.publish_interval : 4 * std::int64_t{epochs_.most()}; }
+  std::int64_t publish_interval() const {
+    return config_.publish_interval > 0 ? config_.publish_interval
+                                        : 4 * std::int64_t{epochs_.most()};
+  }
   /// @brief Tiles of a head that so many packed rows fill.
-  std::int32_t packed_tiles(std::int64_t tokens) const { return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows); }
+  std::int32_t packed_tiles(std::int64_t tokens) const {
+    return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
+  }
   /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
-  std::size_t reserved_bytes() const { return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() + rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() + rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() + residuals_.bytes() + accumulated_scores_[0].bytes() + accumulated_scores_[1].bytes() + tail_scores_.bytes() + epochs_.reserved_bytes() + device_epochs_.bytes() + workspace_.bytes(); }
+  std::size_t reserved_bytes() const {
+    return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() +
+           rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() +
+           rotary_.shift_bytes() + positions_[0].bytes() + positions_[1].bytes() +
+           residuals_.bytes() + accumulated_scores_[0].bytes() + accumulated_scores_[1].bytes() +
+           tail_scores_.bytes() + epochs_.reserved_bytes() + device_epochs_.bytes() +
+           workspace_.bytes();
+  }
 
  private:
-  /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and that other sequences read too.
+  /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and
+  /// that other sequences read too.
   template <class Function>
-  void for_each_shared(int slot, RowList list, std::int64_t first_row, std::int64_t end_row, Function&& function) const {
+  void for_each_shared(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
+                       Function&& function) const {
     if (list == RowList::compressed && tiles_.compressed.empty()) return;
     for (int head = 0; head < num_lists(list); ++head) {
-      const std::vector<std::int32_t>& pages = sequence(slot).pages[static_cast<int>(list)][static_cast<std::size_t>(head)];
-      const std::int64_t rows = std::int64_t{layout(list, head).rows} * layout(list, head).tiles_per_page, missing = sequence(slot).missing_in(list, head), first = (std::max)(std::int64_t{0}, first_row - missing);
-      for (std::size_t index = static_cast<std::size_t>(first / rows); index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row - missing; ++index) {
+      const std::vector<std::int32_t>& pages =
+          sequence(slot).pages[static_cast<int>(list)][static_cast<std::size_t>(head)];
+      const std::int64_t rows = std::int64_t{layout(list, head).rows} *
+                                layout(list, head).tiles_per_page,
+                         missing = sequence(slot).missing_in(list, head),
+                         first = (std::max)(std::int64_t{0}, first_row - missing);
+      for (std::size_t index = static_cast<std::size_t>(first / rows);
+           index < pages.size() && static_cast<std::int64_t>(index) * rows < end_row - missing;
+           ++index) {
         if (pool_->allocator().shared(pages[index])) function(head, index);
       }
     }

@@ -23,13 +23,18 @@ struct DeviceTarget {
   RowPages pages;
 
   /// @brief Elements from `data` to a token's rows.
-  __device__ std::int64_t place(std::int64_t token) const { return pages.used() ? pages.place(token, token_stride) : token * token_stride; }
+  __device__ std::int64_t place(std::int64_t token) const {
+    return pages.used() ? pages.place(token, token_stride) : token * token_stride;
+  }
   /// @brief The same, if it is one of `count` tokens; else kNowhere.
-  __device__ std::int64_t place_of(std::int64_t token, std::int64_t count) const { return token < 0 || token >= count ? kNowhere : place(token); }
+  __device__ std::int64_t place_of(std::int64_t token, std::int64_t count) const {
+    return token < 0 || token >= count ? kNowhere : place(token);
+  }
   /// @brief Sixteen bytes of a row may be written at once.
   __device__ bool wide() const {
     const int elements = dtype == DType::f32 ? 4 : 8;
-    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 && head_stride % elements == 0 && pages.page_stride % elements == 0;
+    return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && token_stride % elements == 0 &&
+           head_stride % elements == 0 && pages.page_stride % elements == 0;
   }
 };
 
@@ -39,28 +44,40 @@ DeviceTarget device_target(const View& view) {
   return {view.data, view.dtype, view.token_stride, view.head_stride, view.pages};
 }
 
-/// @brief The rows that are wanted: of tokens [first, first + count); or rows of that number in one list, which is not the tail.
+/// @brief The rows that are wanted: of tokens [first, first + count); or rows of that number in one
+/// list, which is not the tail.
 struct TokenRange {
   std::int64_t first = 0, count = 0, first_tail = 0;  ///< and where the tail begins
   bool by_row = false;
-  std::int64_t begin[2] = {0, 0}, end[2] = {0, 0};    ///< by RowList: rows among which they are, in every head
-  const std::int32_t* wanted = nullptr;               ///< on the device: where it is negative, compressed rows are not; null: they are
+  std::int64_t begin[2] = {0, 0},
+               end[2] = {0, 0};  ///< by RowList: rows among which they are, in every head
+  const std::int32_t* wanted =
+      nullptr;  ///< on the device: where it is negative, compressed rows are not; null: they are
 
-  __host__ __device__ int first_piece(RowList list) const { return static_cast<int>(begin[static_cast<int>(list)] / kStoreRows); }
+  __host__ __device__ int first_piece(RowList list) const {
+    return static_cast<int>(begin[static_cast<int>(list)] / kStoreRows);
+  }
   /// @brief Pieces of 64 rows of a list, from the first on.
   int pieces(RowList list) const {
     const int which = static_cast<int>(list);
-    return end[which] <= begin[which] ? 0 : static_cast<int>((end[which] + kStoreRows - 1) / kStoreRows) - first_piece(list);
+    return end[which] <= begin[which]
+               ? 0
+               : static_cast<int>((end[which] + kStoreRows - 1) / kStoreRows) - first_piece(list);
   }
 };
 
 /// @brief The rows of tokens [first, first + count), which have been stored.
-inline TokenRange token_range(const LayerState& layer, int slot, std::int64_t first, std::int64_t count) {
+inline TokenRange token_range(const LayerState& layer, int slot, std::int64_t first,
+                              std::int64_t count) {
   const HostSequence& now = layer.sequence(slot);
   const std::int64_t full = now.rows.num_full, compressed = now.rows.num_compressed;
   TokenRange range{first, count, now.first_tail()};
-  const bool counted = layer.tables().positions[0] == nullptr && layer.tables().positions[1] == nullptr;  // full rows are the first tokens then
-  const auto within = [&](std::int64_t row, std::int64_t rows, std::int64_t otherwise) { return counted ? (std::clamp)(row, std::int64_t{0}, rows) : otherwise; };
+  const bool counted =
+      layer.tables().positions[0] == nullptr &&
+      layer.tables().positions[1] == nullptr;  // full rows are the first tokens then
+  const auto within = [&](std::int64_t row, std::int64_t rows, std::int64_t otherwise) {
+    return counted ? (std::clamp)(row, std::int64_t{0}, rows) : otherwise;
+  };
   range.begin[0] = within(first, full, 0);
   range.end[0] = within(first + count, full, full);
   range.begin[1] = within(first - full, compressed, 0);

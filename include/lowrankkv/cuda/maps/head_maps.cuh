@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/maps/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels that tiles hold.
+/// @file cuda/maps/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels
+/// that tiles hold.
 #pragma once
 
 #include <algorithm>
@@ -21,20 +22,26 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core products, [channels / 16, head_dim / 8, 32 lanes, 4]. The
-/// four elements of a lane are rows' channels 2t and 2t + 1 (t: lane % 4) of channel g (lane / 4), then of g + 8: the order of packed rows.
+/// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core
+/// products, [channels / 16, head_dim / 8, 32 lanes, 4]. The four elements of a lane are rows'
+/// channels 2t and 2t + 1 (t: lane % 4) of channel g (lane / 4), then of g + 8: the order of packed
+/// rows.
 __host__ __device__ constexpr int place_in_map(int channel, int row, int head_dim) {
-  return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 8 / 2) * 4 + channel % 16 / 8 * 2 + row % 2;
+  return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 8 / 2) * 4 +
+         channel % 16 / 8 * 2 + row % 2;
 }
 /// @brief Elements of a map of so many channels.
-__host__ __device__ constexpr int map_size(int channels, int head_dim) { return (channels + 15) / 16 * 16 * head_dim; }
+__host__ __device__ constexpr int map_size(int channels, int head_dim) {
+  return (channels + 15) / 16 * 16 * head_dim;
+}
 
 /// @brief Writes a number as `type`, in host memory.
 inline void write_as(DType type, float value, std::uint8_t* target) {
   std::uint32_t word = std::bit_cast<std::uint32_t>(value);
   if (type == DType::f16) word = to_half(value).bits;
   if (type == DType::bf16) word = to_bfloat16(value).bits;
-  for (std::size_t byte = 0; byte < size_of(type); ++byte) target[byte] = static_cast<std::uint8_t>(word >> (8 * byte));
+  for (std::size_t byte = 0; byte < size_of(type); ++byte)
+    target[byte] = static_cast<std::uint8_t>(word >> (8 * byte));
 }
 
 namespace detail {
@@ -45,11 +52,13 @@ using MapWords = std::conditional_t<wide, float4, uint2>;
 
 }  // namespace detail
 
-/// @brief The longest that a row of a decoder R^-1 U can be, whatever the orthonormal U; 1 in the plain metric. @param inverse  R^-1, or empty
+/// @brief The longest that a row of a decoder R^-1 U can be, whatever the orthonormal U; 1 in the
+/// plain metric. @param inverse  R^-1, or empty
 inline float longest_decoder_row(const std::vector<float>& inverse, int head_dim) {
   double longest = inverse.empty() ? 1.0 : 0.0, square = 0.0;
   for (std::size_t i = 0; i < inverse.size(); ++i) {
-    square = (i % static_cast<std::size_t>(head_dim) == 0 ? 0.0 : square) + static_cast<double>(inverse[i]) * static_cast<double>(inverse[i]);
+    square = (i % static_cast<std::size_t>(head_dim) == 0 ? 0.0 : square) +
+             static_cast<double>(inverse[i]) * static_cast<double>(inverse[i]);
     longest = (std::max)(longest, square);
   }
   return static_cast<float>(std::sqrt(longest));
@@ -68,19 +77,26 @@ struct MapElements {
   /// @brief The same of a map that is known to be f32, or known to be 16 bits.
   template <bool wide>
   __device__ __forceinline__ float4 quad_of(int index) const {
-    if constexpr (wide) return __ldg(static_cast<const float4*>(data) + index);
-    else return widened(__ldg(static_cast<const uint2*>(data) + index));
+    if constexpr (wide)
+      return __ldg(static_cast<const float4*>(data) + index);
+    else
+      return widened(__ldg(static_cast<const uint2*>(data) + index));
   }
   /// @brief Four neighbours of a map of 16 bits, as f32.
   __device__ __forceinline__ float4 widened(const uint2& words) const {
-    if (type == DType::bf16) return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U), __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
+    if (type == DType::bf16)
+      return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U),
+              __uint_as_float(words.y << 16), __uint_as_float(words.y & 0xffff0000U)};
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x)),
+                 high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
     return {low.x, low.y, high.x, high.y};
   }
   /// @brief One element.
   __device__ float element(int channel, int row, int head_dim) const {
     const int place = place_in_map(channel, row, head_dim);
-    return type == DType::f32 ? __ldg(static_cast<const float*>(data) + place) : from_bits(type, __ldg(static_cast<const std::uint16_t*>(data) + place));
+    return type == DType::f32
+               ? __ldg(static_cast<const float*>(data) + place)
+               : from_bits(type, __ldg(static_cast<const std::uint16_t*>(data) + place));
   }
   /// @brief Writes one element of a sequence's own map; returns it as it is stored.
   __device__ float put(int channel, int row, int head_dim, float value) const {
@@ -95,28 +111,32 @@ struct MapElements {
   }
 };
 
-/// @brief Maps of keys, or of values, of one head. Where tiles hold codes, what reads them is f32, since steps are in it; else maps are as they are stored.
+/// @brief Maps of keys, or of values, of one head. Where tiles hold codes, what reads them is f32,
+/// since steps are in it; else maps are as they are stored.
 struct PartMaps {
-  MapElements encoder;                   ///< rows to coefficients
-  MapElements reader;                    ///< channels of tiles to rows; may be the encoder
-  MapElements decoder;                   ///< coefficients to rows; may be one of the others
-  const float* reader_scale = nullptr;   ///< a power of two that brings the reader's numbers to about 2^8: its parts in f16 are far from the smallest
-  const float* inverse_steps = nullptr;  ///< [rank]: one over the quantizer's; null: ones
-  const float* offset = nullptr;         ///< [rank]: what the encoder makes of the mean, in steps
-  const float* mean = nullptr;           ///< [head_dim] or null
-  const TileChannel* channels = nullptr; ///< [width]; null for plain tiles
-  const std::uint8_t* bits = nullptr;    ///< [rank]: of the codes; null for plain tiles
+  MapElements encoder;                    ///< rows to coefficients
+  MapElements reader;                     ///< channels of tiles to rows; may be the encoder
+  MapElements decoder;                    ///< coefficients to rows; may be one of the others
+  const float* reader_scale = nullptr;    ///< a power of two that brings the reader's numbers to
+                                          ///< about 2^8: its parts in f16 are far from the smallest
+  const float* inverse_steps = nullptr;   ///< [rank]: one over the quantizer's; null: ones
+  const float* offset = nullptr;          ///< [rank]: what the encoder makes of the mean, in steps
+  const float* mean = nullptr;            ///< [head_dim] or null
+  const TileChannel* channels = nullptr;  ///< [width]; null for plain tiles
+  const std::uint8_t* bits = nullptr;     ///< [rank]: of the codes; null for plain tiles
   std::int32_t rank = 0;
-  std::int32_t width = 0;                ///< channels of tiles, padding included
-  std::int32_t coded = 0;                ///< of the coefficients, those with bits
-  std::int32_t first_coded = 0;          ///< of those, the ones of the first scale group
+  std::int32_t width = 0;        ///< channels of tiles, padding included
+  std::int32_t coded = 0;        ///< of the coefficients, those with bits
+  std::int32_t first_coded = 0;  ///< of those, the ones of the first scale group
   ScaleKind gains = ScaleKind::norm_log8;
-  float reference[2] = {1.0F, 1.0F};     ///< by scale group
+  float reference[2] = {1.0F, 1.0F};  ///< by scale group
 
-  /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y. Nothing is left of those behind the last.
+  /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y.
+  /// Nothing is left of those behind the last.
   __device__ __forceinline__ float2 to_steps(int channel) const {
     if (channel >= rank) return {0.0F, 0.0F};
-    return {inverse_steps == nullptr ? 1.0F : __ldg(inverse_steps + channel), offset == nullptr ? 0.0F : -__ldg(offset + channel)};
+    return {inverse_steps == nullptr ? 1.0F : __ldg(inverse_steps + channel),
+            offset == nullptr ? 0.0F : -__ldg(offset + channel)};
   }
 };
 
@@ -124,7 +144,9 @@ struct PartMaps {
 struct HeadMaps {
   PartMaps key, value;
   KeyUpMap key_up;  ///< of keys that are turned when they are read; else empty
-  __host__ __device__ const PartMaps& of(Part part) const { return part == Part::key ? key : value; }
+  __host__ __device__ const PartMaps& of(Part part) const {
+    return part == Part::key ? key : value;
+  }
 };
 
 /// @brief The calibrated maps of a layer, owned: one block of device memory.
@@ -134,8 +156,11 @@ class LayerMaps {
   /// @param tiles  per head: keys, values
   /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
   /// @param type   to which maps are rounded
-  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too  @param coded_type  of plain tiles  @param moves  whether bases do
-  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
+  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too
+  /// @param coded_type  of plain tiles  @param moves  whether bases do
+  LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles,
+            const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts,
+            int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<std::uint8_t> bytes;
     std::vector<TileChannel> channels;
     struct Offsets {
@@ -144,41 +169,63 @@ class LayerMaps {
       DType reader_type;
     };
     std::vector<Offsets> offsets;
-    std::vector<float> reader_scales;  // by part, apart from what is checksummed: where bases move they follow the metric
+    std::vector<float> reader_scales;  // by part, apart from what is checksummed: where bases move
+                                       // they follow the metric
     constexpr std::size_t none = ~std::size_t{0};
     const auto append = [&](const std::vector<float>& values, DType as) {
       const std::size_t at = bytes.size();
       bytes.resize((at + values.size() * size_of(as) + 15) / 16 * 16);
-      for (std::size_t i = 0; i < values.size(); ++i) write_as(as, values[i], bytes.data() + at + i * size_of(as));
+      for (std::size_t i = 0; i < values.size(); ++i)
+        write_as(as, values[i], bytes.data() + at + i * size_of(as));
       return at;
     };
     for (std::size_t part = 0; part < tiles.size(); ++part) {
       const HeadBasis& head = basis.heads[part / 2];
       const bool key = part % 2 == 0, coded = !tiles[part].channels.empty();
       const int rank = key ? head.key_rank : head.value_rank;
-      const std::vector<TileChannel>& places = tiles[part].readers.empty() ? tiles[part].channels : tiles[part].readers;
-      const int width = layouts[part / 2].codes ? static_cast<int>(places.size()) : (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;  // no channels: codes without bits
+      const std::vector<TileChannel>& places =
+          tiles[part].readers.empty() ? tiles[part].channels : tiles[part].readers;
+      const int width = layouts[part / 2].codes
+                            ? static_cast<int>(places.size())
+                            : (rank + kPlainUnit - 1) / kPlainUnit *
+                                  kPlainUnit;  // no channels: codes without bits
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
-      const auto step = [&](int channel) { return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)]; };
-      const auto encode = [&](int row, int channel) { return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]); };
-      std::vector<float> encoder(static_cast<std::size_t>(map_size(tiles[part].by_basis ? (std::max)(rank, width) : rank, head_dim))), decoder(encoder.size()), offset, reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
+      const auto step = [&](int channel) {
+        return steps.empty() ? 1.0F : steps[static_cast<std::size_t>(channel)];
+      };
+      const auto encode = [&](int row, int channel) {
+        return round_to(type, down[static_cast<std::size_t>(row * rank + channel)]);
+      };
+      std::vector<float> encoder(static_cast<std::size_t>(
+          map_size(tiles[part].by_basis ? (std::max)(rank, width) : rank, head_dim))),
+          decoder(encoder.size()), offset,
+          reader(static_cast<std::size_t>(map_size(width, head_dim))), rounded_mean;
       for (int channel = 0; channel < rank; ++channel) {
         double sum = 0.0;
         for (int row = 0; row < head_dim; ++row) {
-          encoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = encode(row, channel);
-          decoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = round_to(type, decoded(head, key, channel, row, head_dim));
-          if (!mean.empty()) sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) * static_cast<double>(encode(row, channel));
+          encoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
+              encode(row, channel);
+          decoder[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
+              round_to(type, decoded(head, key, channel, row, head_dim));
+          if (!mean.empty())
+            sum += static_cast<double>(round_to(type, mean[static_cast<std::size_t>(row)])) *
+                   static_cast<double>(encode(row, channel));
         }
         offset.push_back(static_cast<float>(sum / static_cast<double>(step(channel))));
       }
       for (int channel = 0; channel < width; ++channel) {
-        const TileChannel place = coded ? places[static_cast<std::size_t>(channel)] : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
-        const float weight = coded && !key && tiles[part].readers.empty() ? static_cast<float>(value_weight(place.width, channel)) : 1.0F;
+        const TileChannel place =
+            coded ? places[static_cast<std::size_t>(channel)]
+                  : TileChannel{static_cast<std::int16_t>(channel < rank ? channel : -1), 0, 0, 0};
+        const float weight = coded && !key && tiles[part].readers.empty()
+                                 ? static_cast<float>(value_weight(place.width, channel))
+                                 : 1.0F;
         for (int row = 0; place.source >= 0 && row < head_dim; ++row) {
           reader[static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
-              round_to(type, decoded(head, key, place.source, row, head_dim)) * step(place.source) * static_cast<float>(1U << place.shift) / weight;
+              round_to(type, decoded(head, key, place.source, row, head_dim)) * step(place.source) *
+              static_cast<float>(1U << place.shift) / weight;
         }
       }
       for (const float value : mean) rounded_mean.push_back(round_to(type, value));
@@ -186,19 +233,27 @@ class LayerMaps {
       at.width = width;
       at.encoder = append(encoder, type);
       at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
-      at.reader_type = !coded || tiles[part].by_basis || (steps.empty() && !tiles[part].readers.empty()) ? type : DType::f32;  // of joint values without steps: the decoder's numbers in another order
+      at.reader_type =
+          !coded || tiles[part].by_basis || (steps.empty() && !tiles[part].readers.empty())
+              ? type
+              : DType::f32;  // of joint values without steps: the decoder's numbers in another
+                             // order
       at.reader = coded && !tiles[part].by_basis ? append(reader, at.reader_type) : at.decoder;
       std::vector<float> inverse_steps;
       for (const float own : steps) inverse_steps.push_back(1.0F / own);
       at.steps = steps.empty() ? none : append(inverse_steps, DType::f32);
-      float largest = moves ? longest_decoder_row(key ? head.key_metric_inverse : head.value_metric_inverse, head_dim) : 1e-30F;  // of any basis
+      float largest = moves
+                          ? longest_decoder_row(
+                                key ? head.key_metric_inverse : head.value_metric_inverse, head_dim)
+                          : 1e-30F;  // of any basis
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
       reader_scales.push_back(std::exp2(8.0F - std::ceil(std::log2(largest))));
       at.bits = bytes.size();
       if (coded) {
         bytes.resize(at.bits + (static_cast<std::size_t>(rank) + 15) / 16 * 16);
         for (const TileChannel& place : tiles[part].channels) {
-          if (place.source >= 0) bytes[at.bits + static_cast<std::size_t>(place.source)] = place.bits;
+          if (place.source >= 0)
+            bytes[at.bits + static_cast<std::size_t>(place.source)] = place.bits;
         }
       }
       at.offset = append(offset, DType::f32);
@@ -217,11 +272,17 @@ class LayerMaps {
       maps.encoder = {bytes_.data() + offsets[part].encoder, type};
       maps.decoder = {bytes_.data() + offsets[part].decoder, type};
       maps.reader = {bytes_.data() + offsets[part].reader, offsets[part].reader_type};
-      maps.inverse_steps = offsets[part].steps == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
+      maps.inverse_steps =
+          offsets[part].steps == none
+              ? nullptr
+              : reinterpret_cast<const float*>(bytes_.data() + offsets[part].steps);
       maps.reader_scale = reader_scales_.data() + part;
       maps.offset = reinterpret_cast<const float*>(bytes_.data() + offsets[part].offset);
-      maps.mean = offsets[part].mean == none ? nullptr : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
-      maps.channels = tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
+      maps.mean = offsets[part].mean == none
+                      ? nullptr
+                      : reinterpret_cast<const float*>(bytes_.data() + offsets[part].mean);
+      maps.channels =
+          tiles[part].channels.empty() ? nullptr : channels_.data() + offsets[part].channels;
       maps.bits = tiles[part].channels.empty() ? nullptr : bytes_.data() + offsets[part].bits;
       maps.rank = part % 2 == 0 ? basis.heads[part / 2].key_rank : basis.heads[part / 2].value_rank;
       maps.width = offsets[part].width;
@@ -230,7 +291,8 @@ class LayerMaps {
       maps.gains = tiles[part].gains;
       std::copy_n(tiles[part].reference, 2, maps.reference);
     }
-    if (rotary.pre_rope()) make_key_ups(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);
+    if (rotary.pre_rope())
+      make_key_ups(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);
   }
 
   /// @brief The descriptors, on the host; what they point to is on the device.
@@ -238,18 +300,26 @@ class LayerMaps {
   /// @brief Fingerprint of the maps.
   std::uint64_t checksum() const { return checksum_; }
   /// @brief Device memory of the maps.
-  std::size_t bytes() const { return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + key_ups_.bytes() + key_up_means_.bytes() + key_up_scales_.bytes() + heads_.size() * sizeof(HeadMaps); }
+  std::size_t bytes() const {
+    return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + key_ups_.bytes() +
+           key_up_means_.bytes() + key_up_scales_.bytes() + heads_.size() * sizeof(HeadMaps);
+  }
 
  private:
   /// Element (coefficient, row channel) of what turns coefficients into rows.
   static float decoded(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
     const int rank = key ? head.key_rank : head.value_rank;
-    const auto column = [&](const std::vector<float>& map) { return map[static_cast<std::size_t>(row * rank + coefficient)]; };
+    const auto column = [&](const std::vector<float>& map) {
+      return map[static_cast<std::size_t>(row * rank + coefficient)];
+    };
     if (key) return column(head.query_down.empty() ? head.key_down : head.query_down);
     if (head.output_up.empty()) return column(head.value_down);
     return head.output_up[static_cast<std::size_t>(coefficient * head_dim + row)];
   }
-  void make_key_ups(const LayerBasis& basis, const std::vector<PartTiles>& tiles, const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts, int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
+  void make_key_ups(const LayerBasis& basis, const std::vector<PartTiles>& tiles,
+                    const std::vector<std::vector<float>>& scales,
+                    const std::vector<HeadTiles>& layouts, int head_dim, DType type,
+                    const Rotary& rotary, DType coded_type, bool moves) {
     std::vector<uint4> operands;
     std::vector<uint2> means;
     std::vector<float2> factors;
@@ -258,20 +328,36 @@ class LayerMaps {
       const HeadBasis& own = basis.heads[head];
       const PartTiles& keys = tiles[2 * head];
       std::vector<float> mean;
-      for (int place = 0; place < head_dim && !own.key_mean.empty(); ++place) mean.push_back(round_to(type, own.key_mean[static_cast<std::size_t>(rotary.channel(place, head_dim))]));
-      const auto element = [&](int coefficient, int place) { return round_to(type, decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim)); };
-      const bool shared = moves && (!layouts[head].codes || keys.by_basis);  // else epochs have scales of their own
+      for (int place = 0; place < head_dim && !own.key_mean.empty(); ++place)
+        mean.push_back(round_to(
+            type, own.key_mean[static_cast<std::size_t>(rotary.channel(place, head_dim))]));
+      const auto element = [&](int coefficient, int place) {
+        return round_to(type,
+                        decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim));
+      };
+      const bool shared =
+          moves && (!layouts[head].codes || keys.by_basis);  // else epochs have scales of their own
       const float longest = shared ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
       HostKeyUp key_up;
       if (layouts[head].codes) {
-        key_up = up_project_codes(keys.widths, head_dim, mean, 127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest, [&](int code, int place) {
-          const TileChannel& at = keys.channels[static_cast<std::size_t>(code)];
-          const std::vector<float>& steps = scales[2 * head];
-          return at.source < 0 ? 0.0F : element(at.source, place) * (steps.empty() ? 1.0F : steps[static_cast<std::size_t>(at.source)]) * static_cast<float>(1U << at.shift);
-        });
+        key_up = up_project_codes(
+            keys.widths, head_dim, mean,
+            127.5F * std::sqrt(static_cast<float>(own.key_rank)) * longest,
+            [&](int code, int place) {
+              const TileChannel& at = keys.channels[static_cast<std::size_t>(code)];
+              const std::vector<float>& steps = scales[2 * head];
+              return at.source < 0
+                         ? 0.0F
+                         : element(at.source, place) *
+                               (steps.empty() ? 1.0F : steps[static_cast<std::size_t>(at.source)]) *
+                               static_cast<float>(1U << at.shift);
+            });
       } else {
         key_up = up_project_plain(coded_type, layouts[head].key_units, head_dim, mean, longest,
-                          [&](int coefficient, int place) { return coefficient < own.key_rank ? element(coefficient, place) : 0.0F; });
+                                  [&](int coefficient, int place) {
+                                    return coefficient < own.key_rank ? element(coefficient, place)
+                                                                      : 0.0F;
+                                  });
       }
       first.push_back(operands.size());
       operands.insert(operands.end(), key_up.operands.begin(), key_up.operands.end());
@@ -315,7 +401,9 @@ class LayerMetrics {
         values.resize(values.size() + size);
         for (int row = 0; row < head_dim; ++row) {
           for (int channel = 0; channel < head_dim; ++channel) {
-            values[offsets.back() + static_cast<std::size_t>(place_in_map(channel, row, head_dim))] = (*metric)[static_cast<std::size_t>(row * head_dim + channel)];
+            values[offsets.back() +
+                   static_cast<std::size_t>(place_in_map(channel, row, head_dim))] =
+                (*metric)[static_cast<std::size_t>(row * head_dim + channel)];
           }
         }
       }
@@ -325,7 +413,8 @@ class LayerMetrics {
     for (std::size_t part = 0; part < offsets.size(); ++part) {
       PartMaps& maps = part % 2 == 0 ? heads[part / 2].key : heads[part / 2].value;
       const HeadBasis& head = basis.heads[part / 2];
-      if (!(part % 2 == 0 ? head.key_metric : head.value_metric).empty()) maps.encoder = {values_.data() + offsets[part], DType::f32};
+      if (!(part % 2 == 0 ? head.key_metric : head.value_metric).empty())
+        maps.encoder = {values_.data() + offsets[part], DType::f32};
       maps.rank = head_dim;
     }
     heads_ = DeviceArray<HeadMaps>(heads);

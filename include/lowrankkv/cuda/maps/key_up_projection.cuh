@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/maps/key_up_projection.cuh  Maps that lift tiles of key coefficients to head_dim, for keys that are turned when they are read: operands of tensor-core products.
+/// @file cuda/maps/key_up_projection.cuh  Maps that lift tiles of key coefficients to head_dim, for
+/// keys that are turned when they are read: operands of tensor-core products.
 #pragma once
 
 #include <algorithm>
@@ -17,23 +18,37 @@ namespace cuda {
 /// @brief What rows of bf16 are multiplied by on their way to f16: they fit up to 2^20.
 inline constexpr float kRotatedBFloat = 0.0625F;
 
-/// @brief The lifting map of one head's keys in f16: B operands of m16n8k16, [units of 16, head_dim / 16, 32 lanes], two words for the first channels of eight pairs in turning
-/// order (cuda/maps/rope.cuh), two for their second ones. k = a coefficient, or a plane of its code less its centre; n = a channel of the row.
+/// @brief The lifting map of one head's keys in f16: B operands of m16n8k16, [units of 16, head_dim
+/// / 16, 32 lanes], two words for the first channels of eight pairs in turning order
+/// (cuda/maps/rope.cuh), two for their second ones. k = a coefficient, or a plane of its code less
+/// its centre; n = a channel of the row.
 ///
-/// Numbers are times 2^k, so that what they lift is about as large as what is lifted (of bf16: times kRotatedBFloat). Tiles of codes: a unit of 32 codes is two of 16, of the codes that a lane has in the words of
-/// one half; those of 4, 2 and 1 bits enter twice as large, since that is read with fewer instructions (cuda/attention/pre_rope/attend_pre_rope_codes.cuh).
+/// Numbers are times 2^k, so that what they lift is about as large as what is lifted (of bf16:
+/// times kRotatedBFloat). Tiles of codes: a unit of 32 codes is two of 16, of the codes that a lane
+/// has in the words of one half; those of 4, 2 and 1 bits enter twice as large, since that is read
+/// with fewer instructions (cuda/attention/pre_rope/attend_pre_rope_codes.cuh).
 struct KeyUpMap {
   const uint4* operands = nullptr;
-  const uint2* means = nullptr;  ///< as lifted keys come out, [head_dim / 16, lane % 4]: of first channels 2t and 2t + 1, of second ones
-  const float2* scales = nullptr;  ///< that power of two, and what takes it, and that of bf16, back; where bases move, the same whatever the basis, but for codes of principal axes
-  std::int32_t units = 0;        ///< of operands
+  const uint2* means = nullptr;  ///< as lifted keys come out, [head_dim / 16, lane % 4]: of first
+                                 ///< channels 2t and 2t + 1, of second ones
+  const float2* scales =
+      nullptr;  ///< that power of two, and what takes it, and that of bf16, back; where bases move,
+                ///< the same whatever the basis, but for codes of principal axes
+  std::int32_t units = 0;  ///< of operands
 };
 
-/// @brief Units of 16 of the lifting map of so many units of keys: kernels take them in groups of two, or of four units of codes, the last one filled with zeros. Codes that have no bits have a group too.
-__host__ __device__ constexpr int key_up_units(bool codes, int key_units) { return codes ? (key_units > 0 ? (key_units + 3) / 4 : 1) * 8 : (key_units + 1) / 2 * 2; }
+/// @brief Units of 16 of the lifting map of so many units of keys: kernels take them in groups of
+/// two, or of four units of codes, the last one filled with zeros. Codes that have no bits have a
+/// group too.
+__host__ __device__ constexpr int key_up_units(bool codes, int key_units) {
+  return codes ? (key_units > 0 ? (key_units + 3) / 4 : 1) * 8 : (key_units + 1) / 2 * 2;
+}
 
-/// @brief Which coefficient, or place of a code, is the i-th (0 to 3) that lanes of t = lane % 4 have of a unit of 16.
-__host__ __device__ constexpr int key_up_place(bool codes, int unit, int t, int i) { return kPlainUnit * unit + (codes ? 4 * t + i : 2 * t + i % 2 + 8 * (i / 2)); }
+/// @brief Which coefficient, or place of a code, is the i-th (0 to 3) that lanes of t = lane % 4
+/// have of a unit of 16.
+__host__ __device__ constexpr int key_up_place(bool codes, int unit, int t, int i) {
+  return kPlainUnit * unit + (codes ? 4 * t + i : 2 * t + i % 2 + 8 * (i / 2));
+}
 
 /// @brief A lifting map in host memory.
 struct HostKeyUp {
@@ -45,27 +60,40 @@ struct HostKeyUp {
 namespace detail {
 
 /// Two numbers as a word of f16.
-inline std::uint32_t half_word_of(float low, float high) { return static_cast<std::uint32_t>(to_half(low).bits) | static_cast<std::uint32_t>(to_half(high).bits) << 16; }
+inline std::uint32_t half_word_of(float low, float high) {
+  return static_cast<std::uint32_t>(to_half(low).bits) |
+         static_cast<std::uint32_t>(to_half(high).bits) << 16;
+}
 
 /// A lifting map times `scale`, of keys that enter times `range`, powers of two.
 /// @param places  so many coefficients have values; others are zeros
 template <class Element>
-HostKeyUp key_up_of(bool codes, int units, int places, int head_dim, const std::vector<float>& mean, float scale, float range, Element&& value) {
+HostKeyUp key_up_of(bool codes, int units, int places, int head_dim, const std::vector<float>& mean,
+                    float scale, float range, Element&& value) {
   HostKeyUp map;
   map.scale = scale;
   map.factor = 1.0F / (scale * range);
   for (int unit = 0; unit < units; ++unit) {
     for (int block = 0; block < head_dim / 16; ++block) {
       for (int lane = 0; lane < 32; ++lane) {
-        const auto element = [&](int at, int channel) { return at < places ? scale * value(at, channel) : 0.0F; };
-        const auto word = [&](int i, int channel) { return half_word_of(element(key_up_place(codes, unit, lane % 4, i), channel), element(key_up_place(codes, unit, lane % 4, i + 1), channel)); };
+        const auto element = [&](int at, int channel) {
+          return at < places ? scale * value(at, channel) : 0.0F;
+        };
+        const auto word = [&](int i, int channel) {
+          return half_word_of(element(key_up_place(codes, unit, lane % 4, i), channel),
+                              element(key_up_place(codes, unit, lane % 4, i + 1), channel));
+        };
         const int first = 8 * block + lane / 4, second = first + head_dim / 2;
         map.operands.push_back({word(0, first), word(2, first), word(0, second), word(2, second)});
       }
     }
   }
   for (int channel = 0; channel < head_dim / 2; channel += 2) {
-    const auto word = [&](int at) { return mean.empty() ? 0U : half_word_of(scale * range * mean[static_cast<std::size_t>(at)], scale * range * mean[static_cast<std::size_t>(at) + 1]); };
+    const auto word = [&](int at) {
+      return mean.empty() ? 0U
+                          : half_word_of(scale * range * mean[static_cast<std::size_t>(at)],
+                                         scale * range * mean[static_cast<std::size_t>(at) + 1]);
+    };
     map.means.push_back({word(channel), word(channel + head_dim / 2)});
   }
   return map;
@@ -73,34 +101,55 @@ HostKeyUp key_up_of(bool codes, int units, int places, int head_dim, const std::
 
 }  // namespace detail
 
-/// @brief The map of a head whose keys are plain coefficients: its largest number is between 1/2 and 1, or below where bases move. Channels are in turning order.
-/// @param type   of coefficients  @param most  what numbers of maps of other bases reach, where the scale is to be theirs too; 0: bases stay
-/// @param value  element (coefficient, channel), of the map as it is stored; zero beyond the rank  @param mean  [head_dim] or empty
+/// @brief The map of a head whose keys are plain coefficients: its largest number is between 1/2
+/// and 1, or below where bases move. Channels are in turning order.
+/// @param type   of coefficients  @param most  what numbers of maps of other bases reach, where the
+/// scale is to be theirs too; 0: bases stay
+/// @param value  element (coefficient, channel), of the map as it is stored; zero beyond the rank
+/// @param mean  [head_dim] or empty
 template <class Element>
-HostKeyUp up_project_plain(DType type, int units, int head_dim, const std::vector<float>& mean, float most, Element&& value) {
+HostKeyUp up_project_plain(DType type, int units, int head_dim, const std::vector<float>& mean,
+                           float most, Element&& value) {
   float largest = (std::max)(1e-30F, most);
   for (int coefficient = 0; coefficient < units * kPlainUnit; ++coefficient) {
-    for (int channel = 0; channel < head_dim; ++channel) largest = (std::max)(largest, std::abs(value(coefficient, channel)));
+    for (int channel = 0; channel < head_dim; ++channel)
+      largest = (std::max)(largest, std::abs(value(coefficient, channel)));
   }
-  return detail::key_up_of(false, key_up_units(false, units), units * kPlainUnit, head_dim, mean, std::exp2(-std::ceil(std::log2(largest))), type == DType::f16 ? 1.0F : kRotatedBFloat, value);
+  return detail::key_up_of(false, key_up_units(false, units), units * kPlainUnit, head_dim, mean,
+                           std::exp2(-std::ceil(std::log2(largest))),
+                           type == DType::f16 ? 1.0F : kRotatedBFloat, value);
 }
 
-/// @brief The map of a head whose keys are codes: no sum over a row's channels, gain left out, is beyond 16. Channels are in turning order.
-/// @param value  element (place in the tile, channel): what one of the place's code stands for; zero where there is none
-/// @param widths  bits of the units  @param most  what such sums of other bases reach, where the scale is to be theirs too; 0: bases stay
+/// @brief The map of a head whose keys are codes: no sum over a row's channels, gain left out, is
+/// beyond 16. Channels are in turning order.
+/// @param value  element (place in the tile, channel): what one of the place's code stands for;
+/// zero where there is none
+/// @param widths  bits of the units  @param most  what such sums of other bases reach, where the
+/// scale is to be theirs too; 0: bases stay
 template <class Element>
-HostKeyUp up_project_codes(const std::vector<std::uint8_t>& widths, int head_dim, const std::vector<float>& mean, float most, Element&& value) {
+HostKeyUp up_project_codes(const std::vector<std::uint8_t>& widths, int head_dim,
+                           const std::vector<float>& mean, float most, Element&& value) {
   const int units = static_cast<int>(widths.size());
   // A unit's levels as they enter: codes of w bits less (2^w - 1) / 2, twice that below 8 bits.
-  const auto entered = [&](int place, int channel) { return value(place, channel) * (widths[static_cast<std::size_t>(place / kCodeUnit)] == 8 ? 1.0F : 0.5F); };
+  const auto entered = [&](int place, int channel) {
+    return value(place, channel) *
+           (widths[static_cast<std::size_t>(place / kCodeUnit)] == 8 ? 1.0F : 0.5F);
+  };
   float largest = (std::max)(1e-30F, most);
   for (int channel = 0; channel < head_dim; ++channel) {
     float sum = 0.0F;
-    for (int place = 0; place < units * kCodeUnit; ++place) sum += std::abs(value(place, channel)) * 0.5F * static_cast<float>((1 << widths[static_cast<std::size_t>(place / kCodeUnit)]) - 1);
+    for (int place = 0; place < units * kCodeUnit; ++place)
+      sum += std::abs(value(place, channel)) * 0.5F *
+             static_cast<float>((1 << widths[static_cast<std::size_t>(place / kCodeUnit)]) - 1);
     largest = (std::max)(largest, sum);
   }
-  for (const float x : mean) largest = (std::max)(largest, std::abs(x) / 1024.0F);  // it fits f16 too, however small the codes are, or where there are none
-  return detail::key_up_of(true, key_up_units(true, units), units * kCodeUnit, head_dim, mean, std::exp2(4.0F - std::ceil(std::log2(largest))), 1.0F, entered);
+  for (const float x : mean)
+    largest = (std::max)(
+        largest,
+        std::abs(x) /
+            1024.0F);  // it fits f16 too, however small the codes are, or where there are none
+  return detail::key_up_of(true, key_up_units(true, units), units * kCodeUnit, head_dim, mean,
+                           std::exp2(4.0F - std::ceil(std::log2(largest))), 1.0F, entered);
 }
 
 }  // namespace cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/quantizer/choose_tiles.cuh  Which tiles the lists of a layer are made of, and how large a page is, from a basis and a quantizer.
+/// @file cuda/quantizer/choose_tiles.cuh  Which tiles the lists of a layer are made of, and how
+/// large a page is, from a basis and a quantizer.
 #pragma once
 
 #include <algorithm>
@@ -19,16 +20,21 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that which wastes least.
+/// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that
+/// which wastes least.
 /// @param joint_heads  of a group whose values are one latent; 0: none
-/// @param compresses  whether there are lists of compressed rows  @param moves  whether bases do  @param most  rows that a sequence may have
+/// @param compresses  whether there are lists of compressed rows  @param moves  whether bases do
+/// @param most  rows that a sequence may have
 /// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
 template <class Quantizer>
-LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, const Quantizer& quantizer, bool compresses, bool moves, int joint_heads, const MostRows& most) {
+LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis,
+                        const Quantizer& quantizer, bool compresses, bool moves, int joint_heads,
+                        const MostRows& most) {
   using Codec = Impl<Quantizer, Cuda>;
   const bool pre_rope = config.rope.keys == Rope::pre;
   LayerTiles tiles;
-  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim, plain_units(config.shape.head_dim), pre_rope);
+  tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim,
+                           plain_units(config.shape.head_dim), pre_rope);
   tiles.listed = config.full_row_bits == 8 ? scaled_tiles(tiles.full) : tiles.full;
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
@@ -36,7 +42,9 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
     tiles.joint_heads = joint_heads;
     const bool joins = joint_heads > 0;
     int most_units = 0;
-    for (const HeadBasis& head : basis.heads) most_units = (std::max)({most_units, plain_units(head.key_rank), joins ? 0 : plain_units(head.value_rank)});
+    for (const HeadBasis& head : basis.heads)
+      most_units = (std::max)(
+          {most_units, plain_units(head.key_rank), joins ? 0 : plain_units(head.value_rank)});
     for (const HeadBasis& head : basis.heads) {
       if constexpr (Codec::form == CodedForm::codes) {
         const auto own_tiles = [&](int rank, const std::vector<std::uint8_t>& bits) {
@@ -46,29 +54,42 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis, cons
           return Codec::tiles(quantizer, rank, bits);
         };
         tiles.parts.push_back(own_tiles(head.key_rank, head.key_bits));
-        if (!joins) tiles.parts.push_back(own_tiles(head.value_rank, head.value_bits));
-        else tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank, head.value_bits));
+        if (!joins)
+          tiles.parts.push_back(own_tiles(head.value_rank, head.value_bits));
+        else
+          tiles.parts.push_back(Codec::joint_tiles(quantizer, head.value_rank, head.value_bits));
         tiles.steps.push_back(Codec::steps(quantizer, head.key_bits, head.key_rms));
         tiles.steps.push_back(Codec::steps(quantizer, head.value_bits, head.value_rms));
         if constexpr (requires { Codec::orders_channels; }) {
           tiles.orders = moves;
           for (const bool key : {true, false}) {
-            tiles.units.push_back(Codec::unit_steps(quantizer, key ? head.key_bits : head.value_bits));
+            tiles.units.push_back(
+                Codec::unit_steps(quantizer, key ? head.key_bits : head.value_bits));
             tiles.rotations.emplace_back();
-            if constexpr (requires { Codec::rotation(quantizer, 1); }) tiles.rotations.back() = Codec::rotation(quantizer, key ? head.key_rank : head.value_rank);
+            if constexpr (requires { Codec::rotation(quantizer, 1); })
+              tiles.rotations.back() =
+                  Codec::rotation(quantizer, key ? head.key_rank : head.value_rank);
           }
         }
         const PartTiles& keys = tiles.parts[tiles.parts.size() - 2];
-        tiles.compressed.push_back(joins ? keys_only(code_tiles(keys, {}, scale_groups_of<Codec>())) : code_tiles(keys, tiles.parts.back(), scale_groups_of<Codec>()));
+        tiles.compressed.push_back(
+            joins ? keys_only(code_tiles(keys, {}, scale_groups_of<Codec>()))
+                  : code_tiles(keys, tiles.parts.back(), scale_groups_of<Codec>()));
       } else {
         tiles.coded_type = Codec::type(quantizer);
         tiles.parts.resize(tiles.parts.size() + 2);
         tiles.steps.resize(tiles.steps.size() + 2);
-        tiles.compressed.push_back(joins ? keys_only(plain_tiles(head.key_rank, 0, most_units, pre_rope)) : plain_tiles(head.key_rank, head.value_rank, most_units, pre_rope));
+        tiles.compressed.push_back(
+            joins ? keys_only(plain_tiles(head.key_rank, 0, most_units, pre_rope))
+                  : plain_tiles(head.key_rank, head.value_rank, most_units, pre_rope));
       }
     }
-    for (std::size_t head = 0; joins && head < basis.heads.size(); head += static_cast<std::size_t>(joint_heads)) {
-      tiles.compressed.push_back(tiles.form == CodedForm::codes ? joint_code_tiles(tiles.parts[2 * head + 1], scale_groups_of<Codec>()) : joint_plain_tiles(basis.heads[head].value_rank));
+    for (std::size_t head = 0; joins && head < basis.heads.size();
+         head += static_cast<std::size_t>(joint_heads)) {
+      tiles.compressed.push_back(
+          tiles.form == CodedForm::codes
+              ? joint_code_tiles(tiles.parts[2 * head + 1], scale_groups_of<Codec>())
+              : joint_plain_tiles(basis.heads[head].value_rank));
     }
   }
   if (tiles.page_bytes == 0) tiles.page_bytes = detail::least_waste(config, {tiles}, most);

@@ -14,7 +14,9 @@ struct Impl<NoQuantizer, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::plain;
   static DType type(const NoQuantizer& policy) { return policy.type; }
   static void validate(const NoQuantizer& policy) {
-    if (policy.type == DType::f32) ::lowrankkv::detail::fail<ValueError>("NoQuantizer: type ", name_of(policy.type), ", f16 or bf16 expected on this backend");
+    if (policy.type == DType::f32)
+      ::lowrankkv::detail::fail<ValueError>("NoQuantizer: type ", name_of(policy.type),
+                                            ", f16 or bf16 expected on this backend");
   }
 };
 

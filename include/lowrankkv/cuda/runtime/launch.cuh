@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/launch.cuh  How kernels are launched, and types known at run time become template arguments.
+/// @file cuda/runtime/launch.cuh  How kernels are launched, and types known at run time become
+/// template arguments.
 #pragma once
 
 #include <algorithm>
@@ -22,15 +23,20 @@ struct KernelMemory {
   std::size_t allowed = 0;  ///< bytes that blocks may ask for beyond those
 };
 
-/// Shared memory of a kernel on the current device. The driver is asked once for what is fixed, and told where blocks want more than was allowed, whoever wanted that.
-/// @param bytes  that blocks want  @param step  the kernel is one of a decode step's  @param again  tell it anyway  @return bytes that every block has
-inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool step, bool again = false) {
+/// Shared memory of a kernel on the current device. The driver is asked once for what is fixed, and
+/// told where blocks want more than was allowed, whoever wanted that.
+/// @param bytes  that blocks want  @param step  the kernel is one of a decode step's  @param again
+/// tell it anyway  @return bytes that every block has
+inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool step,
+                         bool again = false) {
   static std::mutex mutex;
   static std::vector<KernelMemory> kernels;
   int device = 0;
   check(cudaGetDevice(&device), name);
   const std::lock_guard lock(mutex);
-  auto own = std::find_if(kernels.begin(), kernels.end(), [&](const KernelMemory& other) { return other.kernel == kernel && other.device == device; });
+  auto own = std::find_if(kernels.begin(), kernels.end(), [&](const KernelMemory& other) {
+    return other.kernel == kernel && other.device == device;
+  });
   if (own == kernels.end()) {
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, kernel), name);
@@ -38,23 +44,35 @@ inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name
     again = true;
   }
   if (!again && own->allowed >= bytes) return own->fixed;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
-  // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's kernels want it, so that blocks of the next one find room beside this one's. Other kernels are alone,
-  // and better off with what they leave as L1 cache (a prompt's moments and codes by half and by a quarter).
-  if (step) check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        name);
+  // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's
+  // kernels want it, so that blocks of the next one find room beside this one's. Other kernels are
+  // alone, and better off with what they leave as L1 cache (a prompt's moments and codes by half
+  // and by a quarter).
+  if (step)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
+          name);
   own->allowed = bytes;
   return own->fixed;
 }
 
-/// Bytes of shared memory that a block of a decode step's kernel can ask for, where a block can have `most` in all.
+/// Bytes of shared memory that a block of a decode step's kernel can ask for, where a block can
+/// have `most` in all.
 template <class... Parameters>
 int free_shared(void (*kernel)(Parameters...), int most) {
-  return most - kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes", true);
+  return most -
+         kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes", true);
 }
 
-/// Launches a kernel. @param step  it is one of a decode step's  @param early  whether it may begin while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
+/// Launches a kernel. @param step  it is one of a decode step's  @param early  whether it may begin
+/// while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
 template <class... Parameters, class... Arguments>
-void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool step, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
+                 bool step, bool early, const char* name, cudaStream_t stream,
+                 const Arguments&... arguments) {
   kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, step);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -77,20 +95,25 @@ void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::siz
 
 /// Launches a kernel that has the device for itself.
 template <class... Parameters, class... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
+                   const char* name, cudaStream_t stream, const Arguments&... arguments) {
   launch_with(kernel, grid, threads, bytes, false, false, name, stream, arguments...);
 }
 /// Launches a kernel of a decode step. @param early  as above
 template <class... Parameters, class... Arguments>
-void launch_step_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes, bool early, const char* name, cudaStream_t stream, const Arguments&... arguments) {
+void launch_step_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
+                        bool early, const char* name, cudaStream_t stream,
+                        const Arguments&... arguments) {
   launch_with(kernel, grid, threads, bytes, true, early, name, stream, arguments...);
 }
 
 /// Calls f with true or false as a constant.
 template <class Function>
 void with_bool(bool condition, Function&& function) {
-  if (condition) function(std::true_type{});
-  else function(std::false_type{});
+  if (condition)
+    function(std::true_type{});
+  else
+    function(std::false_type{});
 }
 
 /// Calls f with f16 or bf16 as a constant.
@@ -103,7 +126,8 @@ void with_type(DType type, Function&& function) {
   }
 }
 
-/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on it.
+/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on
+/// it.
 template <bool plain, class Function>
 void with_units(int units, Function&& function) {
   if (plain && units <= 2) {

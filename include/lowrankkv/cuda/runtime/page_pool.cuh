@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/page_pool.cuh  Pages of one size in device memory, owned or lent by the caller, shared by the layers of a model.
+/// @file cuda/runtime/page_pool.cuh  Pages of one size in device memory, owned or lent by the
+/// caller, shared by the layers of a model.
 #pragma once
 
 #include <cstddef>
@@ -14,26 +15,39 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief A pool of pages. Which are free is known on the host. Not thread-safe: layers use it one after the other, and enqueue their
-/// work on one stream or on streams that wait for each other.
+/// @brief A pool of pages. Which are free is known on the host. Not thread-safe: layers use it one
+/// after the other, and enqueue their work on one stream or on streams that wait for each other.
 class PagePool {
  public:
   /// @brief Owns its memory. Allocates. @param page_bytes a multiple of kPageAlignment
-  PagePool(std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
-      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), owned_(page_bytes * static_cast<std::size_t>(num_pages)), memory_(owned_.data()) {}
-  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, aligned to kPageAlignment, which must outlive the pool. With a source, an engine's own block manager hands out its pages.
-  PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
-      : allocator_(checked(page_bytes, num_pages), std::move(source)), page_bytes_(page_bytes), memory_(memory) {
-    if (memory == nullptr && num_pages > 0) ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
+  PagePool(std::size_t page_bytes, std::int64_t num_pages,
+           std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)),
+        page_bytes_(page_bytes),
+        owned_(page_bytes * static_cast<std::size_t>(num_pages)),
+        memory_(owned_.data()) {}
+  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, aligned to
+  /// kPageAlignment, which must outlive the pool. With a source, an engine's own block manager
+  /// hands out its pages.
+  PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages,
+           std::shared_ptr<PageSource> source = nullptr)
+      : allocator_(checked(page_bytes, num_pages), std::move(source)),
+        page_bytes_(page_bytes),
+        memory_(memory) {
+    if (memory == nullptr && num_pages > 0)
+      ::lowrankkv::detail::fail<ShapeError>("page pool: null memory for ", num_pages, " pages");
     const std::size_t offset = reinterpret_cast<std::uintptr_t>(memory) % kPageAlignment;
-    if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset, " bytes off a multiple of ", kPageAlignment);
+    if (offset != 0)
+      ::lowrankkv::detail::fail<ShapeError>("page pool: memory is ", offset,
+                                            " bytes off a multiple of ", kPageAlignment);
   }
 
   std::size_t page_bytes() const { return page_bytes_; }
   PageAllocator& allocator() { return allocator_; }
   const PageAllocator& allocator() const { return allocator_; }
   std::uint8_t* memory() const { return memory_; }
-  /// @brief Device memory for what a call needs while it runs, shared by the layers of the pool; grown if it is too small, which allocates and waits.
+  /// @brief Device memory for what a call needs while it runs, shared by the layers of the pool;
+  /// grown if it is too small, which allocates and waits.
   std::uint8_t* scratch(std::size_t bytes) {
     if (scratch_.size() < bytes) {
       scratch_ = {};
@@ -43,14 +57,21 @@ class PagePool {
   }
   std::size_t scratch_bytes() const { return scratch_.bytes(); }
   /// @brief Bytes that no sequence has: free pages, and what calls work in.
-  std::size_t idle_bytes() const { return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_ + scratch_bytes(); }
+  std::size_t idle_bytes() const {
+    return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_ + scratch_bytes();
+  }
 
  private:
   static std::int64_t checked(std::size_t page_bytes, std::int64_t num_pages) {
     constexpr std::int64_t limit = (std::int64_t{1} << 31) - 1;
-    const bool fits = num_pages >= 0 && num_pages <= limit && page_bytes > 0 && page_bytes <= static_cast<std::size_t>(limit);
-    if (!fits) ::lowrankkv::detail::fail<CapacityError>("page pool: ", num_pages, " pages of ", page_bytes, " bytes, each at most ", limit);
-    if (page_bytes % kPageAlignment != 0) ::lowrankkv::detail::fail<ShapeError>("page pool: page_bytes ", page_bytes, ", a multiple of ", kPageAlignment, " expected");
+    const bool fits = num_pages >= 0 && num_pages <= limit && page_bytes > 0 &&
+                      page_bytes <= static_cast<std::size_t>(limit);
+    if (!fits)
+      ::lowrankkv::detail::fail<CapacityError>("page pool: ", num_pages, " pages of ", page_bytes,
+                                               " bytes, each at most ", limit);
+    if (page_bytes % kPageAlignment != 0)
+      ::lowrankkv::detail::fail<ShapeError>("page pool: page_bytes ", page_bytes,
+                                            ", a multiple of ", kPageAlignment, " expected");
     return num_pages;
   }
   PageAllocator allocator_;

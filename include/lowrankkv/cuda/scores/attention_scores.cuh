@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/attention_scores.cuh  How much attention every row at full rank gets from a block of queries: what H2O accumulates (cpu/accumulated_scores.hpp). Of compressed rows: cuda/scores/compressed_scores.cuh.
+/// @file cuda/scores/attention_scores.cuh  How much attention every row at full rank gets from a
+/// block of queries: what H2O accumulates (cpu/accumulated_scores.hpp). Of compressed rows:
+/// cuda/scores/compressed_scores.cuh.
 ///
-/// score_t = sum over the queries that see row t, and over a group's heads h, of exp(scale q_h k_t - lse_h); per KV head. The log-sum-exp is that of the attention just
-/// computed, so one pass over the keys is enough and logits are never stored. A warp has sixteen rows and meets all columns (query token x head of the group), sixty-four
-/// at a time, while the next ones are on their way: every sum has one owner and one order.
-/// Queries of full_type enter as they are, others as a high and a low part; sums are f32. A query that is not finite gives nothing.
-/// Floor: the keys' bytes once (a step), 2 columns head_dim flops a row (a prompt; half of that, since it is causal).
+/// score_t = sum over the queries that see row t, and over a group's heads h, of exp(scale q_h k_t
+/// - lse_h); per KV head. The log-sum-exp is that of the attention just computed, so one pass over
+/// the keys is enough and logits are never stored. A warp has sixteen rows and meets all columns
+/// (query token x head of the group), sixty-four at a time, while the next ones are on their way:
+/// every sum has one owner and one order. Queries of full_type enter as they are, others as a high
+/// and a low part; sums are f32. A query that is not finite gives nothing. Floor: the keys' bytes
+/// once (a step), 2 columns head_dim flops a row (a prompt; half of that, since it is causal).
 #pragma once
 
 #include <algorithm>
@@ -25,10 +29,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 inline constexpr int kWeightColumns = 64;  ///< query rows of a KV head (tokens x group) at a time
-inline constexpr int kWeightRows = 128;    ///< rows of a block of attention_scores_kernel: sixteen a warp
+inline constexpr int kWeightRows =
+    128;  ///< rows of a block of attention_scores_kernel: sixteen a warp
 inline constexpr float kMostScore = 1e30F;  ///< of a row in accumulate(), as on the CPU
 
-/// @brief The queries whose attention is measured: of one prompt, or the last of each sequence of a launch.
+/// @brief The queries whose attention is measured: of one prompt, or the last of each sequence of a
+/// launch.
 struct WeightQueries {
   DeviceRows rows;                ///< [tokens, num_qo_heads, head_dim]
   const float* lse = nullptr;     ///< [tokens, num_qo_heads], natural log
@@ -40,14 +46,16 @@ struct WeightQueries {
   __host__ __device__ std::int32_t columns() const { return m * group; }
 };
 
-/// @brief The packed rows of the prompt that the queries are of: those of the tail, then its own. Masses are added to what the rows have received before.
+/// @brief The packed rows of the prompt that the queries are of: those of the tail, then its own.
+/// Masses are added to what the rows have received before.
 struct PromptScores {
-  const std::uint8_t* packed = nullptr;  ///< plain tiles [heads, tiles]; null: the queries are of the tails
-  std::int32_t tiles = 0;                ///< of a head
-  std::int32_t tile_bytes = 0;           ///< of a tile, whose values nobody asks for
-  std::int32_t tail = 0;                 ///< rows of the tail
-  std::int32_t rows = 0;                 ///< all of them
-  float* accumulated_scores = nullptr;               ///< [heads, rows]
+  const std::uint8_t* packed =
+      nullptr;                  ///< plain tiles [heads, tiles]; null: the queries are of the tails
+  std::int32_t tiles = 0;       ///< of a head
+  std::int32_t tile_bytes = 0;  ///< of a tile, whose values nobody asks for
+  std::int32_t tail = 0;        ///< rows of the tail
+  std::int32_t rows = 0;        ///< all of them
+  float* accumulated_scores = nullptr;  ///< [heads, rows]
 };
 
 /// @brief A ScoreView as kernels see it: [sequences, heads, positions].
@@ -55,57 +63,74 @@ struct DeviceScores {
   float* data = nullptr;
   std::int64_t positions = 0;
 
-  __device__ float* row(int sequence, int heads, int head) const { return data + (static_cast<std::int64_t>(sequence) * heads + head) * positions; }
+  __device__ float* row(int sequence, int heads, int head) const {
+    return data + (static_cast<std::int64_t>(sequence) * heads + head) * positions;
+  }
 };
 
 namespace detail {
 
-/// Where a column's query stands, and its log-sum-exp in units of log2: infinite where there is no column, or its sum is not finite.
+/// Where a column's query stands, and its log-sum-exp in units of log2: infinite where there is no
+/// column, or its sum is not finite.
 struct WeightColumn {
   float lse;
   std::int32_t token, head;
 };
 
 /// A column of a sequence of the launch and a KV head. Tokens count from queries.first_row on.
-__device__ inline WeightColumn weight_column(const WeightQueries& queries, int sequence, int kv_head, int column) {
+__device__ inline WeightColumn weight_column(const WeightQueries& queries, int sequence,
+                                             int kv_head, int column) {
   if (column >= queries.columns()) return {INFINITY, 0, 0};
-  const int token = column / queries.group, head = kv_head * queries.group + column - token * queries.group, row = sequence * queries.m + token;
+  const int token = column / queries.group,
+            head = kv_head * queries.group + column - token * queries.group,
+            row = sequence * queries.m + token;
   const float value = queries.lse[(queries.first_row + row) * queries.lse_stride + head];
   return {fabsf(value) < INFINITY ? 1.44269504F * value : INFINITY, row, head};
 }
 
 /// Copies four bytes to shared memory in the background, or, if they are not `used`, zeros.
 __device__ __forceinline__ void copy_word(void* target, const void* source, bool used) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source), "r"(used ? 4 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)),
+               "l"(source), "r"(used ? 4 : 0)
+               : "memory");
 }
 /// Waits for this thread's copies.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
-/// The first `blocks` blocks, an even number, of eight of kWeightColumns columns as operands of mma.m16n8k16: [units, kWeightColumns / 8, 32], and behind them, if `split`, what rounding them took
-/// away. Columns without a finite log-sum-exp are zeros. Copies may still be under way.
+/// The first `blocks` blocks, an even number, of eight of kWeightColumns columns as operands of
+/// mma.m16n8k16: [units, kWeightColumns / 8, 32], and behind them, if `split`, what rounding them
+/// took away. Columns without a finite log-sum-exp are zeros. Copies may still be under way.
 template <DType type, bool split>
-__device__ void load_weight_queries(const WeightQueries& queries, int units, int blocks, const WeightColumn* columns, uint2* operands) {
+__device__ void load_weight_queries(const WeightQueries& queries, int units, int blocks,
+                                    const WeightColumn* columns, uint2* operands) {
   constexpr int kBlocks = kWeightColumns / 8;
   constexpr float limit = type == DType::f16 ? 65504.0F : 3e38F;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int unit = static_cast<int>(threadIdx.x) / 32; unit < units; unit += kStoreThreads / 32) {
     const int channel = unit * kPlainUnit + 2 * (lane % 4);
-    #pragma unroll(split ? 1 : 4)
+#pragma unroll(split ? 1 : 4)
     for (int block = 0; block < blocks; ++block) {
       const int item = (unit * kBlocks + block) * 32 + lane;
       const WeightColumn column = columns[8 * block + lane / 4];
       const bool used = column.lse < INFINITY;
       if constexpr (split) {
         float x[4];
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float value = used ? queries.rows.at(queries.first_row + column.token, column.head, channel + i % 2 + 8 * (i / 2)) : 0.0F;
+          const float value = used ? queries.rows.at(queries.first_row + column.token, column.head,
+                                                     channel + i % 2 + 8 * (i / 2))
+                                   : 0.0F;
           x[i] = fminf(fmaxf(value, -limit), limit);
         }
         operands[item] = {pair_of<type>(x[0], x[1], false), pair_of<type>(x[2], x[3], false)};
-        operands[item + units * kBlocks * 32] = {pair_of<type>(x[0], x[1], true), pair_of<type>(x[2], x[3], true)};
+        operands[item + units * kBlocks * 32] = {pair_of<type>(x[0], x[1], true),
+                                                 pair_of<type>(x[2], x[3], true)};
       } else {
-        const std::uint16_t* row = static_cast<const std::uint16_t*>(queries.rows.data) + (queries.first_row + column.token) * queries.rows.token_stride + column.head * queries.rows.head_stride;
+        const std::uint16_t* row = static_cast<const std::uint16_t*>(queries.rows.data) +
+                                   (queries.first_row + column.token) * queries.rows.token_stride +
+                                   column.head * queries.rows.head_stride;
         copy_word(&operands[item].x, row + channel, used);
         copy_word(&operands[item].y, row + channel + 8, used);
       }
@@ -115,57 +140,88 @@ __device__ void load_weight_queries(const WeightQueries& queries, int units, int
 
 }  // namespace detail
 
-/// @brief What the rows of the full lists, and those of the tails or of a prompt, receive. A step's: written to `target`, by position, which must be zeros where no row
-/// is. A prompt's: added to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of kWeightRows rows, then those of the rings or of the prompt, x heads x sequences.
+/// @brief What the rows of the full lists, and those of the tails or of a prompt, receive. A
+/// step's: written to `target`, by position, which must be zeros where no row is. A prompt's: added
+/// to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of
+/// kWeightRows rows, then those of the rings or of the prompt, x heads x sequences.
 /// @tparam split  queries are not of full_type, or do not stand two channels to a word
 template <DType type, int max_units, bool split>
-__global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attention_scores_kernel(LayerEdit tables, Batch batch, WeightQueries queries, PromptScores prompt, DeviceScores target, int first_sequence, int list_pieces) {
+__global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
+    attention_scores_kernel(LayerEdit tables, Batch batch, WeightQueries queries,
+                            PromptScores prompt, DeviceScores target, int first_sequence,
+                            int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   uint2* operands = reinterpret_cast<uint2*>(shared_memory);  // of these columns, and of the next
-  __shared__ detail::WeightColumn turns[3][kWeightColumns];       // these columns, the next, and those after them
+  __shared__ detail::WeightColumn
+      turns[3][kWeightColumns];  // these columns, the next, and those after them
   constexpr int kBlocks = kWeightColumns / 8;
-  const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], columns = queries.columns();
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-  const bool listed = static_cast<int>(blockIdx.x) < list_pieces, packed = !listed && prompt.packed != nullptr;
+  const int head = static_cast<int>(blockIdx.y),
+            sequence = first_sequence + static_cast<int>(blockIdx.z),
+            slot = batch.slots[blockIdx.z], columns = queries.columns();
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
+            g = lane / 4, t = lane % 4;
+  const bool listed = static_cast<int>(blockIdx.x) < list_pieces,
+             packed = !listed && prompt.packed != nullptr;
   const HeadTiles& layout = listed ? tables.listed : tables.full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int ring = tables.ring_rows(), units = layout.key_units;
-  const int count = listed ? tables.num_rows(RowList::full, slot, head) : packed ? prompt.rows : ring;  // as they lie
-  const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kWeightRows, row = first + warp * kPlainRows;
+  const int count = listed   ? tables.num_rows(RowList::full, slot, head)
+                    : packed ? prompt.rows
+                             : ring;  // as they lie
+  const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kWeightRows,
+            row = first + warp * kPlainRows;
   if (first >= count) return;
   uint4 keys[max_units] = {};
   float factors[2] = {queries.factor, queries.factor};  // of the rows' logits
   if (row < count) {
     const int tile = row / layout.rows;
-    const std::uint8_t* base = listed ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
-                               : packed ? prompt.packed + (static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.tiles) + static_cast<std::size_t>(tile)) * static_cast<std::size_t>(prompt.tile_bytes)
-                                        : tables.tail_tile(slot, head, row);
+    const std::uint8_t* base =
+        listed   ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
+        : packed ? prompt.packed +
+                       (static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.tiles) +
+                        static_cast<std::size_t>(tile)) *
+                           static_cast<std::size_t>(prompt.tile_bytes)
+                 : tables.tail_tile(slot, head, row);
     const int in_tile = row - tile * layout.rows, place = in_tile / kPlainRows * units * 32 + lane;
     const std::uint8_t* words = base + layout.key_offset;
     if (layout.scaled) {
-      #pragma unroll
+#pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
-        if (unit < units) keys[unit] = detail::scaled_words<type>(reinterpret_cast<const uint2*>(words)[place + 32 * unit]);
+        if (unit < units)
+          keys[unit] =
+              detail::scaled_words<type>(reinterpret_cast<const uint2*>(words)[place + 32 * unit]);
       }
       factors[0] *= detail::step_of(layout, base, Part::key, in_tile + g);
       factors[1] *= detail::step_of(layout, base, Part::key, in_tile + g + 8);
     } else {
-      #pragma unroll
+#pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
         if (unit < units) keys[unit] = reinterpret_cast<const uint4*>(words)[place + 32 * unit];
       }
     }
   }
-  int index[2], from[2];  // the rows' numbers in their list, tail or prompt; the first columns that see them
-  #pragma unroll
+  int index[2],
+      from[2];  // the rows' numbers in their list, tail or prompt; the first columns that see them
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     index[half] = row + g + 8 * half;
-    if (!listed && !packed) index[half] += index[half] < lengths.tail_first ? ring - lengths.tail_first : -lengths.tail_first;
-    from[half] = listed ? 0 : (index[half] - (packed ? prompt.tail : lengths.tail_length - queries.m)) * queries.group;
+    if (!listed && !packed)
+      index[half] +=
+          index[half] < lengths.tail_first ? ring - lengths.tail_first : -lengths.tail_first;
+    from[half] = listed ? 0
+                        : (index[half] - (packed ? prompt.tail : lengths.tail_length - queries.m)) *
+                              queries.group;
   }
-  const int begin = packed ? max(0, (first - prompt.tail) * queries.group) : 0, operand_count = units * kBlocks * 32 * (split ? 2 : 1);
-  const auto column_at = [&](int base) { return detail::weight_column(queries, static_cast<int>(blockIdx.z), head, base + thread); };
-  const auto load = [&](int turn, int base) { detail::load_weight_queries<type, split>(queries, units, min(kBlocks, (columns - base + 15) / 16 * 2), turns[turn % 3], operands + turn % 2 * operand_count); };
+  const int begin = packed ? max(0, (first - prompt.tail) * queries.group) : 0,
+            operand_count = units * kBlocks * 32 * (split ? 2 : 1);
+  const auto column_at = [&](int base) {
+    return detail::weight_column(queries, static_cast<int>(blockIdx.z), head, base + thread);
+  };
+  const auto load = [&](int turn, int base) {
+    detail::load_weight_queries<type, split>(queries, units,
+                                             min(kBlocks, (columns - base + 15) / 16 * 2),
+                                             turns[turn % 3], operands + turn % 2 * operand_count);
+  };
   if (thread < kWeightColumns) {
     turns[0][thread] = column_at(begin);
     turns[1][thread] = column_at(begin + kWeightColumns);
@@ -181,32 +237,35 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attenti
     if (thread < kWeightColumns) ahead = column_at(base + 2 * kWeightColumns);
     const uint2* here = operands + turn % 2 * operand_count;
     const detail::WeightColumn* turn_columns = turns[turn % 3];
-    #pragma unroll
-    for (int block = 0; block < kBlocks; block += 2) {  // two at a time: their products need not wait for each other
+#pragma unroll
+    for (int block = 0; block < kBlocks;
+         block += 2) {  // two at a time: their products need not wait for each other
       if (row >= count || base + 8 * block >= columns) break;
       float logits[2][4] = {};
-      #pragma unroll
+#pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
         if (unit >= units) break;
-        #pragma unroll
+#pragma unroll
         for (int part = 0; part < (split ? 2 : 1); ++part) {
-          #pragma unroll
+#pragma unroll
           for (int pair = 0; pair < 2; ++pair) {
             const uint2 b = here[((part * units + unit) * kBlocks + block + pair) * 32 + lane];
             mma_plain<type>(logits[pair], keys[unit], b.x, b.y);
           }
         }
       }
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int column = 8 * (block + i / 4) + 2 * t + i % 2;
-        const float weight = exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2], -turn_columns[column].lse));  // 0 where there is no column
+        const float weight =
+            exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2],
+                           -turn_columns[column].lse));  // 0 where there is no column
         if (base + column >= from[i % 4 / 2]) own[i % 4 / 2] += weight;
       }
     }
     if (thread < kWeightColumns) turns[(turn + 2) % 3][thread] = ahead;
   }
-  #pragma unroll
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     own[half] += __shfl_xor_sync(~0U, own[half], 1);
     own[half] += __shfl_xor_sync(~0U, own[half], 2);
@@ -214,86 +273,142 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2) attenti
     const int at = index[half];
     if (packed) {
       const int place = lengths.tail_first + at, before = place < ring ? place : place - ring;
-      prompt.accumulated_scores[static_cast<std::size_t>(head) * static_cast<std::size_t>(prompt.rows) + static_cast<std::size_t>(at)] = (at < prompt.tail ? tables.tail_row_scores(slot, head)[before] : 0.0F) + own[half];
+      prompt.accumulated_scores[static_cast<std::size_t>(head) *
+                                    static_cast<std::size_t>(prompt.rows) +
+                                static_cast<std::size_t>(at)] =
+          (at < prompt.tail ? tables.tail_row_scores(slot, head)[before] : 0.0F) + own[half];
     } else if (prompt.packed != nullptr) {
       tables.row_scores(RowList::full, slot, head)[at] += own[half];
     } else if (listed || at < lengths.tail_length) {
-      const std::int64_t position = listed ? detail::position_of(tables, RowList::full, slot, head, tables.rows[tables.index(slot, head)], at) : lengths.tail_position + at;
-      if (position < target.positions) target.row(sequence, tables.num_heads, head)[position] = own[half];
+      const std::int64_t position =
+          listed ? detail::position_of(tables, RowList::full, slot, head,
+                                       tables.rows[tables.index(slot, head)], at)
+                 : lengths.tail_position + at;
+      if (position < target.positions)
+        target.row(sequence, tables.num_heads, head)[position] = own[half];
     }
   }
 }
 
-/// @brief Adds attention received [sequences, heads, positions] to what the tails' rows, and those that are weighed, have received so far. A number that is not in [0, kMostScore] counts as
-/// nothing and is counted in tables.faults. Grid: pieces of weighed rows and of the tails' x heads x sequences.
+/// @brief Adds attention received [sequences, heads, positions] to what the tails' rows, and those
+/// that are weighed, have received so far. A number that is not in [0, kMostScore] counts as
+/// nothing and is counted in tables.faults. Grid: pieces of weighed rows and of the tails' x heads
+/// x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) accumulate_kernel(LayerEdit tables, Batch batch, DeviceScores source, int first_sequence) {
-  const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z], row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
+__global__ void __launch_bounds__(kStoreThreads)
+    accumulate_kernel(LayerEdit tables, Batch batch, DeviceScores source, int first_sequence) {
+  const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z],
+            row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const DeviceLengths lengths = tables.lengths[slot];
   const ScoredRows stored(tables, slot, head);
   const int of_tail = row - stored.count();
   if (of_tail >= lengths.tail_length) return;
-  const std::int64_t position = of_tail < 0 ? stored.position(row) : lengths.tail_position + of_tail;
+  const std::int64_t position =
+      of_tail < 0 ? stored.position(row) : lengths.tail_position + of_tail;
   if (position >= source.positions) return;
-  const float received = source.row(first_sequence + static_cast<int>(blockIdx.z), tables.num_heads, head)[position];
+  const float received =
+      source.row(first_sequence + static_cast<int>(blockIdx.z), tables.num_heads, head)[position];
   if (!(received >= 0.0F && received <= kMostScore)) {
     atomicAdd(tables.faults, 1U);
     return;
   }
   const int place = lengths.tail_first + of_tail, ring = tables.ring_rows();
-  float& accumulated = of_tail < 0 ? stored.accumulated(row) : tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];
+  float& accumulated =
+      of_tail < 0 ? stored.accumulated(row)
+                  : tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];
   accumulated = fminf(accumulated + received, 3e38F);  // stays finite
 }
 
-/// @brief Raises unless `mass` is of so many sequences and the cache's heads; in a captured graph, of all positions that replays can reach. @throws ShapeError
-inline void check_score_view(const CacheConfig& config, const ScoreView& accumulated, std::int64_t sequences, bool captured) {
-  ::lowrankkv::detail::check_equal("num_sequences", "call", sequences, "attention scores", accumulated.num_sequences);
-  ::lowrankkv::detail::check_equal("num_heads", "cache", config.shape.num_kv_heads, "attention scores", accumulated.num_heads);
-  if (captured && accumulated.num_positions < config.max_tokens) ::lowrankkv::detail::fail<ShapeError>("attention scores: ", accumulated.num_positions, " positions in a captured graph, max_tokens ", config.max_tokens);
+/// @brief Raises unless `mass` is of so many sequences and the cache's heads; in a captured graph,
+/// of all positions that replays can reach. @throws ShapeError
+inline void check_score_view(const CacheConfig& config, const ScoreView& accumulated,
+                             std::int64_t sequences, bool captured) {
+  ::lowrankkv::detail::check_equal("num_sequences", "call", sequences, "attention scores",
+                                   accumulated.num_sequences);
+  ::lowrankkv::detail::check_equal("num_heads", "cache", config.shape.num_kv_heads,
+                                   "attention scores", accumulated.num_heads);
+  if (captured && accumulated.num_positions < config.max_tokens)
+    ::lowrankkv::detail::fail<ShapeError>("attention scores: ", accumulated.num_positions,
+                                          " positions in a captured graph, max_tokens ",
+                                          config.max_tokens);
 }
 
-/// @brief Queries that were attended to, m tokens a sequence from row `first_row` of the views on, and their log-sum-exp.
-inline WeightQueries weight_queries(const LayerState& layer, const QueryView& query, const float* lse, std::int64_t lse_stride, int m, std::int64_t first_row) {
-  return {device_rows(query), lse, lse_stride, first_row, m, layer.config().shape.group_size(), layer.config().scale() * 1.44269504F};
+/// @brief Queries that were attended to, m tokens a sequence from row `first_row` of the views on,
+/// and their log-sum-exp.
+inline WeightQueries weight_queries(const LayerState& layer, const QueryView& query,
+                                    const float* lse, std::int64_t lse_stride, int m,
+                                    std::int64_t first_row) {
+  return {device_rows(query),
+          lse,
+          lse_stride,
+          first_row,
+          m,
+          layer.config().shape.group_size(),
+          layer.config().scale() * 1.44269504F};
 }
 
 /// @brief Enqueues zeros for all positions, those of dropped rows among them.
 template <class = void>
 void clear_scores(const ScoreView& accumulated, cudaStream_t stream) {
-  const std::size_t size = static_cast<std::size_t>(accumulated.num_sequences) * static_cast<std::size_t>(accumulated.num_heads) * static_cast<std::size_t>(accumulated.num_positions);
+  const std::size_t size = static_cast<std::size_t>(accumulated.num_sequences) *
+                           static_cast<std::size_t>(accumulated.num_heads) *
+                           static_cast<std::size_t>(accumulated.num_positions);
   check(cudaMemsetAsync(accumulated.data, 0, size * sizeof(float), stream), "attention scores");
 }
 
-/// @brief Enqueues what rows at full rank receive from queries that were just attended to. One launch; allocates nothing, waits for nothing.
+/// @brief Enqueues what rows at full rank receive from queries that were just attended to. One
+/// launch; allocates nothing, waits for nothing.
 /// @param target  a step's masses  @param full_rows  most rows of a full list of the batch
 template <class = void>
-void enqueue_measured_scores(const LayerState& layer, const Batch& batch, const WeightQueries& queries, const PromptScores& prompt, const DeviceScores& target, int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
+void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
+                             const WeightQueries& queries, const PromptScores& prompt,
+                             const DeviceScores& target, int first_sequence, std::int64_t full_rows,
+                             cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const bool listed = prompt.packed == nullptr || tables.has_scores(RowList::full);  // what rows that never go receive of a prompt, nobody asks for
-  const int list_pieces = listed ? static_cast<int>((full_rows + kWeightRows - 1) / kWeightRows) : 0, units = tables.full.key_units;
-  const int own_pieces = ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kWeightRows - 1) / kWeightRows;
+  const bool listed =
+      prompt.packed == nullptr ||
+      tables.has_scores(
+          RowList::full);  // what rows that never go receive of a prompt, nobody asks for
+  const int list_pieces =
+                listed ? static_cast<int>((full_rows + kWeightRows - 1) / kWeightRows) : 0,
+            units = tables.full.key_units;
+  const int own_pieces =
+      ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kWeightRows - 1) /
+      kWeightRows;
   const DeviceRows& rows = queries.rows;
   // Words of two channels: whole, and at even addresses.
-  const bool split = rows.dtype != tables.full_type || rows.element_stride != 1 || rows.token_stride % 2 != 0 || rows.head_stride % 2 != 0 || reinterpret_cast<std::uintptr_t>(rows.data) % 4 != 0;
-  const dim3 grid(static_cast<unsigned>(list_pieces + own_pieces), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-  const std::size_t bytes = sizeof(uint2) * static_cast<std::size_t>(units * (kWeightColumns / 8) * 32 * (split ? 4 : 2));
+  const bool split = rows.dtype != tables.full_type || rows.element_stride != 1 ||
+                     rows.token_stride % 2 != 0 || rows.head_stride % 2 != 0 ||
+                     reinterpret_cast<std::uintptr_t>(rows.data) % 4 != 0;
+  const dim3 grid(static_cast<unsigned>(list_pieces + own_pieces),
+                  static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
+  const std::size_t bytes =
+      sizeof(uint2) * static_cast<std::size_t>(units * (kWeightColumns / 8) * 32 * (split ? 4 : 2));
   const auto launch = [&](auto* kernel) {
-    detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_scores_kernel", stream, tables, batch, queries, prompt, target, first_sequence, list_pieces);
+    detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_scores_kernel", stream,
+                          tables, batch, queries, prompt, target, first_sequence, list_pieces);
   };
   detail::with_type(tables.full_type, [&](auto type) {
     if (units <= 8) {
-      split ? launch(attention_scores_kernel<type(), 8, true>) : launch(attention_scores_kernel<type(), 8, false>);
+      split ? launch(attention_scores_kernel<type(), 8, true>)
+            : launch(attention_scores_kernel<type(), 8, false>);
     } else {
-      split ? launch(attention_scores_kernel<type(), 16, true>) : launch(attention_scores_kernel<type(), 16, false>);
+      split ? launch(attention_scores_kernel<type(), 16, true>)
+            : launch(attention_scores_kernel<type(), 16, false>);
     }
   });
 }
 
-/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a head's that are weighed and a tail of the batch
+/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a
+/// head's that are weighed and a tail of the batch
 template <class = void>
-void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceScores& source, int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), static_cast<unsigned>(layer.tables().num_heads), static_cast<unsigned>(batch.count));
-  accumulate_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), batch, source, first_sequence);
+void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceScores& source,
+                        int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads),
+                  static_cast<unsigned>(layer.tables().num_heads),
+                  static_cast<unsigned>(batch.count));
+  accumulate_kernel<>
+      <<<grid, kStoreThreads, 0, stream>>>(layer.tables(), batch, source, first_sequence);
   check(cudaGetLastError(), "accumulate_kernel");
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/select_by_score.cuh  The rows with the largest masses: a radix selection by one block.
+/// @file cuda/scores/select_by_score.cuh  The rows with the largest masses: a radix selection by
+/// one block.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -13,10 +14,14 @@ namespace cuda {
 
 inline constexpr int kEvictThreads = 1024;  ///< of a block that selects by masses
 
-/// @brief A row's key among masses: larger ones stay, of equal ones those that came first. Bits of numbers that are not negative are in their order; below them, positions. @param pinned  positions below it
-/// stay before any other
-__device__ inline std::uint64_t score_key(float accumulated, std::int32_t position, std::int32_t pinned) {
-  const std::uint32_t high = position < pinned ? ~0U : accumulated >= 0.0F ? __float_as_uint(accumulated + 0.0F) + 1U : 0U;
+/// @brief A row's key among masses: larger ones stay, of equal ones those that came first. Bits of
+/// numbers that are not negative are in their order; below them, positions. @param pinned positions
+/// below it stay before any other
+__device__ inline std::uint64_t score_key(float accumulated, std::int32_t position,
+                                          std::int32_t pinned) {
+  const std::uint32_t high = position < pinned     ? ~0U
+                             : accumulated >= 0.0F ? __float_as_uint(accumulated + 0.0F) + 1U
+                                                   : 0U;
   return static_cast<std::uint64_t>(high) << 32 | ~static_cast<std::uint32_t>(position);
 }
 
@@ -24,15 +29,18 @@ __device__ inline std::uint64_t score_key(float accumulated, std::int32_t positi
 struct ScoreSelection {
   static constexpr int kCopies = 16;
   typename cub::BlockScan<int, kEvictThreads>::TempStorage storage;
-  int histogram[kCopies][256];  ///< masses are alike in their first bits: lanes would wait for each other
+  int histogram[kCopies]
+               [256];  ///< masses are alike in their first bits: lanes would wait for each other
   std::uint64_t prefix;
   int still_wanted, in_digit;
 };
 
-/// @brief The smallest key of the `wanted` largest of `all`: as many are not smaller. Keys differ: eight bits a pass until it is known. All threads call it, and are synchronised at the end.
+/// @brief The smallest key of the `wanted` largest of `all`: as many are not smaller. Keys differ:
+/// eight bits a pass until it is known. All threads call it, and are synchronised at the end.
 /// @param key  key(row)
 template <class Key>
-__device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted, ScoreSelection& shared) {
+__device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted,
+                                              ScoreSelection& shared) {
   if (wanted >= all) return 0;
   if (wanted <= 0) return ~std::uint64_t{0};  // no row has the largest of all keys
   const int thread = static_cast<int>(threadIdx.x);
@@ -42,18 +50,21 @@ __device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted, Sc
   }
   std::uint64_t smallest = 0;
   for (int shift = 56; shift >= 0; shift -= 8) {
-    for (int item = thread; item < ScoreSelection::kCopies * 256; item += kEvictThreads) shared.histogram[item / 256][item % 256] = 0;
+    for (int item = thread; item < ScoreSelection::kCopies * 256; item += kEvictThreads)
+      shared.histogram[item / 256][item % 256] = 0;
     __syncthreads();
     const std::uint64_t known = shared.prefix;
     const int left = shared.still_wanted;
     for (int row = thread; row < all; row += kEvictThreads) {
       const std::uint64_t own = key(row);
-      if (shift == 56 || own >> (shift + 8) == known) atomicAdd(&shared.histogram[thread % ScoreSelection::kCopies][own >> shift & 0xffU], 1);
+      if (shift == 56 || own >> (shift + 8) == known)
+        atomicAdd(&shared.histogram[thread % ScoreSelection::kCopies][own >> shift & 0xffU], 1);
     }
     __syncthreads();
     int count = 0, above = 0;  // rows of this thread's digit, of larger ones: 255 is the first
     if (thread < 256) {
-      for (int copy = 0; copy < ScoreSelection::kCopies; ++copy) count += shared.histogram[copy][255 - thread];
+      for (int copy = 0; copy < ScoreSelection::kCopies; ++copy)
+        count += shared.histogram[copy][255 - thread];
     }
     cub::BlockScan<int, kEvictThreads>(shared.storage).ExclusiveSum(count, above);
     if (thread < 256 && above < left && left <= above + count) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/fork.cuh  A sequence becomes a copy of another one: pages are shared until somebody writes to them (LayerState::own_pages).
+/// @file cuda/sequence/fork.cuh  A sequence becomes a copy of another one: pages are shared until
+/// somebody writes to them (LayerState::own_pages).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail, tables and own epochs are copied.
+/// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail,
+/// tables and own epochs are copied.
 template <class = void>
 void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
   HostSequence& to = layer.sequence(target);
@@ -24,11 +26,15 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
   const LayerEdit& tables = layer.tables();
   const auto copy = [&](auto* base, std::size_t per_slot) {
     if (base == nullptr || per_slot == 0) return;
-    check(cudaMemcpyAsync(base + static_cast<std::size_t>(target) * per_slot, base + static_cast<std::size_t>(source) * per_slot, per_slot * sizeof(*base), cudaMemcpyDeviceToDevice, stream), "fork");
+    check(cudaMemcpyAsync(base + static_cast<std::size_t>(target) * per_slot,
+                          base + static_cast<std::size_t>(source) * per_slot,
+                          per_slot * sizeof(*base), cudaMemcpyDeviceToDevice, stream),
+          "fork");
   };
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) * static_cast<std::size_t>(tables.max_pages[list]));
+    copy(tables.pages[list], static_cast<std::size_t>(tables.num_lists) *
+                                 static_cast<std::size_t>(tables.max_pages[list]));
     copy(tables.positions[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
     copy(tables.residuals[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
     copy(tables.accumulated_scores[list], heads * static_cast<std::size_t>(tables.max_rows[list]));
@@ -40,13 +46,18 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
   layer.rotary().write_shifts(target, to.shifts, stream);
   layer.epochs().fork(to.epochs, source, target, stream);
   if (const DeviceEpochStore& device_epochs = layer.device_epochs(); device_epochs.used()) {
-    const auto clone = [&](void* into, const void* from, std::size_t bytes) { check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork"); };
+    const auto clone = [&](void* into, const void* from, std::size_t bytes) {
+      check(cudaMemcpyAsync(into, from, bytes, cudaMemcpyDeviceToDevice, stream), "fork");
+    };
     const EpochStore& epochs = layer.epochs();
     clone(epochs.all_own(target), epochs.all_own(source), epochs.all_own_size());
     clone(epochs.bases_of(target), epochs.bases_of(source), epochs.bases_size());
-    clone(device_epochs.rows_of(target), device_epochs.rows_of(source), device_epochs.sketch_bytes());
-    clone(device_epochs.states_of(target), device_epochs.states_of(source), device_epochs.state_bytes());
-    fork_device_epochs_kernel<><<<1, 128, 0, stream>>>(tables, source, target, device_epochs.limits(), device_epochs.states());
+    clone(device_epochs.rows_of(target), device_epochs.rows_of(source),
+          device_epochs.sketch_bytes());
+    clone(device_epochs.states_of(target), device_epochs.states_of(source),
+          device_epochs.state_bytes());
+    fork_device_epochs_kernel<><<<1, 128, 0, stream>>>(
+        tables, source, target, device_epochs.limits(), device_epochs.states());
     check(cudaGetLastError(), "fork_device_epochs_kernel");
   }
   layer.write_lengths(target, to.epochs.segments, layer.device_epochs().used(), stream);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up, and the tokens behind take their places.
+/// @file cuda/sequence/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up,
+/// and the tokens behind take their places.
 ///
-/// Rows keep their codes and move up in order (cuda/store/compaction/stable_compact.cuh), but for those that masses chose, whose order is nobody's (cuda/store/compaction/retain_rows.cuh).
+/// Rows keep their codes and move up in order (cuda/store/compaction/stable_compact.cuh), but for
+/// those that masses chose, whose order is nobody's (cuda/store/compaction/retain_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -16,15 +18,20 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows [begin, end) go.
+/// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows
+/// [begin, end) go.
 struct RemovedRows {
   std::vector<HeadRows> begin, end;  ///< [heads]
   std::int32_t tail_begin = 0, tail_end = 0;
 
   /// @param chosen  as RowCuts has it
-  static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count, bool chosen, cudaStream_t stream) {
+  static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count,
+                        bool chosen, cudaStream_t stream) {
     const HostSequence& now = layer.sequence(slot);
-    const auto in_tail = [&](std::int64_t token) { return static_cast<std::int32_t>(std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length})); };
+    const auto in_tail = [&](std::int64_t token) {
+      return static_cast<std::int32_t>(
+          std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length}));
+    };
     const RowCuts cuts(layer, slot, first, chosen, stream);
     return {cuts.below(first), cuts.below(first + count), in_tail(first), in_tail(first + count)};
   }
@@ -33,27 +40,36 @@ struct RemovedRows {
     std::vector<HeadRows> rows;
     for (std::size_t head = 0; head < begin.size(); ++head) {
       const HeadRows own = now.rows_of(static_cast<int>(head));
-      rows.push_back({own.num_full - (end[head].num_full - begin[head].num_full), own.num_compressed - (end[head].num_compressed - begin[head].num_compressed)});
+      rows.push_back(
+          {own.num_full - (end[head].num_full - begin[head].num_full),
+           own.num_compressed - (end[head].num_compressed - begin[head].num_compressed)});
     }
     return rows;
   }
-  /// @brief The first row that another one takes the place of in a list of any head, counted as in the head that has the most; -1: none does.
+  /// @brief The first row that another one takes the place of in a list of any head, counted as in
+  /// the head that has the most; -1: none does.
   /// @param anywhere  rows that go may stand anywhere in the list
   std::int64_t first_moved(const HostSequence& now, RowList list, bool anywhere) const {
     std::int64_t first = -1;
     for (std::size_t head = 0; head < begin.size(); ++head) {
-      const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list), place = from + now.missing_in(list, static_cast<int>(head));
+      const std::int64_t from = rows_in(begin[head], list), to = rows_in(end[head], list),
+                         place = from + now.missing_in(list, static_cast<int>(head));
       if (from < to && anywhere) return 0;
-      if (from < to && to < now.num_rows(list, static_cast<int>(head)) && (first < 0 || place < first)) first = place;
+      if (from < to && to < now.num_rows(list, static_cast<int>(head)) &&
+          (first < 0 || place < first))
+        first = place;
     }
     return first;
   }
 };
 
-/// @brief Closes up, as stable_compact() does rows, their positions, which are so many less then, and their residuals, where they are kept. Grid: heads.
+/// @brief Closes up, as stable_compact() does rows, their positions, which are so many less then,
+/// and their residuals, where they are kept. Grid: heads.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
-  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x], rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
+__global__ void __launch_bounds__(kMoveThreads)
+    compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
+  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x],
+            rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
   const auto close = [&](auto* numbers, auto less) {
     for (int first = end; first < rows; first += kMoveThreads) {
       const int row = first + static_cast<int>(threadIdx.x);
@@ -63,31 +79,45 @@ __global__ void __launch_bounds__(kMoveThreads) compact_numbers_kernel(LayerEdit
       __syncthreads();
     }
   };
-  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr) close(positions, removed);
-  if (tables.residuals[static_cast<int>(list)] != nullptr) close(tables.row_residuals(list, slot, head), 0U);
+  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr)
+    close(positions, removed);
+  if (tables.residuals[static_cast<int>(list)] != nullptr)
+    close(tables.row_residuals(list, slot, head), 0U);
 }
 
-/// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid: heads; a thread has the same channels of all rows.
+/// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid:
+/// heads; a thread has the same channels of all rows.
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) compact_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
+__global__ void __launch_bounds__(kStoreThreads)
+    compact_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
   const int head = static_cast<int>(blockIdx.x), dim = tables.head_dim, ring = tables.ring_rows();
   const DeviceLengths lengths = tables.lengths[slot];
   for (int row = end; row < lengths.tail_length; ++row) {
-    const int from = (lengths.tail_first + row) % ring, to = (lengths.tail_first + row - (end - begin)) % ring;
+    const int from = (lengths.tail_first + row) % ring,
+              to = (lengths.tail_first + row - (end - begin)) % ring;
     const std::uint8_t* source = tables.tail_tile(slot, head, from);
     std::uint8_t* target = tables.tail_tile(slot, head, to);
     for (int item = static_cast<int>(threadIdx.x); item < 2 * dim; item += kStoreThreads) {
       const Part part = item < dim ? Part::key : Part::value;
-      *reinterpret_cast<std::uint16_t*>(target + tables.full.plain_byte(part, to % tables.full.rows, item % dim)) = *reinterpret_cast<const std::uint16_t*>(source + tables.full.plain_byte(part, from % tables.full.rows, item % dim));
+      *reinterpret_cast<std::uint16_t*>(
+          target + tables.full.plain_byte(part, to % tables.full.rows, item % dim)) =
+          *reinterpret_cast<const std::uint16_t*>(
+              source + tables.full.plain_byte(part, from % tables.full.rows, item % dim));
     }
-    if (tables.tail_scores != nullptr && threadIdx.x == 0) tables.tail_row_scores(slot, head)[to] = tables.tail_row_scores(slot, head)[from];
+    if (tables.tail_scores != nullptr && threadIdx.x == 0)
+      tables.tail_row_scores(slot, head)[to] = tables.tail_row_scores(slot, head)[from];
   }
 }
 
-/// @brief A row's number after rows [begin, end) of its list have gone; of those, that of the one that takes their place.
-__host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int32_t begin, std::int32_t end) { return row <= begin ? row : row >= end ? row - (end - begin) : begin; }
+/// @brief A row's number after rows [begin, end) of its list have gone; of those, that of the one
+/// that takes their place.
+__host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int32_t begin,
+                                                     std::int32_t end) {
+  return row <= begin ? row : row >= end ? row - (end - begin) : begin;
+}
 
-/// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a list.
+/// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a
+/// list.
 template <class = void>
 __global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cuts) {
   const int index = static_cast<int>(threadIdx.x);
@@ -97,15 +127,18 @@ __global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cu
   }
 }
 
-/// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of joint values too
+/// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of
+/// joint values too
 template <class Function>
-void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows, RowList list, int lists, Function&& function) {
+void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows,
+                  RowList list, int lists, Function&& function) {
   const LayerEdit& tables = layer.tables();
   for (int index = 0; index < lists; index += ListCuts::kMost) {
     ListCuts cuts;
     cuts.first = index;
     for (; cuts.count < ListCuts::kMost && index + cuts.count < lists; ++cuts.count) {
-      const int own = index + cuts.count, head = own < tables.num_heads ? own : (own - tables.num_heads) * tables.joint_heads;
+      const int own = index + cuts.count,
+                head = own < tables.num_heads ? own : (own - tables.num_heads) * tables.joint_heads;
       cuts.begin[cuts.count] = rows_in(rows.begin[static_cast<std::size_t>(head)], list);
       cuts.end[cuts.count] = rows_in(rows.end[static_cast<std::size_t>(head)], list);
       cuts.rows[cuts.count] = static_cast<std::int32_t>(now.num_rows(list, head));
@@ -114,61 +147,87 @@ void for_each_cut(const LayerState& layer, const HostSequence& now, const Remove
   }
 }
 
-/// @brief Adds the pages that remove_tokens() has to copy, since forks share them. Makes sure of its scratch memory, which may allocate and wait.
-inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows, PageDemand& demand) {
+/// @brief Adds the pages that remove_tokens() has to copy, since forks share them. Makes sure of
+/// its scratch memory, which may allocate and wait.
+inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows,
+                           PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (!layer.is_scored(list)) for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { reserve_stable_compact(layer, list, cuts); });
-    if (const std::int64_t first = rows.first_moved(now, list, layer.is_scored(list)); first >= 0) layer.demand_writes(slot, list, first, now.num_rows(list), demand);
+    if (!layer.is_scored(list))
+      for_each_cut(layer, now, rows, list, layer.num_lists(list),
+                   [&](const ListCuts& cuts) { reserve_stable_compact(layer, list, cuts); });
+    if (const std::int64_t first = rows.first_moved(now, list, layer.is_scored(list)); first >= 0)
+      layer.demand_writes(slot, list, first, now.num_rows(list), demand);
   }
 }
 
-/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be those that are left.
+/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be
+/// those that are left.
 /// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
-inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first, std::int64_t count) {
+inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first,
+                          std::int64_t count) {
   using ::lowrankkv::detail::fail;
   const bool pre_rope = layer.tables().rotary.pre_rope();
-  ::lowrankkv::detail::check_removal(now.shifts, now.num_tokens, first, count, pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
+  ::lowrankkv::detail::check_removal(
+      now.shifts, now.num_tokens, first, count,
+      pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit);
   PositionShifts left = now.shifts;
   left.remove(first, count);
-  if (pre_rope && left.pieces().size() > kMaxShifts) fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ", kMaxShifts, " on this backend");
+  if (pre_rope && left.pieces().size() > kMaxShifts)
+    fail<CapacityError>("remove: positions in ", left.pieces().size(), " pieces, at most ",
+                        kMaxShifts, " on this backend");
 }
 
-/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked (demand_removal). @param rows  those tokens
+/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked
+/// (demand_removal). @param rows  those tokens
 template <class = void>
-void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count, const RemovedRows& rows, cudaStream_t stream) {
+void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count,
+                   const RemovedRows& rows, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   const LayerEdit& tables = layer.tables();
   if (rows.tail_begin < rows.tail_end && rows.tail_end < now.tail_length) {
-    compact_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(tables, slot, rows.tail_begin, rows.tail_end);
+    compact_tail_kernel<><<<static_cast<unsigned>(tables.num_heads), kStoreThreads, 0, stream>>>(
+        tables, slot, rows.tail_begin, rows.tail_end);
     check(cudaGetLastError(), "compact_tail_kernel");
   }
   if (tables.tail_scores != nullptr && first < now.first_tail()) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_scored(list) && rows.first_moved(now, list, true) >= 0) layer.own_pages(slot, list, 0, now.num_rows(list), stream);
+      if (layer.is_scored(list) && rows.first_moved(now, list, true) >= 0)
+        layer.own_pages(slot, list, 0, now.num_rows(list), stream);
     }
-    retain_rows(layer, slot, {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count), static_cast<std::int32_t>(count)}, stream);
+    retain_rows(layer, slot,
+                {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + count),
+                 static_cast<std::int32_t>(count)},
+                stream);
   }
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (layer.is_scored(list)) continue;
     if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
-      for_each_cut(layer, now, rows, list, layer.num_lists(list), [&](const ListCuts& cuts) { stable_compact(layer, slot, list, cuts, stream); });
+      for_each_cut(layer, now, rows, list, layer.num_lists(list),
+                   [&](const ListCuts& cuts) { stable_compact(layer, slot, list, cuts, stream); });
     }
-    if ((tables.positions[static_cast<int>(list)] == nullptr && tables.residuals[static_cast<int>(list)] == nullptr) || count == 0) continue;
+    if ((tables.positions[static_cast<int>(list)] == nullptr &&
+         tables.residuals[static_cast<int>(list)] == nullptr) ||
+        count == 0)
+      continue;
     for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
-      compact_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(tables, slot, list, cuts, static_cast<int>(count));
+      compact_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(
+          tables, slot, list, cuts, static_cast<int>(count));
       check(cudaGetLastError(), "compact_numbers_kernel");
     });
   }
   for (HostSegment& segment : now.epochs.segments) {
-    for (std::size_t head = 0; head < segment.first_rows.size(); ++head) segment.first_rows[head] = row_after(segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
+    for (std::size_t head = 0; head < segment.first_rows.size(); ++head)
+      segment.first_rows[head] = row_after(
+          segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
   }
   if (layer.device_epochs().used() && !layer.is_scored(RowList::compressed)) {
-    for_each_cut(layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
-      cut_device_epochs_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
-      check(cudaGetLastError(), "cut_device_epochs_kernel");
-    });
+    for_each_cut(
+        layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
+          cut_device_epochs_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
+          check(cudaGetLastError(), "cut_device_epochs_kernel");
+        });
   }
   now.set_rows(rows.left(now));
   now.tail_length -= rows.tail_end - rows.tail_begin;

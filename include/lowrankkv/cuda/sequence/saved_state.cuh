@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/saved_state.cuh  A sequence in the caller's host memory: core/saved_frame.hpp around counts, rows that heads have fewer than others, shifts of positions, epochs, and one block of device memory.
+/// @file cuda/sequence/saved_state.cuh  A sequence in the caller's host memory:
+/// core/saved_frame.hpp around counts, rows that heads have fewer than others, shifts of positions,
+/// epochs, and one block of device memory.
 ///
-/// The block (cuda/sequence/saved_block.cuh) is gathered in the pool's scratch and crosses the bus once.
+/// The block (cuda/sequence/saved_block.cuh) is gathered in the pool's scratch and crosses the bus
+/// once.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +39,9 @@ namespace detail {
 
 inline LayerDescription describe_layer(const LayerState& layer) {
   LayerDescription all;
-  const auto add = [&](const char* name, auto value) { all.emplace_back(name, static_cast<std::uint64_t>(value)); };
+  const auto add = [&](const char* name, auto value) {
+    all.emplace_back(name, static_cast<std::uint64_t>(value));
+  };
   const LayerEdit& tables = layer.tables();
   add("num_kv_heads", tables.num_heads);
   add("num_qo_heads", layer.config().shape.num_qo_heads);
@@ -71,7 +76,8 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   }
   if (layer.tiles().joint_heads > 0) add("heads of joint values", layer.tiles().joint_heads);
   add("calibrated maps", layer.maps_checksum());
-  if (layer.epochs().metrics().any()) add("metrics that bases move in", layer.epochs().metric_store().checksum());
+  if (layer.epochs().metrics().any())
+    add("metrics that bases move in", layer.epochs().metric_store().checksum());
   return all;
 }
 
@@ -79,10 +85,20 @@ inline LayerDescription describe_layer(const LayerState& layer) {
 
 /// @brief Frames a sequence. @return bytes written (or counted)
 template <class = void>
-std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer, bool count_only, cudaStream_t stream) {
+std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer,
+                          bool count_only, cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
   const HostEpochs epochs = layer.epochs_of(slot, stream);
-  SavedCounts counts{now.num_tokens, epochs.rows_since_publication, epochs.decode_steps, now.rows, now.tail_length, 0, 0, 0, epochs.moved ? 1 : 0, epochs.unpublished ? 1 : 0};
+  SavedCounts counts{now.num_tokens,
+                     epochs.rows_since_publication,
+                     epochs.decode_steps,
+                     now.rows,
+                     now.tail_length,
+                     0,
+                     0,
+                     0,
+                     epochs.moved ? 1 : 0,
+                     epochs.unpublished ? 1 : 0};
   std::vector<std::int32_t> own;  // epochs, by first use
   const auto number_of = [&](std::int32_t epoch) {
     if (epoch == 0) return 0;
@@ -97,28 +113,35 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
   counts.current_epoch = number_of(epochs.current);
   counts.own_epochs = static_cast<std::int32_t>(own.size());
   const SavedBlock block = detail::block_of(layer, now, counts);
-  return save_framed(kSavedMagic, detail::describe_layer(layer), buffer, count_only, [&](ByteWriter& out) {
-    if (!count_only) {
-      DeviceLengths lengths;
-      check(cudaMemcpyAsync(&lengths, layer.tables().lengths + slot, sizeof(lengths), cudaMemcpyDeviceToHost, stream), "save");
-      check(cudaStreamSynchronize(stream), "save");
-      counts.tail_first = lengths.tail_first;
-    }
-    out.value(counts);
-    out.list(now.missing);
-    out.list(std::vector<PositionShift>(now.shifts.pieces().begin(), now.shifts.pieces().end()));
-    out.list(segments);
-    std::byte* target = out.reserve(block.size);
-    if (target == nullptr) return;
-    std::uint8_t* memory = layer.pool().scratch(block.size);
-    check(cudaMemsetAsync(memory, 0, block.size, stream), "save");
-    detail::move_block<true>(layer, slot, now, counts, block, memory, stream);
-    for (std::size_t i = 0; i < own.size(); ++i) {
-      check(cudaMemcpyAsync(memory + block.epochs + i * layer.epochs().own_size(), layer.epochs().own_epoch(own[i]), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "save");
-    }
-    check(cudaMemcpyAsync(target, memory, block.size, cudaMemcpyDeviceToHost, stream), "save");
-    check(cudaStreamSynchronize(stream), "save");
-  });
+  return save_framed(
+      kSavedMagic, detail::describe_layer(layer), buffer, count_only, [&](ByteWriter& out) {
+        if (!count_only) {
+          DeviceLengths lengths;
+          check(cudaMemcpyAsync(&lengths, layer.tables().lengths + slot, sizeof(lengths),
+                                cudaMemcpyDeviceToHost, stream),
+                "save");
+          check(cudaStreamSynchronize(stream), "save");
+          counts.tail_first = lengths.tail_first;
+        }
+        out.value(counts);
+        out.list(now.missing);
+        out.list(
+            std::vector<PositionShift>(now.shifts.pieces().begin(), now.shifts.pieces().end()));
+        out.list(segments);
+        std::byte* target = out.reserve(block.size);
+        if (target == nullptr) return;
+        std::uint8_t* memory = layer.pool().scratch(block.size);
+        check(cudaMemsetAsync(memory, 0, block.size, stream), "save");
+        detail::move_block<true>(layer, slot, now, counts, block, memory, stream);
+        for (std::size_t i = 0; i < own.size(); ++i) {
+          check(cudaMemcpyAsync(memory + block.epochs + i * layer.epochs().own_size(),
+                                layer.epochs().own_epoch(own[i]), layer.epochs().own_size(),
+                                cudaMemcpyDeviceToDevice, stream),
+                "save");
+        }
+        check(cudaMemcpyAsync(target, memory, block.size, cudaMemcpyDeviceToHost, stream), "save");
+        check(cudaStreamSynchronize(stream), "save");
+      });
 }
 
 namespace detail {
@@ -127,9 +150,12 @@ namespace detail {
 inline std::vector<HostSegment> read_segments(ByteReader& in, int heads) {
   const std::vector<std::int32_t> numbers = in.list<std::int32_t>();
   const std::size_t each = 2 + static_cast<std::size_t>(heads);
-  if (numbers.size() % each != 0) ::lowrankkv::detail::fail<FormatError>("saved state: segments in ", numbers.size(), " numbers, ", each, " each");
+  if (numbers.size() % each != 0)
+    ::lowrankkv::detail::fail<FormatError>("saved state: segments in ", numbers.size(),
+                                           " numbers, ", each, " each");
   std::vector<HostSegment> segments;
-  for (auto at = numbers.begin(); at != numbers.end(); at += static_cast<std::ptrdiff_t>(each)) segments.push_back({at[0], at[1], {at + 2, at + static_cast<std::ptrdiff_t>(each)}});
+  for (auto at = numbers.begin(); at != numbers.end(); at += static_cast<std::ptrdiff_t>(each))
+    segments.push_back({at[0], at[1], {at + 2, at + static_cast<std::ptrdiff_t>(each)}});
   return segments;
 }
 
@@ -137,45 +163,71 @@ inline std::vector<HostSegment> read_segments(ByteReader& in, int heads) {
 inline void check_segments(const SavedSequence& sequence, std::int32_t own_epochs, int heads) {
   for (std::size_t i = 0; i < sequence.segments.size(); ++i) {
     const HostSegment& segment = sequence.segments[i];
-    bool fits = segment.epoch >= (i == 0 ? 0 : 1) && segment.epoch <= own_epochs && segment.level >= 0 && segment.level < (1 << 20), empty = true;
+    bool fits = segment.epoch >= (i == 0 ? 0 : 1) && segment.epoch <= own_epochs &&
+                segment.level >= 0 && segment.level < (1 << 20),
+         empty = true;
     for (std::size_t head = 0; head < static_cast<std::size_t>(heads); ++head) {
-      const std::int64_t first = segment.first_rows[head], end = i + 1 < sequence.segments.size() ? sequence.segments[i + 1].first_rows[head] : sequence.num_rows(RowList::compressed, static_cast<int>(head));
+      const std::int64_t first = segment.first_rows[head],
+                         end = i + 1 < sequence.segments.size()
+                                   ? sequence.segments[i + 1].first_rows[head]
+                                   : sequence.num_rows(RowList::compressed, static_cast<int>(head));
       fits = fits && first >= 0 && first <= end && (i > 0 || first == 0);
       empty = empty && first == end;
     }
-    if (!fits || empty) ::lowrankkv::detail::fail<FormatError>("saved state: segment ", i, " of epoch ", segment.epoch, " and level ", segment.level, " from row ", segment.first_rows.front(), " on, of ", sequence.rows.num_compressed, ", ", own_epochs, " epochs");
+    if (!fits || empty)
+      ::lowrankkv::detail::fail<FormatError>(
+          "saved state: segment ", i, " of epoch ", segment.epoch, " and level ", segment.level,
+          " from row ", segment.first_rows.front(), " on, of ", sequence.rows.num_compressed, ", ",
+          own_epochs, " epochs");
   }
 }
 
-/// Raises unless the positions of a list ascend below `tail`, head after head; any order will do where others take the places of dropped rows, but each is there once.
+/// Raises unless the positions of a list ascend below `tail`, head after head; any order will do
+/// where others take the places of dropped rows, but each is there once.
 /// @param joint  heads of a group, whose values are joint: theirs are the same; 0: of none
-inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list, std::int64_t tail, bool any_order, int joint) {
+inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list,
+                            std::int64_t tail, bool any_order, int joint) {
   const std::int64_t most = all.num_rows(list);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(heads * most));
-  if (!positions.empty()) std::memcpy(positions.data(), data, positions.size() * sizeof(std::int32_t));
-  const auto rows_of = [&](int head) { return std::span(positions).subspan(static_cast<std::size_t>(head * most), static_cast<std::size_t>(all.num_rows(list, head))); };
+  if (!positions.empty())
+    std::memcpy(positions.data(), data, positions.size() * sizeof(std::int32_t));
+  const auto rows_of = [&](int head) {
+    return std::span(positions).subspan(static_cast<std::size_t>(head * most),
+                                        static_cast<std::size_t>(all.num_rows(list, head)));
+  };
   for (int head = 0; head < heads; ++head) {
     std::vector<std::int32_t> own(rows_of(head).begin(), rows_of(head).end());
     if (any_order) std::sort(own.begin(), own.end());
     std::int64_t before = -1;
     for (const std::int32_t position : own) {
-      if (position <= before || position >= tail) ::lowrankkv::detail::fail<FormatError>("saved state: position ", position, " after ", before, ", the tail begins at ", tail);
+      if (position <= before || position >= tail)
+        ::lowrankkv::detail::fail<FormatError>("saved state: position ", position, " after ",
+                                               before, ", the tail begins at ", tail);
       before = position;
     }
   }
   for (int head = 0; joint > 0 && head < heads; ++head) {
     const int leader = head / joint * joint;
     const auto own = rows_of(head), others = rows_of(leader);
-    const std::size_t row = static_cast<std::size_t>(std::mismatch(own.begin(), own.end(), others.begin(), others.end()).first - own.begin());
-    if (row < own.size()) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, " has position ", own[row], " where head ", leader, ", whose values are joint with its own, has ", row < others.size() ? others[row] : -1);
+    const std::size_t row = static_cast<std::size_t>(
+        std::mismatch(own.begin(), own.end(), others.begin(), others.end()).first - own.begin());
+    if (row < own.size())
+      ::lowrankkv::detail::fail<FormatError>(
+          "saved state: head ", head, " has position ", own[row], " where head ", leader,
+          ", whose values are joint with its own, has ", row < others.size() ? others[row] : -1);
   }
 }
 
-/// Raises where a head has one position in both lists. @param full, compressed  positions, [heads, most rows]
-inline void check_apart(const std::byte* full, const std::byte* compressed, int heads, const SequenceRows& all) {
+/// Raises where a head has one position in both lists. @param full, compressed  positions, [heads,
+/// most rows]
+inline void check_apart(const std::byte* full, const std::byte* compressed, int heads,
+                        const SequenceRows& all) {
   const auto positions_of = [&](const std::byte* data, RowList list, int head) {
     std::vector<std::int32_t> own(static_cast<std::size_t>(all.num_rows(list, head)));
-    if (!own.empty()) std::memcpy(own.data(), data + static_cast<std::size_t>(head * all.num_rows(list)) * sizeof(std::int32_t), own.size() * sizeof(std::int32_t));
+    if (!own.empty())
+      std::memcpy(own.data(),
+                  data + static_cast<std::size_t>(head * all.num_rows(list)) * sizeof(std::int32_t),
+                  own.size() * sizeof(std::int32_t));
     return own;
   };
   for (int head = 0; head < heads; ++head) {
@@ -184,7 +236,9 @@ inline void check_apart(const std::byte* full, const std::byte* compressed, int 
     own.insert(own.end(), others.begin(), others.end());
     std::sort(own.begin(), own.end());
     const auto twice = std::adjacent_find(own.begin(), own.end());
-    if (twice != own.end()) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, " has position ", *twice, " at full rank and compressed, once expected");
+    if (twice != own.end())
+      ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, " has position ", *twice,
+                                             " at full rank and compressed, once expected");
   }
 }
 
@@ -193,7 +247,10 @@ inline void check_scores(const std::byte* data, std::size_t count) {
   std::vector<float> accumulated_scores(count);
   if (count > 0) std::memcpy(accumulated_scores.data(), data, count * sizeof(float));
   for (std::size_t i = 0; i < count; ++i) {
-    if (!(accumulated_scores[i] >= 0.0F && accumulated_scores[i] <= max_finite(DType::f32))) ::lowrankkv::detail::fail<FormatError>("saved state: accumulated ", i, " is ", accumulated_scores[i], ", finite and at least 0 expected");
+    if (!(accumulated_scores[i] >= 0.0F && accumulated_scores[i] <= max_finite(DType::f32)))
+      ::lowrankkv::detail::fail<FormatError>("saved state: accumulated ", i, " is ",
+                                             accumulated_scores[i],
+                                             ", finite and at least 0 expected");
   }
 }
 
@@ -202,7 +259,9 @@ inline void check_residuals(const std::byte* data, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     Half norm;
     std::memcpy(&norm, data + i * sizeof norm, sizeof norm);
-    if (norm.bits > 0x7c00U) ::lowrankkv::detail::fail<FormatError>("saved state: residual ", i, " is ", to_float(norm), ", at least 0 expected");
+    if (norm.bits > 0x7c00U)
+      ::lowrankkv::detail::fail<FormatError>("saved state: residual ", i, " is ", to_float(norm),
+                                             ", at least 0 expected");
   }
 }
 /// The same of the heads' largest values.
@@ -210,31 +269,44 @@ inline void check_largest(const std::byte* data, std::size_t heads) {
   for (std::size_t head = 0; head < heads; ++head) {
     float norm;
     std::memcpy(&norm, data + head * sizeof norm, sizeof norm);
-    if (!(norm >= 0.0F)) ::lowrankkv::detail::fail<FormatError>("saved state: head ", head, ": the largest value has norm ", norm, ", at least 0 expected");
+    if (!(norm >= 0.0F))
+      ::lowrankkv::detail::fail<FormatError>("saved state: head ", head,
+                                             ": the largest value has norm ", norm,
+                                             ", at least 0 expected");
   }
 }
 
 /// Raises unless sketches are finite and hold as many rows as there is room for.
-inline void check_sketches(const LayerState& layer, std::span<const std::byte> data, const SavedBlock& block) {
+inline void check_sketches(const LayerState& layer, std::span<const std::byte> data,
+                           const SavedBlock& block) {
   using ::lowrankkv::detail::fail;
   const std::size_t states = layer.device_epochs().state_bytes() / sizeof(SketchState);
   for (std::size_t i = 0; i < states; ++i) {
     SketchState state;
     std::memcpy(&state, data.data() + block.sketch_states + i * sizeof state, sizeof state);
-    constexpr std::int64_t most_rows = std::int64_t{1} << 48;  // a chunk outlives the tokens that are cut off
-    const bool fits = state.held >= 0 && state.held <= layer.device_epochs().sketches().capacity && state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
-    if (!fits) fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ", state.chunk_rows, "; at most ", layer.device_epochs().sketches().capacity, " of ", most_rows);
+    constexpr std::int64_t most_rows = std::int64_t{1}
+                                       << 48;  // a chunk outlives the tokens that are cut off
+    const bool fits = state.held >= 0 && state.held <= layer.device_epochs().sketches().capacity &&
+                      state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
+    if (!fits)
+      fail<FormatError>("saved state: sketch ", i, " holds ", state.held, " rows, of a chunk of ",
+                        state.chunk_rows, "; at most ", layer.device_epochs().sketches().capacity,
+                        " of ", most_rows);
   }
-  for (std::size_t offset = 0; offset < layer.device_epochs().sketch_bytes(); offset += sizeof(float)) {
+  for (std::size_t offset = 0; offset < layer.device_epochs().sketch_bytes();
+       offset += sizeof(float)) {
     float number;
     std::memcpy(&number, data.data() + block.sketches + offset, sizeof number);
-    if (!(std::abs(number) <= max_finite(DType::f32))) fail<FormatError>("saved state: number ", offset / sizeof(float), " of the sketches is ", number, ", finite expected");
+    if (!(std::abs(number) <= max_finite(DType::f32)))
+      fail<FormatError>("saved state: number ", offset / sizeof(float), " of the sketches is ",
+                        number, ", finite expected");
   }
 }
 
 }  // namespace detail
 
-/// @brief Opens a frame and checks that its sequence fits this layer. @throws FormatError, ShapeError, CapacityError
+/// @brief Opens a frame and checks that its sequence fits this layer. @throws FormatError,
+/// ShapeError, CapacityError
 inline SavedSequence read_sequence(const LayerState& layer, std::span<const std::byte> saved) {
   using ::lowrankkv::detail::fail;
   ByteReader in = open_framed(kSavedMagic, detail::describe_layer(layer), saved);
@@ -244,72 +316,133 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const LayerEdit& tables = layer.tables();
   sequence.rows = counts.rows;
   sequence.missing = in.list<HeadRows>();
-  const std::size_t may_differ = tables.positions[0] != nullptr ? static_cast<std::size_t>(tables.num_heads) : 0;
-  if (!sequence.missing.empty() && sequence.missing.size() != may_differ) fail<FormatError>("saved state: rows of ", sequence.missing.size(), " heads differ, here those of ", may_differ, " may");
+  const std::size_t may_differ =
+      tables.positions[0] != nullptr ? static_cast<std::size_t>(tables.num_heads) : 0;
+  if (!sequence.missing.empty() && sequence.missing.size() != may_differ)
+    fail<FormatError>("saved state: rows of ", sequence.missing.size(),
+                      " heads differ, here those of ", may_differ, " may");
   sequence.joint_heads = tables.joint_heads;
   std::int64_t last_piece = -1;
   for (const PositionShift& piece : in.list<PositionShift>()) {
     if (!::lowrankkv::detail::is_next_piece(piece, last_piece, counts.num_tokens)) {
-      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ", piece.divisor, " from token ", piece.first, " on, in a sequence of ", counts.num_tokens, " tokens");
+      fail<FormatError>("saved state: positions move by ", piece.offset, " and are divided by ",
+                        piece.divisor, " from token ", piece.first, " on, in a sequence of ",
+                        counts.num_tokens, " tokens");
     }
     const bool pre_rope = tables.rotary.pre_rope();
-    const std::int64_t farthest = pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;
-    if (piece.offset < -farthest || piece.offset > farthest) fail<CapacityError>("positions: moved by ", piece.offset, ", at most ", farthest, " expected");
-    if (pre_rope && sequence.shifts.pieces().size() == kMaxShifts) fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ", piece.first, " on");
+    const std::int64_t farthest =
+        pre_rope ? farthest_shift(layer.config().max_tokens) : PositionShifts::kLimit;
+    if (piece.offset < -farthest || piece.offset > farthest)
+      fail<CapacityError>("positions: moved by ", piece.offset, ", at most ", farthest,
+                          " expected");
+    if (pre_rope && sequence.shifts.pieces().size() == kMaxShifts)
+      fail<CapacityError>("positions: in more pieces than ", kMaxShifts, ", from token ",
+                          piece.first, " on");
     sequence.shifts.append(piece);
     last_piece = piece.first;
   }
   ::lowrankkv::detail::check_saved(sequence.shifts);
   sequence.segments = detail::read_segments(in, tables.num_heads);
   const std::int64_t ring = std::int64_t{tables.tail_tiles} * tables.full.rows;
-  if (counts.num_tokens > layer.config().max_tokens) fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
+  if (counts.num_tokens > layer.config().max_tokens)
+    fail<CapacityError>("max_tokens: ", layer.config().max_tokens, ", saved ", counts.num_tokens);
   const bool drops = tables.positions[0] != nullptr;
-  const auto leader_of = [&](int head) { return tables.joint_heads == 0 ? head : head - head % tables.joint_heads; };
+  const auto leader_of = [&](int head) {
+    return tables.joint_heads == 0 ? head : head - head % tables.joint_heads;
+  };
   for (int head = 0; head < tables.num_heads; ++head) {
-    const std::int64_t full = sequence.num_rows(RowList::full, head), compressed = sequence.num_rows(RowList::compressed, head), rows = full + compressed + counts.tail_length;
-    const bool fits = full >= 0 && compressed >= 0 && counts.tail_length >= 0 && full <= counts.rows.num_full && compressed <= counts.rows.num_compressed && compressed == sequence.num_rows(RowList::compressed, leader_of(head)) && (drops ? rows <= counts.num_tokens : rows == counts.num_tokens);
-    if (!fits) fail<FormatError>("saved state: head ", head, ": ", full, " full rows, ", compressed, " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens, " tokens");
+    const std::int64_t full = sequence.num_rows(RowList::full, head),
+                       compressed = sequence.num_rows(RowList::compressed, head),
+                       rows = full + compressed + counts.tail_length;
+    const bool fits = full >= 0 && compressed >= 0 && counts.tail_length >= 0 &&
+                      full <= counts.rows.num_full && compressed <= counts.rows.num_compressed &&
+                      compressed == sequence.num_rows(RowList::compressed, leader_of(head)) &&
+                      (drops ? rows <= counts.num_tokens : rows == counts.num_tokens);
+    if (!fits)
+      fail<FormatError>("saved state: head ", head, ": ", full, " full rows, ", compressed,
+                        " compressed, ", counts.tail_length, " in the tail, of ", counts.num_tokens,
+                        " tokens");
   }
-  if (counts.tail_length > layer.config().tail_capacity || counts.tail_first < 0 || counts.tail_first >= (std::max)(ring, std::int64_t{1})) {
-    fail<FormatError>("saved state: a tail of ", counts.tail_length, " rows from ", counts.tail_first, ", tail_capacity ", layer.config().tail_capacity);
+  if (counts.tail_length > layer.config().tail_capacity || counts.tail_first < 0 ||
+      counts.tail_first >= (std::max)(ring, std::int64_t{1})) {
+    fail<FormatError>("saved state: a tail of ", counts.tail_length, " rows from ",
+                      counts.tail_first, ", tail_capacity ", layer.config().tail_capacity);
   }
-  if (counts.rows.num_full > layer.max_rows(RowList::full)) fail<CapacityError>("full rows: at most ", layer.max_rows(RowList::full), ", saved ", counts.rows.num_full);
-  if (counts.rows.num_compressed > layer.max_rows(RowList::compressed)) fail<CapacityError>("compressed rows: at most ", layer.max_rows(RowList::compressed), ", saved ", counts.rows.num_compressed);
-  // A sequence has so many epochs in use, one more that is published, and rows under the calibrated one.
+  if (counts.rows.num_full > layer.max_rows(RowList::full))
+    fail<CapacityError>("full rows: at most ", layer.max_rows(RowList::full), ", saved ",
+                        counts.rows.num_full);
+  if (counts.rows.num_compressed > layer.max_rows(RowList::compressed))
+    fail<CapacityError>("compressed rows: at most ", layer.max_rows(RowList::compressed),
+                        ", saved ", counts.rows.num_compressed);
+  // A sequence has so many epochs in use, one more that is published, and rows under the calibrated
+  // one.
   const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() - 2 : 0;
   constexpr std::int64_t most_steps = std::int64_t{1} << 48;
-  const auto within = [](std::int64_t value, std::int64_t most) { return value >= 0 && value <= most; };
-  const bool epochs_fit = within(counts.own_epochs, most_own == 0 ? 0 : most_own + 1) && within(counts.current_epoch, counts.own_epochs) && (counts.moved == 0 || layer.epochs().adapts());
-  const bool steps_fit = within(counts.rows_since_publication, most_steps) && within(counts.decode_steps, most_steps);
-  if (!steps_fit) fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ", counts.decode_steps, " steps; 0 to ", most_steps);
-  if (counts.unpublished != 0 && counts.moved == 0) fail<FormatError>("saved state: bases moved since they were published: ", counts.unpublished, ", moved at all: ", counts.moved);
-  if (!epochs_fit) fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ", counts.current_epoch, "; at most ", most_own);
-  if (layer.device_epochs().used()) {  // batches bound epochs from above, and bases are always a sequence's own
+  const auto within = [](std::int64_t value, std::int64_t most) {
+    return value >= 0 && value <= most;
+  };
+  const bool epochs_fit = within(counts.own_epochs, most_own == 0 ? 0 : most_own + 1) &&
+                          within(counts.current_epoch, counts.own_epochs) &&
+                          (counts.moved == 0 || layer.epochs().adapts());
+  const bool steps_fit =
+      within(counts.rows_since_publication, most_steps) && within(counts.decode_steps, most_steps);
+  if (!steps_fit)
+    fail<FormatError>("saved state: ", counts.rows_since_publication, " rows since a publication, ",
+                      counts.decode_steps, " steps; 0 to ", most_steps);
+  if (counts.unpublished != 0 && counts.moved == 0)
+    fail<FormatError>("saved state: bases moved since they were published: ", counts.unpublished,
+                      ", moved at all: ", counts.moved);
+  if (!epochs_fit)
+    fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ",
+                      counts.current_epoch, "; at most ", most_own);
+  if (layer.device_epochs()
+          .used()) {  // batches bound epochs from above, and bases are always a sequence's own
     const std::int64_t segments = static_cast<std::int64_t>(sequence.segments.size());
-    if (counts.moved == 0 || counts.decode_steps < segments) fail<FormatError>("saved state: bases of its own: ", counts.moved, ", ", segments, " segments of ", counts.decode_steps, " batches");
+    if (counts.moved == 0 || counts.decode_steps < segments)
+      fail<FormatError>("saved state: bases of its own: ", counts.moved, ", ", segments,
+                        " segments of ", counts.decode_steps, " batches");
   }
   const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
-  const std::size_t most_segments = most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
-  if (sequence.segments.size() > most_segments) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ", most_segments);
+  const std::size_t most_segments =
+      most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
+  if (sequence.segments.size() > most_segments)
+    fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ",
+                      most_segments);
   detail::check_segments(sequence, counts.own_epochs, tables.num_heads);
-  if (layer.epochs().adapts() && sequence.segments.empty() != (counts.rows.num_compressed == 0)) fail<FormatError>("saved state: ", sequence.segments.size(), " segments, ", counts.rows.num_compressed, " compressed rows");
+  if (layer.epochs().adapts() && sequence.segments.empty() != (counts.rows.num_compressed == 0))
+    fail<FormatError>("saved state: ", sequence.segments.size(), " segments, ",
+                      counts.rows.num_compressed, " compressed rows");
   const SavedBlock block = detail::block_of(layer, sequence, counts);
   sequence.block = in.bytes(block.size);
   if (in.left() != 0) fail<FormatError>("saved state: ", in.left(), " bytes after the end");
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
   for (int list = 0; list < 2; ++list) {
-    if (tables.positions[list] != nullptr) detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads, sequence, static_cast<RowList>(list), counts.num_tokens - counts.tail_length, tables.tail_scores != nullptr, tables.joint_heads);
+    if (tables.positions[list] != nullptr)
+      detail::check_positions(sequence.block.data() + block.positions[list], tables.num_heads,
+                              sequence, static_cast<RowList>(list),
+                              counts.num_tokens - counts.tail_length, tables.tail_scores != nullptr,
+                              tables.joint_heads);
   }
   for (int list = 0; list < 2; ++list) {
-    if (tables.residuals[list] != nullptr) detail::check_residuals(sequence.block.data() + block.residuals[list], 2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
+    if (tables.residuals[list] != nullptr)
+      detail::check_residuals(
+          sequence.block.data() + block.residuals[list],
+          2 * heads * static_cast<std::size_t>(sequence.num_rows(static_cast<RowList>(list))));
   }
-  if (tables.scores_both()) detail::check_apart(sequence.block.data() + block.positions[0], sequence.block.data() + block.positions[1], tables.num_heads, sequence);
-  if (tables.largest_values != nullptr) detail::check_largest(sequence.block.data() + block.largest_values, heads);
+  if (tables.scores_both())
+    detail::check_apart(sequence.block.data() + block.positions[0],
+                        sequence.block.data() + block.positions[1], tables.num_heads, sequence);
+  if (tables.largest_values != nullptr)
+    detail::check_largest(sequence.block.data() + block.largest_values, heads);
   if (tables.tail_scores != nullptr) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      if (layer.is_scored(list)) detail::check_scores(sequence.block.data() + block.accumulated_scores[static_cast<int>(list)], heads * static_cast<std::size_t>(sequence.num_rows(list)));
+      if (layer.is_scored(list))
+        detail::check_scores(
+            sequence.block.data() + block.accumulated_scores[static_cast<int>(list)],
+            heads * static_cast<std::size_t>(sequence.num_rows(list)));
     }
-    detail::check_scores(sequence.block.data() + block.tail_scores, heads * static_cast<std::size_t>(tables.ring_rows()));
+    detail::check_scores(sequence.block.data() + block.tail_scores,
+                         heads * static_cast<std::size_t>(tables.ring_rows()));
   }
   if (layer.device_epochs().used()) detail::check_sketches(layer, sequence.block, block);
   layer.pool().allocator().require(layer.pages_of(sequence));
@@ -322,13 +455,19 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   const SavedCounts& counts = saved.counts;
   const SavedBlock block = detail::block_of(layer, saved, counts);
   std::uint8_t* memory = layer.pool().scratch(block.size);
-  check(cudaMemcpyAsync(memory, saved.block.data(), block.size, cudaMemcpyHostToDevice, stream), "load");
+  check(cudaMemcpyAsync(memory, saved.block.data(), block.size, cudaMemcpyHostToDevice, stream),
+        "load");
   HostSequence& now = layer.sequence(slot);
   layer.add_pages(slot, saved, stream);
   std::vector<std::int32_t> own{0};
   for (int i = 0; i < counts.own_epochs; ++i) {
-    own.push_back(layer.device_epochs().used() ? layer.epochs().epoch_of(slot, i) : layer.epochs().take(slot));
-    check(cudaMemcpyAsync(layer.epochs().own_epoch(own.back()), memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(), layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream), "load");
+    own.push_back(layer.device_epochs().used() ? layer.epochs().epoch_of(slot, i)
+                                               : layer.epochs().take(slot));
+    check(cudaMemcpyAsync(
+              layer.epochs().own_epoch(own.back()),
+              memory + block.epochs + static_cast<std::size_t>(i) * layer.epochs().own_size(),
+              layer.epochs().own_size(), cudaMemcpyDeviceToDevice, stream),
+          "load");
   }
   detail::move_block<false>(layer, slot, saved, counts, block, memory, stream);
   now.num_tokens = counts.num_tokens;
@@ -337,8 +476,14 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
   now.missing = saved.missing;
   now.shifts = saved.shifts;
   layer.rotary().write_shifts(slot, now.shifts, stream);
-  now.epochs = {saved.segments, own[static_cast<std::size_t>(counts.current_epoch)], counts.rows_since_publication, counts.decode_steps, counts.moved != 0, counts.unpublished != 0};
-  for (HostSegment& segment : now.epochs.segments) segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
+  now.epochs = {saved.segments,
+                own[static_cast<std::size_t>(counts.current_epoch)],
+                counts.rows_since_publication,
+                counts.decode_steps,
+                counts.moved != 0,
+                counts.unpublished != 0};
+  for (HostSegment& segment : now.epochs.segments)
+    segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
   const std::vector<HostSegment> segments = now.epochs.segments;
   if (layer.device_epochs().used()) {
     DeviceEpochState state;
@@ -349,12 +494,16 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
     use(counts.current_epoch);
     for (const HostSegment& segment : saved.segments) use(segment.epoch);
     for (std::size_t i = 0; i < segments.size(); ++i) state.levels[i] = segments[i].level;
-    check(cudaMemcpyAsync(layer.device_epochs().states() + slot, &state, sizeof state, cudaMemcpyHostToDevice, stream), "load");
+    check(cudaMemcpyAsync(layer.device_epochs().states() + slot, &state, sizeof state,
+                          cudaMemcpyHostToDevice, stream),
+          "load");
     check(cudaStreamSynchronize(stream), "load");
     now.epochs = {{}, 0, 0, counts.decode_steps, false, false};
   }
   const DeviceLengths lengths{counts.tail_first, counts.tail_length, 0};
-  check(cudaMemcpyAsync(layer.tables().lengths + slot, &lengths, sizeof(lengths), cudaMemcpyHostToDevice, stream), "load");
+  check(cudaMemcpyAsync(layer.tables().lengths + slot, &lengths, sizeof(lengths),
+                        cudaMemcpyHostToDevice, stream),
+        "load");
   layer.write_lengths(slot, segments, false, stream);
   check(cudaStreamSynchronize(stream), "load");  // the caller's bytes are free
 }

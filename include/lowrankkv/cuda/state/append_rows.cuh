@@ -10,10 +10,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Notes that rows were stored: the lists are longer, but for those that are counted already, and the tails, if the rows came from there, shorter.
-/// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than the host knows; else null
+/// @brief Notes that rows were stored: the lists are longer, but for those that are counted
+/// already, and the tails, if the rows came from there, shorter.
+/// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than
+/// the host knows; else null
 template <class = void>
-__global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool from_tail, bool adds_full, bool adds_compressed, const std::int32_t* counts) {
+__global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool from_tail,
+                                   bool adds_full, bool adds_compressed,
+                                   const std::int32_t* counts) {
   const int i = static_cast<int>(blockIdx.x), slot = flushed.slots[i], moved = flushed.rows[i];
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
@@ -23,20 +27,26 @@ __global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool fr
       lengths.tail_length -= moved;
     }
   }
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     HeadRows& rows = tables.rows[tables.index(slot, head)];
     const auto added = [&](RowList list, std::int32_t stored) {
-      return counts == nullptr ? flushed.added(list, tables.scored, i, stored) : counts[((list == RowList::full ? 0 : flushed.count) + i) * tables.num_heads + head];
+      return counts == nullptr
+                 ? flushed.added(list, tables.scored, i, stored)
+                 : counts[((list == RowList::full ? 0 : flushed.count) + i) * tables.num_heads +
+                          head];
     };
     if (adds_full) rows.num_full += added(RowList::full, rows.num_full);
     if (adds_compressed) rows.num_compressed += added(RowList::compressed, rows.num_compressed);
   }
 }
 
-/// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of the views belong to batch.slots[i].
-/// A row that is not finite, or beyond `limit`, is stored as zeros and counted in tables.faults.
+/// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of
+/// the views belong to batch.slots[i]. A row that is not finite, or beyond `limit`, is stored as
+/// zeros and counted in tables.faults.
 template <class Rows>
-__global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows value, std::int64_t first, int m, float limit) {
+__global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows value,
+                              std::int64_t first, int m, float limit) {
   const int slot = batch.slots[blockIdx.x];
   const DeviceLengths lengths = tables.lengths[slot];
   const int dim = tables.head_dim;
@@ -44,24 +54,37 @@ __global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows valu
     const std::int64_t token = first + static_cast<std::int64_t>(blockIdx.x) * m + j;
     const int place = (lengths.tail_first + lengths.tail_length + j) % tables.ring_rows();
     const std::int64_t key_row = key.place(token), value_row = value.place(token);
-    const auto key_at = [&](int head, int channel) { return key.element(key_row + head * key.head_stride + channel * key.element_stride); };
-    const auto value_at = [&](int head, int channel) { return value.element(value_row + head * value.head_stride + channel * value.element_stride); };
+    const auto key_at = [&](int head, int channel) {
+      return key.element(key_row + head * key.head_stride + channel * key.element_stride);
+    };
+    const auto value_at = [&](int head, int channel) {
+      return value.element(value_row + head * value.head_stride + channel * value.element_stride);
+    };
     bool bad = false;
-    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
-      bad = bad || !(fabsf(key_at(i / dim, i % dim)) <= limit) || !(fabsf(value_at(i / dim, i % dim)) <= limit);
+    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim;
+         i += static_cast<int>(blockDim.x)) {
+      bad = bad || !(fabsf(key_at(i / dim, i % dim)) <= limit) ||
+            !(fabsf(value_at(i / dim, i % dim)) <= limit);
     }
     bad = __syncthreads_or(bad) != 0;
     if (bad && threadIdx.x == 0) atomicAdd(tables.faults, 1U);
-    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < tables.num_heads * dim;
+         i += static_cast<int>(blockDim.x)) {
       const int head = i / dim, channel = i % dim;
       std::uint8_t* tile = tables.tail_tile(slot, head, place);
-      const std::uint16_t k = bad ? std::uint16_t{0} : to_bits(tables.full_type, key_at(head, channel));
-      const std::uint16_t v = bad ? std::uint16_t{0} : to_bits(tables.full_type, value_at(head, channel));
-      *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
-      *reinterpret_cast<std::uint16_t*>(tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
+      const std::uint16_t k =
+          bad ? std::uint16_t{0} : to_bits(tables.full_type, key_at(head, channel));
+      const std::uint16_t v =
+          bad ? std::uint16_t{0} : to_bits(tables.full_type, value_at(head, channel));
+      *reinterpret_cast<std::uint16_t*>(
+          tile + tables.full.plain_byte(Part::key, place % tables.full.rows, channel)) = k;
+      *reinterpret_cast<std::uint16_t*>(
+          tile + tables.full.plain_byte(Part::value, place % tables.full.rows, channel)) = v;
     }
     if (tables.tail_scores == nullptr) continue;
-    for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) tables.tail_row_scores(slot, head)[place] = 0.0F;
+    for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+         head += static_cast<int>(blockDim.x))
+      tables.tail_row_scores(slot, head)[place] = 0.0F;
   }
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/layer_view.cuh  What kernels read besides pages: lengths, page tables, tails. Fixed capacity, never moves.
+/// @file cuda/state/layer_view.cuh  What kernels read besides pages: lengths, page tables, tails.
+/// Fixed capacity, never moves.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +16,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kMaxBatch = 256;   ///< sequences of one launch; larger batches take several
-inline constexpr int kMaxEdits = 400;   ///< page-table entries written by one launch
+inline constexpr int kMaxBatch = 256;  ///< sequences of one launch; larger batches take several
+inline constexpr int kMaxEdits = 400;  ///< page-table entries written by one launch
 
-inline constexpr int kMaxSegments = 18;  ///< of a sequence: 16 epochs of its own, the calibrated one, and one that is being merged
+inline constexpr int kMaxSegments =
+    18;  ///< of a sequence: 16 epochs of its own, the calibrated one, and one that is being merged
 
 /// @brief Lengths of one sequence on the device. The tail is a ring of rows.
 struct DeviceLengths {
@@ -29,110 +31,164 @@ struct DeviceLengths {
 };
 
 /// @brief Rows of a list, of a head.
-__host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList list) { return list == RowList::full ? rows.num_full : rows.num_compressed; }
+__host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList list) {
+  return list == RowList::full ? rows.num_full : rows.num_compressed;
+}
 
-/// @brief Rows of a head's compressed list from first_row to the next segment or the end: one epoch wrote them. All heads have segments of the same epochs; where rows went that differ, one may be empty in some.
+/// @brief Rows of a head's compressed list from first_row to the next segment or the end: one epoch
+/// wrote them. All heads have segments of the same epochs; where rows went that differ, one may be
+/// empty in some.
 struct DeviceSegment {
   std::int32_t epoch = 0;  ///< in LayerView::maps
   std::int32_t first_row = 0;
 };
 
-/// @brief A segment as kernels meet it: rows [begin, end), whose splits are [first_split, first_split + splits) of the list.
+/// @brief A segment as kernels meet it: rows [begin, end), whose splits are [first_split,
+/// first_split + splits) of the list.
 struct SegmentRows {
   int epoch = 0, begin = 0, end = 0, first_split = 0, splits = 0;
 };
 
-/// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels by value.
-/// @tparam edits  whether they may be written to: kernels take a LayerView, or, if they change what is stored, a LayerEdit
+/// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels
+/// by value.
+/// @tparam edits  whether they may be written to: kernels take a LayerView, or, if they change what
+/// is stored, a LayerEdit
 template <bool edits>
 struct LayerTables {
   template <class Element>
   using Pointer = std::conditional_t<edits, Element*, const Element*>;
 
-  Pointer<DeviceLengths> lengths = nullptr;            ///< [slots]
-  Pointer<HeadRows> rows = nullptr;                    ///< [slots, heads]
-  Pointer<std::int32_t> pages[2] = {};                 ///< by RowList: [slots, num_lists, max_pages]
+  Pointer<DeviceLengths> lengths = nullptr;  ///< [slots]
+  Pointer<HeadRows> rows = nullptr;          ///< [slots, heads]
+  Pointer<std::int32_t> pages[2] = {};       ///< by RowList: [slots, num_lists, max_pages]
   std::int32_t max_pages[2] = {};
-  Pointer<std::uint32_t> faults = nullptr;             ///< rows that were not finite
+  Pointer<std::uint32_t> faults = nullptr;  ///< rows that were not finite
   Pointer<std::uint8_t> pool = nullptr;
   std::uint64_t page_bytes = 0;
-  Pointer<std::uint8_t> tails = nullptr;               ///< [slots, heads, tail_tiles] plain tiles
+  Pointer<std::uint8_t> tails = nullptr;  ///< [slots, heads, tail_tiles] plain tiles
   std::int32_t tail_tiles = 0;
   std::int32_t num_heads = 0, head_dim = 0;
-  std::int32_t num_lists = 0;                  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
-  std::int32_t joint_heads = 0;                ///< whose values are one latent; 0: none
+  std::int32_t num_lists =
+      0;  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
+  std::int32_t joint_heads = 0;  ///< whose values are one latent; 0: none
   DType full_type = DType::f16;
-  HeadTiles full;                              ///< tiles of tails, and of prompts that are taken in
-  HeadTiles listed;                            ///< of full rows in pages: the same, or scaled
-  const HeadTiles* compressed = nullptr;       ///< [num_lists]
-  const HeadMaps* maps = nullptr;              ///< [epochs, heads]: the calibrated ones, then those of the slots
-  const HeadMaps* metrics = nullptr;           ///< [heads]: of errors, where policies ask for errors; those without an encoder are plain
-  Pointer<std::int32_t> positions[2] = {};             ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the order full, compressed, tail. They ascend, unless there are masses
+  HeadTiles full;                         ///< tiles of tails, and of prompts that are taken in
+  HeadTiles listed;                       ///< of full rows in pages: the same, or scaled
+  const HeadTiles* compressed = nullptr;  ///< [num_lists]
+  const HeadMaps* maps =
+      nullptr;  ///< [epochs, heads]: the calibrated ones, then those of the slots
+  const HeadMaps* metrics = nullptr;  ///< [heads]: of errors, where policies ask for errors; those
+                                      ///< without an encoder are plain
+  Pointer<std::int32_t> positions[2] =
+      {};  ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the
+           ///< order full, compressed, tail. They ascend, unless there are masses
   std::int32_t max_rows[2] = {};
-  Pointer<float> accumulated_scores[2] = {};                       ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received so far, where rows are dropped by it: others take their places
-  Pointer<std::uint32_t> residuals[2] = {};            ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression lost of a row's key, an f16, and of its value, in the upper half
-  Pointer<float> largest_values = nullptr;             ///< [slots, heads], together with them: at least the norm of every value that has left the tail
-  RowList scored = RowList::full;             ///< the list of rows that masses choose; where errors choose among those, the full list is weighed too
-  Pointer<float> tail_scores = nullptr;                ///< [slots, heads, ring_rows()], by place; where rows have masses
-  Pointer<DeviceSegment> segments = nullptr;           ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
+  Pointer<float> accumulated_scores[2] =
+      {};  ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received
+           ///< so far, where rows are dropped by it: others take their places
+  Pointer<std::uint32_t> residuals[2] =
+      {};  ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression
+           ///< lost of a row's key, an f16, and of its value, in the upper half
+  Pointer<float> largest_values = nullptr;  ///< [slots, heads], together with them: at least the
+                                            ///< norm of every value that has left the tail
+  RowList scored = RowList::full;  ///< the list of rows that masses choose; where errors choose
+                                   ///< among those, the full list is weighed too
+  Pointer<float> tail_scores =
+      nullptr;  ///< [slots, heads, ring_rows()], by place; where rows have masses
+  Pointer<DeviceSegment> segments =
+      nullptr;  ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
   std::int32_t max_segments = 1;
-  Rotary rotary;                               ///< of keys that are stored before it; else empty
+  Rotary rotary;  ///< of keys that are stored before it; else empty
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
   __host__ __device__ int ring_rows() const { return tail_tiles * full.rows; }
   /// @brief The tile of a tail that holds place `place` of its ring.
-  __device__ Pointer<std::uint8_t> tail_tile(int slot, int head, int place) const { return tail(slot, head) + static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes); }
+  __device__ Pointer<std::uint8_t> tail_tile(int slot, int head, int place) const {
+    return tail(slot, head) +
+           static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes);
+  }
   __device__ Pointer<std::uint8_t> tail(int slot, int head) const {
-    return tails + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
+    return tails + static_cast<std::size_t>(index(slot, head)) *
+                       static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
   }
   /// @param index  of a head; with joint values, of a compressed list
   __device__ const std::int32_t* page_table(RowList list, int slot, int index) const {
     const int which = static_cast<int>(list);
-    return pages[which] + static_cast<std::size_t>(slot * num_lists + index) * static_cast<std::size_t>(max_pages[which]);
+    return pages[which] + static_cast<std::size_t>(slot * num_lists + index) *
+                              static_cast<std::size_t>(max_pages[which]);
   }
-  __device__ int num_rows(RowList list, int slot, int head) const { return rows_in(rows[index(slot, head)], list); }
+  __device__ int num_rows(RowList list, int slot, int head) const {
+    return rows_in(rows[index(slot, head)], list);
+  }
   /// @brief Positions of the rows of a list, or null.
   __device__ Pointer<std::int32_t> row_positions(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
-    return positions[which] == nullptr ? nullptr : positions[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+    return positions[which] == nullptr
+               ? nullptr
+               : positions[which] + static_cast<std::size_t>(index(slot, head)) *
+                                        static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Residuals of the rows of a list; they must be kept.
   __device__ Pointer<std::uint32_t> row_residuals(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
-    return residuals[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+    return residuals[which] +
+           static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Whether rows of a list have masses.
-  __host__ __device__ bool has_scores(RowList list) const { return accumulated_scores[static_cast<int>(list)] != nullptr; }
-  /// @brief Whether masses choose among the rows of both lists: which of them a row is in, errors have said.
-  __host__ __device__ bool scores_both() const { return has_scores(RowList::full) && has_scores(RowList::compressed); }
+  __host__ __device__ bool has_scores(RowList list) const {
+    return accumulated_scores[static_cast<int>(list)] != nullptr;
+  }
+  /// @brief Whether masses choose among the rows of both lists: which of them a row is in, errors
+  /// have said.
+  __host__ __device__ bool scores_both() const {
+    return has_scores(RowList::full) && has_scores(RowList::compressed);
+  }
   /// @brief How many of these rows have masses.
-  __host__ __device__ std::int32_t scored_rows(const HeadRows& own) const { return (has_scores(RowList::full) ? own.num_full : 0) + (has_scores(RowList::compressed) ? own.num_compressed : 0); }
+  __host__ __device__ std::int32_t scored_rows(const HeadRows& own) const {
+    return (has_scores(RowList::full) ? own.num_full : 0) +
+           (has_scores(RowList::compressed) ? own.num_compressed : 0);
+  }
   /// @brief Masses of the rows of a list that is weighed.
   __device__ Pointer<float> row_scores(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
-    return accumulated_scores[which] + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
+    return accumulated_scores[which] +
+           static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
   /// @brief Masses of the tail's rows, the same.
-  __device__ Pointer<float> tail_row_scores(int slot, int head) const { return tail_scores + static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows()); }
+  __device__ Pointer<float> tail_row_scores(int slot, int head) const {
+    return tail_scores +
+           static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows());
+  }
   /// @brief Segments of a compressed list of so many rows.
-  __device__ int num_segments(int slot, int list_rows) const { return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments; }
-  /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated epoch.
-  __device__ Pointer<DeviceSegment> segments_of(int slot, int head) const { return segments + index(slot, head) * max_segments; }
-  /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits beginning at `first_split`.
-  __device__ SegmentRows segment(int slot, int head, int list_rows, int index, int first_split) const {
+  __device__ int num_segments(int slot, int list_rows) const {
+    return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments;
+  }
+  /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated
+  /// epoch.
+  __device__ Pointer<DeviceSegment> segments_of(int slot, int head) const {
+    return segments + index(slot, head) * max_segments;
+  }
+  /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits
+  /// beginning at `first_split`.
+  __device__ SegmentRows segment(int slot, int head, int list_rows, int index,
+                                 int first_split) const {
     if (max_segments == 1) return {0, 0, list_rows, 0, splits_of(list_rows)};
     const DeviceSegment* own = segments_of(slot, head) + index;
-    const int begin = own->first_row, end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
+    const int begin = own->first_row,
+              end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
     return {own->epoch, begin, end, first_split, segment_splits(end - begin, list_rows)};
   }
   /// @brief Splits of all segments of a compressed list of so many rows.
   __device__ int list_splits(int slot, int head, int list_rows) const {
     int splits = 0;
-    for (int i = 0; i < num_segments(slot, list_rows); ++i) splits += segment(slot, head, list_rows, i, splits).splits;
+    for (int i = 0; i < num_segments(slot, list_rows); ++i)
+      splits += segment(slot, head, list_rows, i, splits).splits;
     return splits;
   }
-  /// @brief The segment that split `split` of a compressed list is one of, and its number; of a split beyond the last: one that ends before it.
-  __device__ SegmentRows segment_of_split(int slot, int head, int list_rows, int split, int& index) const {
+  /// @brief The segment that split `split` of a compressed list is one of, and its number; of a
+  /// split beyond the last: one that ends before it.
+  __device__ SegmentRows segment_of_split(int slot, int head, int list_rows, int split,
+                                          int& index) const {
     SegmentRows range;
     for (index = 0; index < num_segments(slot, list_rows); ++index) {
       range = segment(slot, head, list_rows, index, range.first_split + range.splits);
@@ -140,21 +196,24 @@ struct LayerTables {
     }
     return range;
   }
-  /// @brief The maps that rows of a sequence are written under now; the calibrated ones, if none has been.
+  /// @brief The maps that rows of a sequence are written under now; the calibrated ones, if none
+  /// has been.
   __device__ const HeadMaps& current_maps(int slot, int head) const {
-    const int count = max_segments == 1 ? 0 : lengths[slot].num_segments, epoch = count == 0 ? 0 : segments_of(slot, head)[count - 1].epoch;
+    const int count = max_segments == 1 ? 0 : lengths[slot].num_segments,
+              epoch = count == 0 ? 0 : segments_of(slot, head)[count - 1].epoch;
     return maps[epoch * num_heads + head];
   }
   /// @brief Tile `tile` of a list whose page table and layout are given.
-  __device__ Pointer<std::uint8_t> tile(const std::int32_t* table, const HeadTiles& layout, int tile) const {
+  __device__ Pointer<std::uint8_t> tile(const std::int32_t* table, const HeadTiles& layout,
+                                        int tile) const {
     const std::size_t page = static_cast<std::size_t>(table[tile / layout.tiles_per_page]);
-    return pool + page * page_bytes + static_cast<std::size_t>(tile % layout.tiles_per_page) * static_cast<std::size_t>(layout.bytes);
+    return pool + page * page_bytes +
+           static_cast<std::size_t>(tile % layout.tiles_per_page) *
+               static_cast<std::size_t>(layout.bytes);
   }
 
   /// @brief What may be written to may be read.
-  operator LayerTables<false>() const
-    requires edits
-  {
+  operator LayerTables<false>() const requires edits {
     LayerTables<false> view;
     view.lengths = lengths;
     view.rows = rows;
@@ -204,20 +263,25 @@ __device__ int upper_bound(int count, int wanted, Number&& number) {
   int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (number(middle) <= wanted) low = middle + 1;
-    else high = middle;
+    if (number(middle) <= wanted)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low;
 }
 
 /// The position of a row of a list.
 template <bool edits>
-__device__ int position_of(const LayerTables<edits>& tables, RowList list, int slot, int head, const HeadRows& lists, int row) {
-  const std::int32_t *own = tables.row_positions(list, slot, head), *full = tables.row_positions(RowList::full, slot, head);
+__device__ int position_of(const LayerTables<edits>& tables, RowList list, int slot, int head,
+                           const HeadRows& lists, int row) {
+  const std::int32_t *own = tables.row_positions(list, slot, head),
+                     *full = tables.row_positions(RowList::full, slot, head);
   if (own != nullptr) return own[row];
   if (list == RowList::full) return row;
   if (full == nullptr) return lists.num_full + row;
-  return row + upper_bound(lists.num_full, row, [&](int i) { return full[i] - i; });  // full rows that stand before it
+  return row + upper_bound(lists.num_full, row,
+                           [&](int i) { return full[i] - i; });  // full rows that stand before it
 }
 
 }  // namespace detail
@@ -226,7 +290,8 @@ __device__ int position_of(const LayerTables<edits>& tables, RowList list, int s
 template <bool edits>
 class ScoredRows {
  public:
-  __device__ ScoredRows(const LayerTables<edits>& tables, int slot, int head) : full_(0), count_(tables.scored_rows(tables.rows[tables.index(slot, head)])) {
+  __device__ ScoredRows(const LayerTables<edits>& tables, int slot, int head)
+      : full_(0), count_(tables.scored_rows(tables.rows[tables.index(slot, head)])) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
       if (!tables.has_scores(list)) continue;
       accumulated_scores_[static_cast<int>(list)] = tables.row_scores(list, slot, head);
@@ -237,9 +302,14 @@ class ScoredRows {
   __device__ int count() const { return count_; }
   /// @brief Those of them that are full.
   __device__ int full() const { return full_; }
-  __device__ std::conditional_t<edits, float&, float> accumulated(int row) const { return row < full_ ? accumulated_scores_[0][row] : accumulated_scores_[1][row - full_]; }
-  __device__ std::int32_t position(int row) const { return row < full_ ? positions_[0][row] : positions_[1][row - full_]; }
-  /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's place. All threads of a block call it.
+  __device__ std::conditional_t<edits, float&, float> accumulated(int row) const {
+    return row < full_ ? accumulated_scores_[0][row] : accumulated_scores_[1][row - full_];
+  }
+  __device__ std::int32_t position(int row) const {
+    return row < full_ ? positions_[0][row] : positions_[1][row - full_];
+  }
+  /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's
+  /// place. All threads of a block call it.
   __device__ int pinned_among(int pinned) const {
     int found = 0;
     for (int base = 0; base < count_ && pinned > 0; base += static_cast<int>(blockDim.x)) {
@@ -259,8 +329,13 @@ class ScoredRows {
 class PageWalk {
  public:
   template <bool edits>
-  __device__ PageWalk(const LayerTables<edits>& tables, const std::int32_t* table, const HeadTiles& layout, int tile)
-      : pool_(tables.pool), page_bytes_(tables.page_bytes), table_(table), tiles_per_page_(layout.tiles_per_page), bytes_(layout.bytes) {
+  __device__ PageWalk(const LayerTables<edits>& tables, const std::int32_t* table,
+                      const HeadTiles& layout, int tile)
+      : pool_(tables.pool),
+        page_bytes_(tables.page_bytes),
+        table_(table),
+        tiles_per_page_(layout.tiles_per_page),
+        bytes_(layout.bytes) {
     seek(tile);
   }
   /// @brief Goes to a tile.
@@ -270,7 +345,8 @@ class PageWalk {
   }
   /// @brief The tile it stands at, which must exist; then `step` tiles on.
   __device__ __forceinline__ const std::uint8_t* next(int step) {
-    const std::uint8_t* here = pool_ + static_cast<std::size_t>(table_[page_]) * page_bytes_ + static_cast<std::size_t>(tile_) * static_cast<std::size_t>(bytes_);
+    const std::uint8_t* here = pool_ + static_cast<std::size_t>(table_[page_]) * page_bytes_ +
+                               static_cast<std::size_t>(tile_) * static_cast<std::size_t>(bytes_);
     for (tile_ += step; tile_ >= tiles_per_page_; tile_ -= tiles_per_page_) ++page_;
     return here;
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/upload.cuh  What the host decides about a sequence's descriptors, given to the device by value: pages, lengths, segments, rows of lists.
+/// @file cuda/state/upload.cuh  What the host decides about a sequence's descriptors, given to the
+/// device by value: pages, lengths, segments, rows of lists.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,8 @@ struct PageEdits {
 /// @brief Writes entries of a page table.
 template <class = void>
 __global__ void write_pages_kernel(LayerEdit tables, PageEdits edits) {
-  for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x)) tables.pages[edits.list][edits.index[i]] = edits.page[i];
+  for (int i = static_cast<int>(threadIdx.x); i < edits.count; i += static_cast<int>(blockDim.x))
+    tables.pages[edits.list][edits.index[i]] = edits.page[i];
 }
 
 /// @brief Pages to be copied: sequences write only to pages of their own.
@@ -34,26 +36,34 @@ struct PageCopies {
 /// @brief Copies pages of a pool. Grid: one block a page.
 template <class = void>
 __global__ void copy_pages_kernel(LayerEdit tables, PageCopies copies) {
-  const uint4* from = reinterpret_cast<const uint4*>(tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
-  uint4* to = reinterpret_cast<uint4*>(tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
-  for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x) to[i] = from[i];
+  const uint4* from = reinterpret_cast<const uint4*>(
+      tables.pool + static_cast<std::size_t>(copies.from[blockIdx.x]) * tables.page_bytes);
+  uint4* to = reinterpret_cast<uint4*>(
+      tables.pool + static_cast<std::size_t>(copies.to[blockIdx.x]) * tables.page_bytes);
+  for (std::uint64_t i = threadIdx.x; i < tables.page_bytes / sizeof(uint4); i += blockDim.x)
+    to[i] = from[i];
 }
 
-/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count of -1: those that are there stay.
+/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count
+/// of -1: those that are there stay.
 struct SegmentList {
   std::int32_t count = 0;
   DeviceSegment items[kMaxSegments];
 };
 
-/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay where they are: the newest go.
+/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay
+/// where they are: the newest go.
 template <class = void>
-__global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t tail_length, std::int32_t tail_position, HeadRows rows, SegmentList segments) {
+__global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t tail_length,
+                                     std::int32_t tail_position, HeadRows rows,
+                                     SegmentList segments) {
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = tail_length;
     tables.lengths[slot].tail_position = tail_position;
     if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
   }
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     tables.rows[tables.index(slot, head)] = rows;
     for (int i = 0; i < segments.count; ++i) tables.segments_of(slot, head)[i] = segments.items[i];
   }
@@ -71,7 +81,8 @@ struct FirstRowsList {
 template <class = void>
 __global__ void write_first_rows_kernel(LayerEdit tables, int slot, FirstRowsList own) {
   const int head = static_cast<int>(threadIdx.x);
-  for (int i = 0; head < own.count && i < own.segments; ++i) tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
+  for (int i = 0; head < own.count && i < own.segments; ++i)
+    tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
 }
 
 /// @brief Rows of some heads, given to a kernel by value.

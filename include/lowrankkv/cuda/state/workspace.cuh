@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/workspace.cuh  Memory that attention works in: queries as operands, partial states, sums of exponentials; of decode steps, and of prompts.
+/// @file cuda/state/workspace.cuh  Memory that attention works in: queries as operands, partial
+/// states, sums of exponentials; of decode steps, and of prompts.
 #pragma once
 
 #include <algorithm>
@@ -22,52 +23,76 @@ namespace cuda {
 struct LentMemory {
   std::uint8_t* data = nullptr;  ///< 128-byte aligned
   std::size_t bytes = 0;
-  std::shared_ptr<const void> owner = nullptr;  ///< kept while the memory is in use; null: it outlives what uses it
+  std::shared_ptr<const void> owner =
+      nullptr;  ///< kept while the memory is in use; null: it outlives what uses it
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and column, are set aside for as many chunks of columns at a time as so many bytes hold (of lists of max_tokens rows, of all
-/// sequences; of a prompt, one sequence); for one of them at least, whose kJointColumns columns take 128 bytes a row and group of heads.
+/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and
+/// column, are set aside for as many chunks of columns at a time as so many bytes hold (of lists of
+/// max_tokens rows, of all sequences; of a prompt, one sequence); for one of them at least, whose
+/// kJointColumns columns take 128 bytes a row and group of heads.
 inline constexpr std::size_t kLogitBytes = std::size_t{64} << 20;
 
-/// @brief The buffers of a layer's attention calls. Those of decode steps are made for max_sequences and max_query_tokens and never move; those of prompts grow.
+/// @brief The buffers of a layer's attention calls. Those of decode steps are made for
+/// max_sequences and max_query_tokens and never move; those of prompts grow.
 class Workspace {
  public:
   Workspace() = default;
-  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode steps; null: owned
+  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode
+  /// steps; null: owned
   /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
-  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2], const LentMemory& lent)
-      : heads_(config.shape.num_kv_heads), qo_heads_(config.shape.num_qo_heads), pre_rope_(config.rope.keys == Rope::pre), step_(step_of(config, tiles, max_segments, max_rows)), lent_(lent) {
+  Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments,
+            const std::int64_t (&max_rows)[2], const LentMemory& lent)
+      : heads_(config.shape.num_kv_heads),
+        qo_heads_(config.shape.num_qo_heads),
+        pre_rope_(config.rope.keys == Rope::pre),
+        step_(step_of(config, tiles, max_segments, max_rows)),
+        lent_(lent) {
     decode_bytes_ = decode_bytes(config, tiles, max_segments, max_rows);
-    if (tiles.joint_heads > 0) prompt_chunks_ = logit_chunks(heads_ / tiles.joint_heads, max_rows[1]);
+    if (tiles.joint_heads > 0)
+      prompt_chunks_ = logit_chunks(heads_ / tiles.joint_heads, max_rows[1]);
     if (lent.data == nullptr) {
       decode_ = DeviceArray<std::uint8_t>(decode_bytes_);
     } else {
       const std::size_t offset = reinterpret_cast<std::uintptr_t>(lent.data) % 128;
-      if (lent.bytes < decode_bytes_) ::lowrankkv::detail::fail<CapacityError>("workspace: ", lent.bytes, " bytes lent, ", decode_bytes_, " needed");
-      if (offset != 0) ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset, " bytes off a multiple of 128");
+      if (lent.bytes < decode_bytes_)
+        ::lowrankkv::detail::fail<CapacityError>("workspace: ", lent.bytes, " bytes lent, ",
+                                                 decode_bytes_, " needed");
+      if (offset != 0)
+        ::lowrankkv::detail::fail<ShapeError>("workspace: memory is ", offset,
+                                              " bytes off a multiple of 128");
     }
     std::uint8_t* base = lent.data == nullptr ? decode_.data() : lent.data;
     step_lse_ = reinterpret_cast<float*>(base + carve(step_, config.max_sequences, base));
   }
   /// @brief Bytes of decode steps' buffers.
-  static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
+  static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles,
+                                  int max_segments, const std::int64_t (&max_rows)[2]) {
     AttentionStep step = step_of(config, tiles, max_segments, max_rows);
-    const std::size_t queries = static_cast<std::size_t>(config.max_sequences) * static_cast<std::size_t>(config.max_query_tokens) * static_cast<std::size_t>(config.shape.num_qo_heads);
-    return carve(step, config.max_sequences, nullptr, config.shape.num_kv_heads) + queries * sizeof(float);
+    const std::size_t queries = static_cast<std::size_t>(config.max_sequences) *
+                                static_cast<std::size_t>(config.max_query_tokens) *
+                                static_cast<std::size_t>(config.shape.num_qo_heads);
+    return carve(step, config.max_sequences, nullptr, config.shape.num_kv_heads) +
+           queries * sizeof(float);
   }
 
-  /// @brief Splits that a compressed list of so many rows may have, over all its segments; that of joint values, where there are some.
-  int coded_splits(std::int64_t list_rows) const { return step_.joint_width > 0 ? joint_splits(list_rows) : splits_in(list_rows, step_.segments); }
+  /// @brief Splits that a compressed list of so many rows may have, over all its segments; that of
+  /// joint values, where there are some.
+  int coded_splits(std::int64_t list_rows) const {
+    return step_.joint_width > 0 ? joint_splits(list_rows) : splits_in(list_rows, step_.segments);
+  }
   /// @brief Buffers of a step over so many query tokens.
   AttentionStep step(int m) const {
     AttentionStep step = step_;
     step.set_tokens(m);
     return step;
   }
-  /// @brief Buffers of a step over `m` query tokens of a prompt of one sequence, which has `rows`; grown if they are too small, which allocates and waits.
+  /// @brief Buffers of a step over `m` query tokens of a prompt of one sequence, which has `rows`;
+  /// grown if they are too small, which allocates and waits.
   /// @param packed  tiles of the prompt, so many a head
-  AttentionStep prompt_step(const HeadRows& rows, int m, std::int32_t packed_tiles, const std::uint8_t* packed) {
+  AttentionStep prompt_step(const HeadRows& rows, int m, std::int32_t packed_tiles,
+                            const std::uint8_t* packed) {
     AttentionStep step = step_;
     step.set_tokens(m);
     if (step.joint_heads > 0) {
@@ -86,9 +111,11 @@ class Workspace {
     return step;
   }
 
-  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], for masses that are asked for without it.
+  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], for
+  /// masses that are asked for without it.
   float* step_lse() const { return step_lse_; }
-  /// @brief The same for so many queries of a prompt, where masses are kept; grown if it is too small, which allocates and waits.
+  /// @brief The same for so many queries of a prompt, where masses are kept; grown if it is too
+  /// small, which allocates and waits.
   float* prompt_lse(std::int64_t tokens) {
     const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(qo_heads_);
     if (prompt_lse_.size() < size) prompt_lse_ = DeviceArray<float>(size);
@@ -101,8 +128,11 @@ class Workspace {
   std::size_t decode_bytes() const { return decode_bytes_; }
 
  private:
-  static int splits_in(std::int64_t list_rows, int segments) { return list_rows == 0 ? 0 : splits_of(list_rows) + segments - 1; }
-  static AttentionStep step_of(const CacheConfig& config, const LayerTiles& tiles, int max_segments, const std::int64_t (&max_rows)[2]) {
+  static int splits_in(std::int64_t list_rows, int segments) {
+    return list_rows == 0 ? 0 : splits_of(list_rows) + segments - 1;
+  }
+  static AttentionStep step_of(const CacheConfig& config, const LayerTiles& tiles, int max_segments,
+                               const std::int64_t (&max_rows)[2]) {
     AttentionStep step;
     step.group = config.shape.group_size();
     step.set_tokens(config.max_query_tokens);
@@ -110,52 +140,81 @@ class Workspace {
     step.compressed_splits = splits_in(max_rows[1], max_segments);
     step.full_splits = full_splits_of(max_rows[0], config.rope.keys == Rope::pre);
     step.width = config.shape.head_dim;
-    for (const HeadTiles& layout : tiles.compressed) step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
-    step.coded_units = config.rope.keys == Rope::pre ? 0 : tiles.max_units(Part::key);  // keys that are turned when they are read meet queries as they are
+    for (const HeadTiles& layout : tiles.compressed)
+      step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
+    step.coded_units =
+        config.rope.keys == Rope::pre
+            ? 0
+            : tiles.max_units(
+                  Part::key);  // keys that are turned when they are read meet queries as they are
     if (tiles.joint_heads == 0) return step;
     step.joint_heads = tiles.joint_heads;
     step.joint_width = tiles.joint_width();
     step.compressed_splits = 0;  // states of joint values are apart
     step.joint_splits = joint_splits(max_rows[1]);
     step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, tiles.joint_heads));
-    if (config.rope.keys == Rope::pre) set_logits(step, logit_chunks(config.max_sequences * (config.shape.num_kv_heads / tiles.joint_heads), max_rows[1]), max_rows[1]);
+    if (config.rope.keys == Rope::pre)
+      set_logits(
+          step,
+          logit_chunks(config.max_sequences * (config.shape.num_kv_heads / tiles.joint_heads),
+                       max_rows[1]),
+          max_rows[1]);
     return step;
   }
-  static std::int32_t logit_rows(std::int64_t rows) { return static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows * kCodeRows); }
-  /// Chunks of columns that a launch may have, so that kLogitBytes hold the logits of so many lists of joint values.
+  static std::int32_t logit_rows(std::int64_t rows) {
+    return static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows * kCodeRows);
+  }
+  /// Chunks of columns that a launch may have, so that kLogitBytes hold the logits of so many lists
+  /// of joint values.
   static std::int32_t logit_chunks(int lists, std::int64_t rows) {
-    const std::int64_t bytes = std::int64_t{lists} * logit_rows(rows) * kJointColumns * static_cast<std::int64_t>(sizeof(float));
-    return static_cast<std::int32_t>((std::clamp)(static_cast<std::int64_t>(kLogitBytes) / (std::max)(bytes, std::int64_t{1}), std::int64_t{1}, std::int64_t{kJointChunks}));
+    const std::int64_t bytes = std::int64_t{lists} * logit_rows(rows) * kJointColumns *
+                               static_cast<std::int64_t>(sizeof(float));
+    return static_cast<std::int32_t>(
+        (std::clamp)(static_cast<std::int64_t>(kLogitBytes) / (std::max)(bytes, std::int64_t{1}),
+                     std::int64_t{1}, std::int64_t{kJointChunks}));
   }
   /// Has a step over joint values set aside logits for lists of so many rows.
   static void set_logits(AttentionStep& step, std::int32_t most_chunks, std::int64_t rows) {
     step.joint_chunks = (std::min)(step.joint_chunks, most_chunks);
-    step.logit_columns = (std::min)(step.joint_chunks * kJointColumns, step.joint_heads * step.columns());
+    step.logit_columns =
+        (std::min)(step.joint_chunks * kJointColumns, step.joint_heads * step.columns());
     step.logit_rows = logit_rows(rows);
   }
   /// Gives a step over so many sequences its buffers, from `base` on. Returns their bytes.
   static std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base, int heads) {
-    const std::size_t rows = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(heads) * static_cast<std::size_t>(step.blocks);
+    const std::size_t rows = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(heads) *
+                             static_cast<std::size_t>(step.blocks);
     std::size_t end = 0;
     const auto reserve = [&](auto*& pointer, std::size_t size) {
-      pointer = base == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + end);
+      pointer = base == nullptr
+                    ? nullptr
+                    : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + end);
       end += (size * sizeof(*pointer) + 127) / 128 * 128;
     };
-    reserve(step.coded_queries, rows * static_cast<std::size_t>(step.segments * step.coded_units) * 32);
+    reserve(step.coded_queries,
+            rows * static_cast<std::size_t>(step.segments * step.coded_units) * 32);
     reserve(step.coded_scales, rows * static_cast<std::size_t>(step.segments) * kBlockColumns);
     reserve(step.partial, rows * static_cast<std::size_t>(step.entries()) * step.state_floats());
     if (step.joint_heads == 0) return end;
-    const std::size_t parts = static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.joint_splits * step.joint_chunks);
-    reserve(step.joint_partial, parts * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
+    const std::size_t parts = static_cast<std::size_t>(sequences * (heads / step.joint_heads)) *
+                              static_cast<std::size_t>(step.joint_splits * step.joint_chunks);
+    reserve(step.joint_partial,
+            parts * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns));
     reserve(step.joint_states, rows * step.joint_floats());
-    reserve(step.joint_logits, static_cast<std::size_t>(sequences * (heads / step.joint_heads)) * static_cast<std::size_t>(step.logit_columns) * static_cast<std::size_t>(step.logit_rows));
+    reserve(step.joint_logits, static_cast<std::size_t>(sequences * (heads / step.joint_heads)) *
+                                   static_cast<std::size_t>(step.logit_columns) *
+                                   static_cast<std::size_t>(step.logit_rows));
     return end;
   }
-  std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const { return carve(step, sequences, base, heads_); }
+  std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base) const {
+    return carve(step, sequences, base, heads_);
+  }
 
   int heads_ = 0, qo_heads_ = 0;
   bool pre_rope_ = false;  ///< keys are turned when they are read
-  std::int32_t prompt_chunks_ = 0;  ///< of columns, in a launch over joint values of unrotated keys: the same whatever the rows, so that longer lists need no less
+  std::int32_t prompt_chunks_ =
+      0;  ///< of columns, in a launch over joint values of unrotated keys: the same whatever the
+          ///< rows, so that longer lists need no less
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;
   DeviceArray<std::uint8_t> decode_, prompt_;

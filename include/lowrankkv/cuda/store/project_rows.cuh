@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/project_rows.cuh  Rows become coefficients: products with the encoders on tensor cores.
+/// @file cuda/store/project_rows.cuh  Rows become coefficients: products with the encoders on
+/// tensor cores.
 ///
-/// Rows of 16-bit numbers and maps of their type are operands as they are, sums are f32. Maps of f32 are the sum of two tf32, which rows of 16 bits are as they are.
+/// Rows of 16-bit numbers and maps of their type are operands as they are, sums are f32. Maps of
+/// f32 are the sum of two tf32, which rows of 16 bits are as they are.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +16,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief How a block comes by the rows that it projects: straight from their tiles; through shared memory, as they are, where rows are chosen; as f32, where maps are of another
-/// type. The first two make the same bits: which of them it is may depend on the batch.
+/// @brief How a block comes by the rows that it projects: straight from their tiles; through shared
+/// memory, as they are, where rows are chosen; as f32, where maps are of another type. The first
+/// two make the same bits: which of them it is may depend on the batch.
 enum class RowPath : std::uint8_t { words, staged, wide };
 
 namespace detail {
@@ -37,27 +40,35 @@ __host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4
 
 /// Shared memory for the rows of a block, in bytes.
 __host__ __device__ constexpr int path_bytes(RowPath path, int head_dim) {
-  return path == RowPath::words ? 0 : kStoreRows * (path == RowPath::staged ? 2 * plain_stride(head_dim) : 4 * row_stride(head_dim));
+  return path == RowPath::words ? 0
+                                : kStoreRows * (path == RowPath::staged ? 2 * plain_stride(head_dim)
+                                                                        : 4 * row_stride(head_dim));
 }
-/// coefficients [16 row_blocks, rank] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] - offset, two neighbours at a time: put(row, channel, first, second), up to the next
-/// sixteen channels, where they are zeros. A warp makes 16 coefficients of all rows at a time. exact_rows: they are numbers of 16 bits, tf32 as they are; others are the sum of two.
+/// coefficients [16 row_blocks, rank] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] -
+/// offset, two neighbours at a time: put(row, channel, first, second), up to the next sixteen
+/// channels, where they are zeros. A warp makes 16 coefficients of all rows at a time. exact_rows:
+/// they are numbers of 16 bits, tf32 as they are; others are the sum of two.
 template <int row_blocks, bool exact_rows, class Put>
 __device__ void project_rows(const float* rows, int head_dim, const PartMaps& maps, Put&& put) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            g = lane / 4, t = lane % 4;
   const int stride = row_stride(head_dim), steps = head_dim / 8;
-  const bool exact = maps.encoder.type != DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
+  const bool exact = maps.encoder.type !=
+                     DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
   for (int block = warp; block < (maps.rank + 15) / 16; block += kStoreThreads / 32) {
     float sums[row_blocks][2][4] = {};
-    #pragma unroll 2
+#pragma unroll 2
     for (int k = 0; k < steps; ++k) {
       const float4 map = maps.encoder.quad((block * steps + k) * 32 + lane);
-      const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z), beyond_tf32(map.w)};
-      #pragma unroll
+      const float4 rest = {beyond_tf32(map.x), beyond_tf32(map.y), beyond_tf32(map.z),
+                           beyond_tf32(map.w)};
+#pragma unroll
       for (int m = 0; m < row_blocks; ++m) {
         const float* own = rows + (16 * m + g) * stride + 8 * k + 2 * t;
         const float4 a = {own[0], own[8 * stride], own[1], own[8 * stride + 1]};
         if constexpr (!exact_rows) {
-          const float4 a_rest = {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z), beyond_tf32(a.w)};
+          const float4 a_rest = {beyond_tf32(a.x), beyond_tf32(a.y), beyond_tf32(a.z),
+                                 beyond_tf32(a.w)};
           mma_tf32(sums[m][0], a_rest, map.x, map.y);
           mma_tf32(sums[m][1], a_rest, map.z, map.w);
         }
@@ -69,29 +80,37 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
         mma_tf32(sums[m][1], a, map.z, map.w);
       }
     }
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int channel = 16 * block + 8 * n + 2 * t;
       const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
-      #pragma unroll
+#pragma unroll
       for (int m = 0; m < row_blocks; ++m) {
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) put(16 * m + g + 8 * half, channel, fmaf(sums[m][n][2 * half], one.x, one.y), fmaf(sums[m][n][2 * half + 1], two.x, two.y));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          put(16 * m + g + 8 * half, channel, fmaf(sums[m][n][2 * half], one.x, one.y),
+              fmaf(sums[m][n][2 * half + 1], two.x, two.y));
       }
     }
   }
 }
 
 /// The words of sixteen values, as a tile has them, as operands that have rows as their own.
-__device__ __forceinline__ uint4 values_as_rows(const uint4& a) { return {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)}; }
+__device__ __forceinline__ uint4 values_as_rows(const uint4& a) {
+  return {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
+}
 
-/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts` parts: exact products. words(part, step)(unit): a lane's operand, of values as tiles have
-/// them if from_tiles; put(part, row, channel, first, second). A warp has sixteen rows, and makes a share of their coefficients.
+/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts`
+/// parts: exact products. words(part, step)(unit): a lane's operand, of values as tiles have them
+/// if from_tiles; put(part, row, channel, first, second). A warp has sixteen rows, and makes a
+/// share of their coefficients.
 template <DType type, bool from_tiles, class Words, class Put>
-__device__ __forceinline__ void project_steps(const HeadMaps& both, int first_part, int num_parts, int steps, int head_dim, Words&& words, Put&& put) {
+__device__ __forceinline__ void project_steps(const HeadMaps& both, int first_part, int num_parts,
+                                              int steps, int head_dim, Words&& words, Put&& put) {
   constexpr int kUnits = 8;
   const int shares = steps % 4 == 0 ? 2 : 3;  // such that the last round leaves few warps idle
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit;
   for (int item = warp; item < num_parts * steps * shares; item += kStoreThreads / 32) {
     const int index = item / shares, share = item - index * shares;
     const bool second = index >= steps;
@@ -102,66 +121,88 @@ __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_pa
     uint4 a[kUnits];
     const auto own_words = words(part, step);
     const auto load = [&](int first_unit) {
-      #pragma unroll
-      for (int i = 0; i < kUnits; ++i) a[i] = own_words(min(first_unit + i, units - 1));  // all on their way before one is looked at
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i)
+        a[i] =
+            own_words(min(first_unit + i, units - 1));  // all on their way before one is looked at
       if constexpr (from_tiles) {
         if (part == Part::key) return;
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < kUnits; ++i) a[i] = values_as_rows(a[i]);
       }
     };
     if (units <= kUnits) load(0);
     for (int block = share; block < (maps.rank + 15) / 16; block += shares) {
-      float sums[2][2][4] = {};  // of even units and of odd ones: products that wait for each other are fewer
+      float sums[2][2][4] =
+          {};  // of even units and of odd ones: products that wait for each other are fewer
       for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
         if (units > kUnits) load(first_unit);
-        const uint2* map = static_cast<const uint2*>(maps.encoder.data) + (block * 2 * units + 2 * first_unit) * 32 + lane;
+        const uint2* map = static_cast<const uint2*>(maps.encoder.data) +
+                           (block * 2 * units + 2 * first_unit) * 32 + lane;
         const int there = units - first_unit;
         const auto multiply = [&](auto is_whole) {
           constexpr bool whole = decltype(is_whole)::value;
           uint2 own[kUnits][2];
-          #pragma unroll
+#pragma unroll
           for (int i = 0; i < kUnits; ++i) {
-            #pragma unroll
-            for (int j = 0; j < 2; ++j) own[i][j] = whole || i < there ? __ldg(map + 64 * i + 32 * j) : uint2{0, 0};
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              own[i][j] = whole || i < there ? __ldg(map + 64 * i + 32 * j) : uint2{0, 0};
           }
-          #pragma unroll
+#pragma unroll
           for (int i = 0; i < kUnits; ++i) {
             if (!whole && i >= there) break;
             mma_plain<type>(sums[i % 2][0], a[i], own[i][0].x, own[i][1].x);
             mma_plain<type>(sums[i % 2][1], a[i], own[i][0].y, own[i][1].y);
           }
         };
-        if (there >= kUnits) multiply(std::true_type{});
-        else multiply(std::false_type{});
+        if (there >= kUnits)
+          multiply(std::true_type{});
+        else
+          multiply(std::false_type{});
       }
-      #pragma unroll
+#pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int channel = 16 * block + 8 * n + 2 * t;
         const float2 one = maps.to_steps(channel), two = maps.to_steps(channel + 1);
-        #pragma unroll
+#pragma unroll
         for (int half = 0; half < 2; ++half) {
-          put(part, 16 * step + g + 8 * half, channel, fmaf(sums[0][n][2 * half] + sums[1][n][2 * half], one.x, one.y), fmaf(sums[0][n][2 * half + 1] + sums[1][n][2 * half + 1], two.x, two.y));
+          put(part, 16 * step + g + 8 * half, channel,
+              fmaf(sums[0][n][2 * half] + sums[1][n][2 * half], one.x, one.y),
+              fmaf(sums[0][n][2 * half + 1] + sums[1][n][2 * half + 1], two.x, two.y));
         }
       }
     }
   }
 }
 
-/// Projects rows [begin, end) of a block, parts first_part and, if num_parts is 2, the next: put(part, row, channel, first, second). Row r is row from + r of the source, or chosen[from + r].
-/// All threads of the block call it; the caller synchronises.
+/// Projects rows [begin, end) of a block, parts first_part and, if num_parts is 2, the next:
+/// put(part, row, channel, first, second). Row r is row from + r of the source, or chosen[from +
+/// r]. All threads of the block call it; the caller synchronises.
 template <RowPath path, class Put>
-__device__ __forceinline__ void project_block(const SourceRows& source, DType type, const std::int32_t* chosen, int from, int begin, int end, int head_dim, const HeadMaps& maps, int first_part, int num_parts,
-                                              std::uint8_t* memory, Put&& put) {
+__device__ __forceinline__ void project_block(const SourceRows& source, DType type,
+                                              const std::int32_t* chosen, int from, int begin,
+                                              int end, int head_dim, const HeadMaps& maps,
+                                              int first_part, int num_parts, std::uint8_t* memory,
+                                              Put&& put) {
   const auto within = [&](Part part, int row, int channel, float first, float second) {
     if (row >= begin && row < end) put(part, row, channel, first, second);
   };
   if constexpr (path == RowPath::words) {
-    const int first_step = source.step_of(from + begin), steps = source.step_of(from + end - 1) - first_step + 1, shift = first_step * kPlainRows - source.offset() - from;
-    const auto words = [&](Part part, int step) { return [own = source.words(part, first_step + step)](int unit) { return own[32 * unit]; }; };
-    const auto shifted = [&](Part part, int row, int channel, float first, float second) { within(part, row + shift, channel, first, second); };
-    if (type == DType::f16) project_steps<DType::f16, true>(maps, first_part, num_parts, steps, head_dim, words, shifted);
-    else project_steps<DType::bf16, true>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+    const int first_step = source.step_of(from + begin),
+              steps = source.step_of(from + end - 1) - first_step + 1,
+              shift = first_step * kPlainRows - source.offset() - from;
+    const auto words = [&](Part part, int step) {
+      return [own = source.words(part, first_step + step)](int unit) { return own[32 * unit]; };
+    };
+    const auto shifted = [&](Part part, int row, int channel, float first, float second) {
+      within(part, row + shift, channel, first, second);
+    };
+    if (type == DType::f16)
+      project_steps<DType::f16, true>(maps, first_part, num_parts, steps, head_dim, words, shifted);
+    else
+      project_steps<DType::bf16, true>(maps, first_part, num_parts, steps, head_dim, words,
+                                       shifted);
   } else {
     for (int index = first_part; index < first_part + num_parts; ++index) {
       const Part part = static_cast<Part>(index);
@@ -171,14 +212,25 @@ __device__ __forceinline__ void project_block(const SourceRows& source, DType ty
         const int stride = plain_stride(head_dim);
         source.load(part, chosen, from, begin, end, head_dim, rows, stride);
         __syncthreads();
-        const auto words = [&](Part, int step) { return [own = rows + kPlainRows * step * stride, stride](int unit) { return plain_words(Part::key, own, stride, unit); }; };
-        if (type == DType::f16) project_steps<DType::f16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
-        else project_steps<DType::bf16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words, within);
+        const auto words = [&](Part, int step) {
+          return [own = rows + kPlainRows * step * stride, stride](int unit) {
+            return plain_words(Part::key, own, stride, unit);
+          };
+        };
+        if (type == DType::f16)
+          project_steps<DType::f16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim, words,
+                                           within);
+        else
+          project_steps<DType::bf16, false>(maps, index, 1, kStoreRows / kPlainRows, head_dim,
+                                            words, within);
       } else {
         float* rows = reinterpret_cast<float*>(memory);
         source.load(part, chosen, from, begin, end, head_dim, rows, row_stride(head_dim));
         __syncthreads();
-        project_rows<kStoreRows / 16, true>(rows, head_dim, maps.of(part), [&](int row, int channel, float first, float second) { within(part, row, channel, first, second); });
+        project_rows<kStoreRows / 16, true>(rows, head_dim, maps.of(part),
+                                            [&](int row, int channel, float first, float second) {
+                                              within(part, row, channel, first, second);
+                                            });
       }
     }
   }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/store_rows.cuh  Rows leave full rank, or are stored as they are: project, quantise, pack into tiles.
+/// @file cuda/store/store_rows.cuh  Rows leave full rank, or are stored as they are: project,
+/// quantise, pack into tiles.
 ///
-/// A block stores what falls into 64 consecutive rows of a list of one KV head. Codes and gains are those of quantizer/code_layout.hpp.
+/// A block stores what falls into 64 consecutive rows of a list of one KV head. Codes and gains are
+/// those of quantizer/code_layout.hpp.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +30,16 @@ struct CodePlan {
   float half_range;
 };
 
-/// Shared memory of store_rows_kernel: rows, then either coefficients as plain tiles have them, keys and values, or the f32 coefficients of a part, gains, and a tile of codes.
-__host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim, int max_rank, int tile_bytes, int scale_groups) {
-  if (form == StoreForm::full) return static_cast<std::size_t>(2 * kStoreRows * 2 * plain_stride(head_dim));
-  const int results = form == StoreForm::coefficients ? 2 * kStoreRows * 2 * plain_stride(max_rank) : kStoreRows * 4 * (max_rank + 1 + scale_groups) + tile_bytes + kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
+/// Shared memory of store_rows_kernel: rows, then either coefficients as plain tiles have them,
+/// keys and values, or the f32 coefficients of a part, gains, and a tile of codes.
+__host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim,
+                                                   int max_rank, int tile_bytes, int scale_groups) {
+  if (form == StoreForm::full)
+    return static_cast<std::size_t>(2 * kStoreRows * 2 * plain_stride(head_dim));
+  const int results = form == StoreForm::coefficients
+                          ? 2 * kStoreRows * 2 * plain_stride(max_rank)
+                          : kStoreRows * 4 * (max_rank + 1 + scale_groups) + tile_bytes +
+                                kMaxUnits * kCodeUnit * static_cast<int>(sizeof(CodePlan));
   return static_cast<std::size_t>(path_bytes(path, head_dim) + results);
 }
 
@@ -41,15 +49,18 @@ struct StoredGain {
   float value = 0.0F;
 };
 
-/// Sums of squares of coefficients [first, end) of each of `rows` rows, or largest magnitudes: a warp's, lane i gets that of row i. coefficients: of the first row.
-__device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients, int stride, int rows, int first, int end) {
+/// Sums of squares of coefficients [first, end) of each of `rows` rows, or largest magnitudes: a
+/// warp's, lane i gets that of row i. coefficients: of the first row.
+__device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients,
+                                              int stride, int rows, int first, int end) {
   const bool norm = maps.gains == ScaleKind::norm_log8;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float result = 0.0F;
   for (int row = 0; row < rows; ++row) {
     const float* own = coefficients + row * stride;
     float size = 0.0F;
-    for (int channel = first + lane; channel < end; channel += 32) size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
+    for (int channel = first + lane; channel < end; channel += 32)
+      size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
     for (int distance = 16; distance > 0; distance /= 2) {
       const float other = __shfl_xor_sync(~0U, size, distance);
       size = norm ? size + other : fmaxf(size, other);
@@ -58,18 +69,21 @@ __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float*
   }
   return result;
 }
-/// The gain of a row whose coefficients in steps, those of one scale group, have this sum of squares, or largest magnitude.
+/// The gain of a row whose coefficients in steps, those of one scale group, have this sum of
+/// squares, or largest magnitude.
 __device__ inline StoredGain gain_of_size(const PartMaps& maps, float size, int group = 0) {
   if (maps.gains == ScaleKind::norm_log8) {
     const int code = gain_code(sqrtf(size) / maps.reference[group]);
     return {static_cast<std::uint16_t>(code), gain_of(code)};
   }
-  const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));  // not below: nothing is clipped
+  const __half up = __float2half_ru(
+      fminf(size / maps.reference[group], 65504.0F));  // not below: nothing is clipped
   return {__half_as_ushort(up), __half2float(up)};
 }
 /// The code of 2 half_range levels of a coefficient in steps, gains taken out.
 __device__ inline std::uint32_t code_of(float coefficient, float half_range) {
-  return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range), 2.0F * half_range - 1.0F));  // NaN becomes the lowest
+  return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range),
+                                          2.0F * half_range - 1.0F));  // NaN becomes the lowest
 }
 
 /// Shared memory for a tile of codes.
@@ -77,12 +91,13 @@ struct CodeMemory {
   float* coefficients;   // [kStoreRows, rank + 1]
   float* inverse_gains;  // [scale groups, kStoreRows]
   std::uint32_t* tile;
-  CodePlan* plan;        // [channels of a part]
+  CodePlan* plan;  // [channels of a part]
 };
 
 /// What the channels of a part hold, into shared memory. The caller synchronises.
 __device__ inline void load_plan(const PartMaps& maps, CodePlan* plan) {
-  for (int channel = static_cast<int>(threadIdx.x); channel < maps.width; channel += kStoreThreads) {
+  for (int channel = static_cast<int>(threadIdx.x); channel < maps.width;
+       channel += kStoreThreads) {
     const TileChannel place = maps.channels[channel];
     plan[channel] = {place.source, place.shift, static_cast<float>(1 << place.bits) * 0.5F};
   }
@@ -90,39 +105,52 @@ __device__ inline void load_plan(const PartMaps& maps, CodePlan* plan) {
 
 /// Gains of the rows, into the tile and as inverses.
 template <int scale_groups>
-__device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part, const CodeMemory& memory, int begin, int end) {
+__device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part,
+                            const CodeMemory& memory, int begin, int end) {
   constexpr int kWarpRows = kStoreRows / (kStoreThreads / 32);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, row = warp * kWarpRows + lane;
-  #pragma unroll
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            row = warp * kWarpRows + lane;
+#pragma unroll
   for (int group = 0; group < scale_groups; ++group) {
-    const int first = group == 0 ? 0 : maps.first_coded, last = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
-    const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1), maps.rank + 1, kWarpRows, first, last);
+    const int first = group == 0 ? 0 : maps.first_coded,
+              last = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
+    const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1),
+                                    maps.rank + 1, kWarpRows, first, last);
     if (lane >= kWarpRows || row < begin || row >= end) continue;
     const StoredGain gain = gain_of_size(maps, size, group);
-    std::uint8_t* place = reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row, group);
-    if (layout.gain_bytes() == 1) *place = static_cast<std::uint8_t>(gain.bits);
-    else *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
+    std::uint8_t* place =
+        reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row, group);
+    if (layout.gain_bytes() == 1)
+      *place = static_cast<std::uint8_t>(gain.bits);
+    else
+      *reinterpret_cast<std::uint16_t*>(place) = gain.bits;
     memory.inverse_gains[group * kStoreRows + row] = gain.value > 0.0F ? 1.0F / gain.value : 0.0F;
   }
 }
 
-/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on. Earlier rows keep theirs; bits of later ones are clear, if they do not keep theirs too.
-/// plan: of the unit's channels.
+/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on.
+/// Earlier rows keep theirs; bits of later ones are clear, if they do not keep theirs too. plan: of
+/// the unit's channels.
 template <Part part, int bits, bool keeps_later>
-__device__ __forceinline__ void pack_words(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end, int first_word, int step) {
+__device__ __forceinline__ void pack_words(const CodeMemory& memory, const float* inverse_gains,
+                                           int stride, const CodePlan* plan, std::uint32_t* unit,
+                                           int begin, int end, int first_word, int step) {
   constexpr std::uint32_t mask = (1U << bits) - 1U;
   for (int word = first_word; word < code_unit_bytes(bits) / 4; word += step) {
     std::uint32_t fresh = 0, kept = 0;
-    #pragma unroll
+#pragma unroll
     for (int byte = 0; byte < 4; ++byte) {
-      #pragma unroll
+#pragma unroll
       for (int q = 0; q < 8 / bits; ++q) {
-        const CodeIndex index = part == Part::key ? key_code(bits, word, q, byte) : value_code(bits, word, q, byte);
+        const CodeIndex index =
+            part == Part::key ? key_code(bits, word, q, byte) : value_code(bits, word, q, byte);
         const CodePlan channel = plan[index.channel];
         const int shift = 8 * byte + bits * q;
         if (index.row < begin || (keeps_later && index.row >= end)) kept |= mask << shift;
         if (index.row < begin || index.row >= end || channel.source < 0) continue;
-        const std::uint32_t code = code_of(memory.coefficients[index.row * stride + channel.source] * inverse_gains[index.row], channel.half_range);
+        const std::uint32_t code = code_of(
+            memory.coefficients[index.row * stride + channel.source] * inverse_gains[index.row],
+            channel.half_range);
         fresh |= (code >> channel.shift & mask) << shift;
       }
     }
@@ -132,40 +160,62 @@ __device__ __forceinline__ void pack_words(const CodeMemory& memory, const float
 
 /// The same of a unit in shared memory, by all threads.
 template <Part part, int bits, bool keeps_later>
-__device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride, const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
-  pack_words<part, bits, keeps_later>(memory, inverse_gains, stride, plan, unit, begin, end, static_cast<int>(threadIdx.x), kStoreThreads);
+__device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride,
+                          const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
+  pack_words<part, bits, keeps_later>(memory, inverse_gains, stride, plan, unit, begin, end,
+                                      static_cast<int>(threadIdx.x), kStoreThreads);
 }
 
 /// The same of all units of a part.
 template <Part part, int scale_groups, bool keeps_later = false>
-__device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride, int begin, int end) {
+__device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride,
+                            int begin, int end) {
   const int units = part == Part::key ? layout.key_units : layout.value_units;
   std::uint32_t* words = memory.tile + layout.offset(part) / 4;
   for (int unit = 0; unit < units; ++unit) {
     const int bits = part == Part::key ? layout.key_widths[unit] : layout.value_widths[unit];
     const CodePlan* plan = memory.plan + unit * kCodeUnit;
-    const float* inverse_gains = memory.inverse_gains + (scale_groups == 2 && unit >= layout.first_units(part) ? kStoreRows : 0);
-    if (bits == 8) pack_unit<part, 8, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
-    else if (bits == 4) pack_unit<part, 4, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
-    else if (bits == 2) pack_unit<part, 2, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
-    else pack_unit<part, 1, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    const float* inverse_gains =
+        memory.inverse_gains +
+        (scale_groups == 2 && unit >= layout.first_units(part) ? kStoreRows : 0);
+    if (bits == 8)
+      pack_unit<part, 8, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 4)
+      pack_unit<part, 4, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else if (bits == 2)
+      pack_unit<part, 2, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
+    else
+      pack_unit<part, 1, keeps_later>(memory, inverse_gains, stride, plan, words, begin, end);
     words += code_unit_bytes(bits) / 4;
   }
 }
 
 }  // namespace detail
 
-/// @brief What a block stores of a list: 64 rows from tile_row on, of which [begin, end) are new; row r is row from + r of the order, or of the source, where there is none.
+/// @brief What a block stores of a list: 64 rows from tile_row on, of which [begin, end) are new;
+/// row r is row from + r of the order, or of the source, where there is none.
 class ListPiece {
  public:
-  /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are, the first of those that share them
-  __device__ ListPiece(const LayerEdit& tables, const FlushBatch& flushed, const RowOrder& order, const StagingTiles& staging, RowList list, int sequence, int index, int head, int piece)
-      : layout_(list == RowList::full ? tables.listed : tables.compressed[index]), table_(tables.page_table(list, flushed.slots[sequence], index)), pool_(tables.pool), page_bytes_(tables.page_bytes) {
+  /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are,
+  /// the first of those that share them
+  __device__ ListPiece(const LayerEdit& tables, const FlushBatch& flushed, const RowOrder& order,
+                       const StagingTiles& staging, RowList list, int sequence, int index, int head,
+                       int piece)
+      : layout_(list == RowList::full ? tables.listed : tables.compressed[index]),
+        table_(tables.page_table(list, flushed.slots[sequence], index)),
+        pool_(tables.pool),
+        page_bytes_(tables.page_bytes) {
     const bool full = list == RowList::full, apart = staging.data != nullptr;
-    const int stored = tables.num_rows(list, flushed.slots[sequence], head), first = apart ? 0 : stored, added = flushed.added(list, tables.scored, sequence, stored);
+    const int stored = tables.num_rows(list, flushed.slots[sequence], head),
+              first = apart ? 0 : stored,
+              added = flushed.added(list, tables.scored, sequence, stored);
     const int2 active = order.active(sequence, tables.num_heads, head, added);
-    const int count = apart ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
-    const int skipped = order.rows == nullptr ? (full ? 0 : flushed.full[sequence]) : apart ? added : active.x;  // of the source, or of the order: they are stored elsewhere
+    const int count =
+        apart ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
+    const int skipped =
+        order.rows == nullptr ? (full ? 0 : flushed.full[sequence])
+        : apart               ? added
+                : active.x;  // of the source, or of the order: they are stored elsewhere
     tile_row = (first / kStoreRows + piece) * kStoreRows;
     begin = max(first - tile_row, 0);
     end = min(first + count - tile_row, kStoreRows);
@@ -175,8 +225,11 @@ class ListPiece {
   int tile_row, begin, end, from;
   /// @brief A tile of the list.
   __device__ std::uint8_t* tile(int tile) const {
-    if (staging_ != nullptr) return staging_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
-    return pool_ + static_cast<std::size_t>(table_[tile / layout_.tiles_per_page]) * page_bytes_ + static_cast<std::size_t>(tile % layout_.tiles_per_page) * static_cast<std::size_t>(layout_.bytes);
+    if (staging_ != nullptr)
+      return staging_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
+    return pool_ + static_cast<std::size_t>(table_[tile / layout_.tiles_per_page]) * page_bytes_ +
+           static_cast<std::size_t>(tile % layout_.tiles_per_page) *
+               static_cast<std::size_t>(layout_.bytes);
   }
 
  private:
@@ -187,59 +240,80 @@ class ListPiece {
   std::uint8_t* staging_ = nullptr;
 };
 
-/// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one, or in loose tiles. Pages are in place; lengths are
-/// those before. Grid: 64-row pieces of a list x KV heads x sequences.
+/// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one,
+/// or in loose tiles. Pages are in place; lengths are those before. Grid: 64-row pieces of a list x
+/// KV heads x sequences.
 /// @tparam scale_groups  of tiles of codes
 template <StoreForm form, RowPath path, int scale_groups>
-__global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, RowOrder order, StagingTiles staging, DType type) {
+__global__ void __launch_bounds__(kStoreThreads, 2)
+    store_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, RowOrder order,
+                      StagingTiles staging, DType type) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z), slot = flushed.slots[index], dim = tables.head_dim;
+  const int head = static_cast<int>(blockIdx.y), index = static_cast<int>(blockIdx.z),
+            slot = flushed.slots[index], dim = tables.head_dim;
   constexpr RowList list = form == StoreForm::full ? RowList::full : RowList::compressed;
   const HeadTiles& layout = form == StoreForm::full ? tables.listed : tables.compressed[head];
-  const ListPiece piece(tables, flushed, order, staging, list, index, head, head, static_cast<int>(blockIdx.x));
+  const ListPiece piece(tables, flushed, order, staging, list, index, head, head,
+                        static_cast<int>(blockIdx.x));
   const int tile_row = piece.tile_row, begin = piece.begin, end = piece.end, from = piece.from;
   if (begin >= end) return;
   const SourceRows rows(tables, source, slot, head);
   const std::int32_t* chosen = order.of(index, static_cast<int>(gridDim.y), head);
-  if (std::int32_t* positions = tables.row_positions(list, slot, head); positions != nullptr && staging.data == nullptr) {
-    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads) positions[tile_row + row] = flushed.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
+  if (std::int32_t* positions = tables.row_positions(list, slot, head);
+      positions != nullptr && staging.data == nullptr) {
+    for (int row = begin + static_cast<int>(threadIdx.x); row < end; row += kStoreThreads)
+      positions[tile_row + row] =
+          flushed.position[index] + (chosen == nullptr ? from + row : chosen[from + row]);
   }
   if constexpr (form == StoreForm::codes) {
     const HeadMaps& maps = tables.current_maps(slot, head);
     detail::CodeMemory memory;
     memory.coefficients = reinterpret_cast<float*>(shared_memory + detail::path_bytes(path, dim));
-    memory.inverse_gains = memory.coefficients + kStoreRows * (max(maps.key.rank, layout.values ? maps.value.rank : 0) + 1);
-    memory.plan = reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
+    memory.inverse_gains =
+        memory.coefficients +
+        kStoreRows * (max(maps.key.rank, layout.values ? maps.value.rank : 0) + 1);
+    memory.plan =
+        reinterpret_cast<detail::CodePlan*>(memory.inverse_gains + scale_groups * kStoreRows);
     memory.tile = reinterpret_cast<std::uint32_t*>(memory.plan + kMaxUnits * kCodeUnit);
     std::uint32_t* target = reinterpret_cast<std::uint32_t*>(piece.tile(tile_row / kCodeRows));
-    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) memory.tile[word] = begin > 0 ? target[word] : 0U;
+    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads)
+      memory.tile[word] = begin > 0 ? target[word] : 0U;
     __syncthreads();
     for (const Part part : {Part::key, Part::value}) {
       if (part == Part::value && !layout.values) break;
       const PartMaps& own = maps.of(part);
       const int coefficients_stride = own.rank + 1;
       detail::load_plan(own, memory.plan);
-      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, static_cast<int>(part), 1, shared_memory, [&](Part, int row, int channel, float one, float two) {
-        float* at = memory.coefficients + row * coefficients_stride + channel;
-        if (channel < own.rank) at[0] = one;
-        if (channel + 1 < own.rank) at[1] = two;
-      });
+      detail::project_block<path>(
+          rows, tables.full_type, chosen, from, begin, end, dim, maps, static_cast<int>(part), 1,
+          shared_memory, [&](Part, int row, int channel, float one, float two) {
+            float* at = memory.coefficients + row * coefficients_stride + channel;
+            if (channel < own.rank) at[0] = one;
+            if (channel + 1 < own.rank) at[1] = two;
+          });
       __syncthreads();
       detail::store_gains<scale_groups>(layout, own, part, memory, begin, end);
       __syncthreads();
-      if (part == Part::key) detail::store_codes<Part::key, scale_groups>(layout, memory, coefficients_stride, begin, end);
-      else detail::store_codes<Part::value, scale_groups>(layout, memory, coefficients_stride, begin, end);
+      if (part == Part::key)
+        detail::store_codes<Part::key, scale_groups>(layout, memory, coefficients_stride, begin,
+                                                     end);
+      else
+        detail::store_codes<Part::value, scale_groups>(layout, memory, coefficients_stride, begin,
+                                                       end);
       __syncthreads();
     }
-    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads) target[word] = memory.tile[word];
+    for (int word = static_cast<int>(threadIdx.x); word < layout.bytes / 4; word += kStoreThreads)
+      target[word] = memory.tile[word];
   } else {
     __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
     __shared__ float inverse_steps[form == StoreForm::full ? kStoreRows : 1];  // of scaled rows
-    if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) && static_cast<int>(threadIdx.x) * layout.rows < end) {
+    if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) &&
+        static_cast<int>(threadIdx.x) * layout.rows < end) {
       tiles[threadIdx.x] = piece.tile(tile_row / layout.rows + static_cast<int>(threadIdx.x));
     }
     __syncthreads();
-    if (form == StoreForm::full && !layout.scaled && chosen == nullptr && begin % kPlainRows == 0 && (rows.offset() + from) % kPlainRows == 0) {
+    if (form == StoreForm::full && !layout.scaled && chosen == nullptr && begin % kPlainRows == 0 &&
+        (rows.offset() + from) % kPlainRows == 0) {
       detail::copy_rows(layout, tiles, rows, from, begin, end);
       return;
     }
@@ -254,18 +328,26 @@ __global__ void __launch_bounds__(kStoreThreads, 2) store_rows_kernel(LayerEdit 
       const HeadMaps& maps = tables.current_maps(slot, head);
       results = reinterpret_cast<std::uint16_t*>(shared_memory + detail::path_bytes(path, dim));
       stride = plain_stride(max(maps.key.rank, layout.values ? maps.value.rank : 0));
-      detail::project_block<path>(rows, tables.full_type, chosen, from, begin, end, dim, maps, 0, layout.values ? 2 : 1, shared_memory, [&](Part part, int row, int channel, float one, float two) {
-        *reinterpret_cast<std::uint32_t*>(results + (static_cast<int>(part) * kStoreRows + row) * stride + channel) = to_word(type, one, two);
-      });
+      detail::project_block<path>(
+          rows, tables.full_type, chosen, from, begin, end, dim, maps, 0, layout.values ? 2 : 1,
+          shared_memory, [&](Part part, int row, int channel, float one, float two) {
+            *reinterpret_cast<std::uint32_t*>(
+                results + (static_cast<int>(part) * kStoreRows + row) * stride + channel) =
+                to_word(type, one, two);
+          });
     }
     __syncthreads();
     for (const Part part : {Part::key, Part::value}) {
       if (part == Part::value && !layout.values) break;
       if (form == StoreForm::full && layout.scaled) {
-        detail::store_scaled(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, tables.full_type, inverse_steps, begin, end);
+        detail::store_scaled(layout, tiles, part,
+                             results + static_cast<int>(part) * kStoreRows * stride, stride,
+                             tables.full_type, inverse_steps, begin, end);
         continue;
       }
-      detail::store_plain(layout, tiles, part, results + static_cast<int>(part) * kStoreRows * stride, stride, begin, end, true);
+      detail::store_plain(layout, tiles, part,
+                          results + static_cast<int>(part) * kStoreRows * stride, stride, begin,
+                          end, true);
     }
   }
 }

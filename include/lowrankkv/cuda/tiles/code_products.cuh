@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/code_products.cuh  Products of a tile's codes, straight from its words, with queries and with weights of 16 bits.
+/// @file cuda/tiles/code_products.cuh  Products of a tile's codes, straight from its words, with
+/// queries and with weights of 16 bits.
 ///
-/// Four codes become one operand register by one AND; a code that stands at bit p of its byte counts 2^p times (tile_layout.cuh). The AND leaves what is below the
-/// code in its byte: the topmost need none, and differences of sums are what codes one by one would give, exactly while sums are integers.
+/// Four codes become one operand register by one AND; a code that stands at bit p of its byte
+/// counts 2^p times (tile_layout.cuh). The AND leaves what is below the code in its byte: the
+/// topmost need none, and differences of sums are what codes one by one would give, exactly while
+/// sums are integers.
 #pragma once
 
 #include <cstdint>
@@ -26,130 +29,181 @@ struct Constant {
 template <int n8, int n4, int n2, int n1>
 struct Pattern {
   static constexpr int units = n8 + n4 + n2 + n1;
-  __host__ __device__ static constexpr int width(int unit) { return unit < n8 ? 8 : unit < n8 + n4 ? 4 : unit < n8 + n4 + n2 ? 2 : 1; }
-  __host__ __device__ static constexpr int count(int bits) { return bits == 8 ? n8 : bits == 4 ? n4 : bits == 2 ? n2 : n1; }
+  __host__ __device__ static constexpr int width(int unit) {
+    return unit < n8 ? 8 : unit < n8 + n4 ? 4 : unit < n8 + n4 + n2 ? 2 : 1;
+  }
+  __host__ __device__ static constexpr int count(int bits) {
+    return bits == 8 ? n8 : bits == 4 ? n4 : bits == 2 ? n2 : n1;
+  }
 };
 
-/// Calls f with the pattern of which `packed` is the number (code_pattern), if it is one of those that are compiled on their own: a
-/// third fewer instructions a tile than loops over any units. Returns whether it did.
+/// Calls f with the pattern of which `packed` is the number (code_pattern), if it is one of those
+/// that are compiled on their own: a third fewer instructions a tile than loops over any units.
+/// Returns whether it did.
 template <class Function>
 __device__ __forceinline__ bool with_pattern(int packed, Function&& function) {
   switch (packed) {
-    case code_pattern(0, 1, 3, 0): function(Pattern<0, 1, 3, 0>{}); return true;
-    case code_pattern(0, 0, 4, 0): function(Pattern<0, 0, 4, 0>{}); return true;
-    case code_pattern(0, 2, 2, 0): function(Pattern<0, 2, 2, 0>{}); return true;
-    case code_pattern(0, 0, 3, 0): function(Pattern<0, 0, 3, 0>{}); return true;
-    case code_pattern(0, 1, 2, 0): function(Pattern<0, 1, 2, 0>{}); return true;
-    case code_pattern(0, 0, 2, 0): function(Pattern<0, 0, 2, 0>{}); return true;
-    case code_pattern(0, 1, 1, 0): function(Pattern<0, 1, 1, 0>{}); return true;
-    case code_pattern(0, 4, 0, 0): function(Pattern<0, 4, 0, 0>{}); return true;
-    default: return false;
+    case code_pattern(0, 1, 3, 0):
+      function(Pattern<0, 1, 3, 0>{});
+      return true;
+    case code_pattern(0, 0, 4, 0):
+      function(Pattern<0, 0, 4, 0>{});
+      return true;
+    case code_pattern(0, 2, 2, 0):
+      function(Pattern<0, 2, 2, 0>{});
+      return true;
+    case code_pattern(0, 0, 3, 0):
+      function(Pattern<0, 0, 3, 0>{});
+      return true;
+    case code_pattern(0, 1, 2, 0):
+      function(Pattern<0, 1, 2, 0>{});
+      return true;
+    case code_pattern(0, 0, 2, 0):
+      function(Pattern<0, 0, 2, 0>{});
+      return true;
+    case code_pattern(0, 1, 1, 0):
+      function(Pattern<0, 1, 1, 0>{});
+      return true;
+    case code_pattern(0, 4, 0, 0):
+      function(Pattern<0, 4, 0, 0>{});
+      return true;
+    default:
+      return false;
   }
 }
 
-/// logits[b][m][r] += products of `units` units of keys of one width: rows 16 m + 8 r + lane / 4, column lane % 4 of column block b.
+/// logits[b][m][r] += products of `units` units of keys of one width: rows 16 m + 8 r + lane / 4,
+/// column lane % 4 of column block b.
 template <int bits, int column_blocks, class Count>
-__device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count units, const uint2*& query, const float (&scale)[column_blocks], float (&logits)[column_blocks][4][2]) {
+__device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count units,
+                                             const uint2*& query,
+                                             const float (&scale)[column_blocks],
+                                             float (&logits)[column_blocks][4][2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (units == 0) return;
   int c[column_blocks][4][4];
   const auto add = [&](auto first) {
     uint2 b[column_blocks];
-    #pragma unroll
+#pragma unroll
     for (int block = 0; block < column_blocks; ++block) b[block] = query[block * 32];
     uint4 words[bits == 8 ? 4 : bits == 4 ? 2 : 1];
     if constexpr (bits == 1) {
-      words[0] = {reinterpret_cast<const uint2*>(unit)[lane].x, reinterpret_cast<const uint2*>(unit)[lane].y, 0, 0};
+      words[0] = {reinterpret_cast<const uint2*>(unit)[lane].x,
+                  reinterpret_cast<const uint2*>(unit)[lane].y, 0, 0};
     } else {
-      #pragma unroll
-      for (int j = 0; j < bits / 2; ++j) words[j] = reinterpret_cast<const uint4*>(unit)[32 * j + lane];
+#pragma unroll
+      for (int j = 0; j < bits / 2; ++j)
+        words[j] = reinterpret_cast<const uint4*>(unit)[32 * j + lane];
     }
-    #pragma unroll
+#pragma unroll
     for (int m = 0; m < 4; ++m) {
       uint4 a;
       if constexpr (bits == 8) {
         a = words[m];
       } else if constexpr (bits == 4) {
         const std::uint32_t mask = m % 2 == 0 ? 0x0f0f0f0fU : ~0U;
-        a = {words[m / 2].x & mask, words[m / 2].y & mask, words[m / 2].z & mask, words[m / 2].w & mask};
+        a = {words[m / 2].x & mask, words[m / 2].y & mask, words[m / 2].z & mask,
+             words[m / 2].w & mask};
       } else if constexpr (bits == 2) {
         const std::uint32_t mask = 0x01010101U * ((4U << (2 * m)) - 1);
         a = {words[0].x & mask, words[0].y & mask, words[0].z & mask, words[0].w & mask};
       } else {
-        const std::uint32_t low = 0x01010101U * ((2U << (2 * m)) - 1), high = 0x01010101U * ((4U << (2 * m)) - 1);
+        const std::uint32_t low = 0x01010101U * ((2U << (2 * m)) - 1),
+                            high = 0x01010101U * ((4U << (2 * m)) - 1);
         a = {words[0].x & low, words[0].x & high, words[0].y & low, words[0].y & high};
       }
-      #pragma unroll
+#pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
-        if constexpr (decltype(first)::value == 1) mma_codes_new(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
-        else mma_codes(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
+        if constexpr (decltype(first)::value == 1)
+          mma_codes_new(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
+        else
+          mma_codes(c[block][m], a.x, a.y, a.z, a.w, b[block].x, b[block].y);
       }
     }
     unit += code_unit_bytes(bits);
     query += 32 * column_blocks;
   };
   add(Constant<1>{});
-  #pragma unroll
+#pragma unroll
   for (int i = 1; i < units; ++i) add(Constant<0>{});
-  #pragma unroll
+#pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    std::uint32_t sums[4][2];  // of whole bytes: beyond 2^31 they wrap, and differences are right again
-    #pragma unroll
+    std::uint32_t
+        sums[4][2];  // of whole bytes: beyond 2^31 they wrap, and differences are right again
+#pragma unroll
     for (int m = 0; m < 4; ++m) {
-      #pragma unroll
-      for (int r = 0; r < 2; ++r) sums[m][r] = static_cast<std::uint32_t>(c[block][m][2 * r]) * 256U + static_cast<std::uint32_t>(c[block][m][2 * r + 1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        sums[m][r] = static_cast<std::uint32_t>(c[block][m][2 * r]) * 256U +
+                     static_cast<std::uint32_t>(c[block][m][2 * r + 1]);
       const int shift = bits == 8 ? 0 : bits == 4 ? 4 * (m % 2) : 2 * m;
       const float factor = 1.0F / static_cast<float>(1 << shift);
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const std::uint32_t below = bits == 8 || (bits == 4 && m % 2 == 0) || (m == 0 && (bits == 2 || r == 0)) ? 0U : bits != 1 ? sums[m - 1][r] : r == 1 ? sums[m][0] : sums[m - 1][1];
-        logits[block][m][r] = fmaf(static_cast<float>(static_cast<int>(sums[m][r] - below)), (bits == 1 && r == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][r]);
+        const std::uint32_t below =
+            bits == 8 || (bits == 4 && m % 2 == 0) || (m == 0 && (bits == 2 || r == 0)) ? 0U
+            : bits != 1 ? sums[m - 1][r]
+            : r == 1    ? sums[m][0]
+                        : sums[m - 1][1];
+        logits[block][m][r] =
+            fmaf(static_cast<float>(static_cast<int>(sums[m][r] - below)),
+                 (bits == 1 && r == 1 ? 0.5F : 1.0F) * factor * scale[block], logits[block][m][r]);
       }
     }
   }
 }
 
-/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at bit p of their bytes count 2^p times, and of 2 and 4 bits those below in
-/// the byte are still in (channel_below()): whoever reads the sums takes differences.
+/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at
+/// bit p of their bytes count 2^p times, and of 2 and 4 bits those below in the byte are still in
+/// (channel_below()): whoever reads the sums takes differences.
 template <int column_blocks>
-__device__ __forceinline__ void value_products(const std::uint8_t* unit, int bits, const std::uint32_t (&weights)[column_blocks][4], const float (&scale)[column_blocks],
+__device__ __forceinline__ void value_products(const std::uint8_t* unit, int bits,
+                                               const std::uint32_t (&weights)[column_blocks][4],
+                                               const float (&scale)[column_blocks],
                                                float (&out)[column_blocks][2][2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint4* words = reinterpret_cast<const uint4*>(unit) + lane;
-  const auto add = [&](int block, int half, const int (&c)[4], float factor) {
-    out[block][half][0] = fmaf(static_cast<float>(c[0] * 256 + c[1]), factor * scale[block], out[block][half][0]);
-    out[block][half][1] = fmaf(static_cast<float>(c[2] * 256 + c[3]), factor * scale[block], out[block][half][1]);
+  const auto add = [&](int block, int half, const int(&c)[4], float factor) {
+    out[block][half][0] =
+        fmaf(static_cast<float>(c[0] * 256 + c[1]), factor * scale[block], out[block][half][0]);
+    out[block][half][1] =
+        fmaf(static_cast<float>(c[2] * 256 + c[3]), factor * scale[block], out[block][half][1]);
   };
   if (bits == 2) {
     const uint4 w = words[0];
-    #pragma unroll
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::uint32_t low = 0x01010101U * ((4U << (4 * half)) - 1), high = 0x01010101U * ((16U << (4 * half)) - 1);
-      #pragma unroll
+      const std::uint32_t low = 0x01010101U * ((4U << (4 * half)) - 1),
+                          high = 0x01010101U * ((16U << (4 * half)) - 1);
+#pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         int c[4];
-        mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][0], weights[block][1]);
-        mma_codes(c, w.z & low, w.z & high, w.w & low, w.w & high, weights[block][2], weights[block][3]);
+        mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][0],
+                      weights[block][1]);
+        mma_codes(c, w.z & low, w.z & high, w.w & low, w.w & high, weights[block][2],
+                  weights[block][3]);
         add(block, half, c, 1.0F);
       }
     }
   } else if (bits == 4) {
-    #pragma unroll
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 w = words[32 * half];
-      #pragma unroll
+#pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         int c[4];
-        mma_codes_new(c, w.x & 0x0f0f0f0fU, w.x, w.y & 0x0f0f0f0fU, w.y, weights[block][0], weights[block][1]);
-        mma_codes(c, w.z & 0x0f0f0f0fU, w.z, w.w & 0x0f0f0f0fU, w.w, weights[block][2], weights[block][3]);
+        mma_codes_new(c, w.x & 0x0f0f0f0fU, w.x, w.y & 0x0f0f0f0fU, w.y, weights[block][0],
+                      weights[block][1]);
+        mma_codes(c, w.z & 0x0f0f0f0fU, w.z, w.w & 0x0f0f0f0fU, w.w, weights[block][2],
+                  weights[block][3]);
         add(block, half, c, 1.0F);
       }
     }
   } else if (bits == 8) {
-    #pragma unroll
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 w = words[64 * half], x = words[64 * half + 32];
-      #pragma unroll
+#pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         int c[4];
         mma_codes_new(c, w.x, w.y, w.z, w.w, weights[block][0], weights[block][1]);
@@ -159,15 +213,17 @@ __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bit
     }
   } else {
     const uint2 w = reinterpret_cast<const uint2*>(unit)[lane];
-    #pragma unroll
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      #pragma unroll
+#pragma unroll
       for (int step = 0; step < 2; ++step) {
-        const std::uint32_t low = 0x01010101U << (4 * step + 2 * half), high = 0x02020202U << (4 * step + 2 * half);
-        #pragma unroll
+        const std::uint32_t low = 0x01010101U << (4 * step + 2 * half),
+                            high = 0x02020202U << (4 * step + 2 * half);
+#pragma unroll
         for (int block = 0; block < column_blocks; ++block) {
           int c[4];
-          mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][2 * step], weights[block][2 * step + 1]);
+          mma_codes_new(c, w.x & low, w.x & high, w.y & low, w.y & high, weights[block][2 * step],
+                        weights[block][2 * step + 1]);
           add(block, half, c, step == 0 ? 1.0F : 0.0625F);
         }
       }
@@ -184,10 +240,13 @@ __device__ __forceinline__ void for_each_unit(Function&& function) {
   }
 }
 
-/// Weights of a tile, relative to `largest`, as bytes: high parts in even columns, low ones in odd; operands of mma_codes.
+/// Weights of a tile, relative to `largest`, as bytes: high parts in even columns, low ones in odd;
+/// operands of mma_codes.
 __device__ __forceinline__ std::uint32_t weight_bytes(float first, float second, float to_integer) {
-  // Adding 1.5 x 2^23 leaves the rounded integer in the low bits; 128 more, and the low byte is signed about the high one.
-  const std::uint32_t y0 = __float_as_uint(fmaf(first, to_integer, 12582912.0F + 128.0F)), y1 = __float_as_uint(fmaf(second, to_integer, 12582912.0F + 128.0F));
+  // Adding 1.5 x 2^23 leaves the rounded integer in the low bits; 128 more, and the low byte is
+  // signed about the high one.
+  const std::uint32_t y0 = __float_as_uint(fmaf(first, to_integer, 12582912.0F + 128.0F)),
+                      y1 = __float_as_uint(fmaf(second, to_integer, 12582912.0F + 128.0F));
   return transposed(__byte_perm(y0, y1, 0x4051) ^ 0x80800000U);
 }
 

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/int8_tiles.cuh  Full rows in 8 bits (CacheConfig::full_row_bits): codes of plain tiles, and the numbers that they stand for. What rows become is what FullRows on the CPU makes of them.
+/// @file cuda/tiles/int8_tiles.cuh  Full rows in 8 bits (CacheConfig::full_row_bits): codes of
+/// plain tiles, and the numbers that they stand for. What rows become is what FullRows on the CPU
+/// makes of them.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +15,8 @@ namespace cuda {
 
 inline constexpr float kScaledHalf = 128.0F;    ///< steps that the largest number of a row has
 inline constexpr float kScaledCentre = 127.5F;  ///< the code that would be 0
-/// @brief Steps of values are at least this where weights are multiplied by them: the least f16, so that rows of zeros have a logarithm.
+/// @brief Steps of values are at least this where weights are multiplied by them: the least f16, so
+/// that rows of zeros have a logarithm.
 inline constexpr float kLeastStep = 0x1p-24F;
 
 namespace detail {
@@ -22,64 +25,101 @@ namespace detail {
 template <DType type>
 __device__ __forceinline__ std::uint32_t scaled_pair(std::uint32_t word, std::uint32_t first) {
   if constexpr (type == DType::f16) {
-    const std::uint32_t raised = __byte_perm(word, 0x64646464U, 0x4140U + 0x0101U * first);  // 1024 + code
-    const __half2 steps = __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&raised), __float2half2_rn(1024.0F)), __float2half2_rn(kScaledCentre));
+    const std::uint32_t raised =
+        __byte_perm(word, 0x64646464U, 0x4140U + 0x0101U * first);  // 1024 + code
+    const __half2 steps =
+        __hsub2(__hsub2(*reinterpret_cast<const __half2*>(&raised), __float2half2_rn(1024.0F)),
+                __float2half2_rn(kScaledCentre));
     return *reinterpret_cast<const std::uint32_t*>(&steps);
   } else {  // 32768 + code
-    const auto number = [&](std::uint32_t byte) { return __int_as_float(static_cast<int>(__byte_perm(word, 0x47000000U, 0x7504U + 0x10U * byte))) - (32768.0F + kScaledCentre); };
+    const auto number = [&](std::uint32_t byte) {
+      return __int_as_float(
+                 static_cast<int>(__byte_perm(word, 0x47000000U, 0x7504U + 0x10U * byte))) -
+             (32768.0F + kScaledCentre);
+    };
     const __nv_bfloat162 steps = __floats2bfloat162_rn(number(first), number(first + 1));
     return *reinterpret_cast<const std::uint32_t*>(&steps);
   }
 }
 /// A lane's codes of a unit as the operand that 16-bit numbers would be.
 template <DType type>
-__device__ __forceinline__ uint4 scaled_words(const uint2& codes) { return {scaled_pair<type>(codes.x, 0), scaled_pair<type>(codes.x, 2), scaled_pair<type>(codes.y, 0), scaled_pair<type>(codes.y, 2)}; }
-
-/// The step of a row of a scaled tile.
-__device__ inline float step_of(const HeadTiles& layout, const std::uint8_t* tile, Part part, int row) { return __half2float(*reinterpret_cast<const __half*>(tile + layout.step_byte(part, row))); }
-/// An element of a scaled tile.
-__device__ inline float scaled_element(const HeadTiles& layout, const std::uint8_t* tile, Part part, int row, int channel) {
-  return (static_cast<float>(tile[layout.plain_byte(part, row, channel)]) - kScaledCentre) * step_of(layout, tile, part, row);
+__device__ __forceinline__ uint4 scaled_words(const uint2& codes) {
+  return {scaled_pair<type>(codes.x, 0), scaled_pair<type>(codes.x, 2),
+          scaled_pair<type>(codes.y, 0), scaled_pair<type>(codes.y, 2)};
 }
 
-/// The step of a row of numbers number(0) to number(channels - 1): not below an even share of the largest, so that nothing is clipped. A warp calls it.
+/// The step of a row of a scaled tile.
+__device__ inline float step_of(const HeadTiles& layout, const std::uint8_t* tile, Part part,
+                                int row) {
+  return __half2float(*reinterpret_cast<const __half*>(tile + layout.step_byte(part, row)));
+}
+/// An element of a scaled tile.
+__device__ inline float scaled_element(const HeadTiles& layout, const std::uint8_t* tile, Part part,
+                                       int row, int channel) {
+  return (static_cast<float>(tile[layout.plain_byte(part, row, channel)]) - kScaledCentre) *
+         step_of(layout, tile, part, row);
+}
+
+/// The step of a row of numbers number(0) to number(channels - 1): not below an even share of the
+/// largest, so that nothing is clipped. A warp calls it.
 template <class Number>
 __device__ __half row_step(int channels, Number&& number) {
   float largest = 0.0F;
-  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < channels; channel += 32) largest = fmaxf(largest, fabsf(number(channel)));
-  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
+  for (int channel = static_cast<int>(threadIdx.x) % 32; channel < channels; channel += 32)
+    largest = fmaxf(largest, fabsf(number(channel)));
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
   return __float2half_ru(fminf(largest / kScaledHalf, 65504.0F));
 }
 /// One over a step; 0 for rows of zeros.
-__device__ inline float inverse_of(__half step) { return __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F; }
+__device__ inline float inverse_of(__half step) {
+  return __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F;
+}
 /// The code of a number.
 __device__ __forceinline__ std::uint32_t scaled_code(float number, float inverse_step) {
-  return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(number * inverse_step) + kScaledHalf), 2.0F * kScaledHalf - 1.0F));
+  return static_cast<std::uint32_t>(
+      fminf(fmaxf(0.0F, floorf(number * inverse_step) + kScaledHalf), 2.0F * kScaledHalf - 1.0F));
 }
 
-/// Writes rows [begin, end) of a part, the last ones of their list, into scaled tiles. Rows past the end have step 0. All threads of a block call it.
-/// @param tiles  those of the rows, from row 0 on  @param rows  [., stride], numbers of `type`  @param inverse_steps  shared memory of kStoreRows numbers
-__device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const* tiles, Part part, const std::uint16_t* rows, int stride, DType type, float* inverse_steps, int begin, int end) {
-  const int channels = layout.channels(part), units = channels / kPlainUnit, lane = static_cast<int>(threadIdx.x) % 32;
+/// Writes rows [begin, end) of a part, the last ones of their list, into scaled tiles. Rows past
+/// the end have step 0. All threads of a block call it.
+/// @param tiles  those of the rows, from row 0 on  @param rows  [., stride], numbers of `type`
+/// @param inverse_steps  shared memory of kStoreRows numbers
+__device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const* tiles, Part part,
+                                    const std::uint16_t* rows, int stride, DType type,
+                                    float* inverse_steps, int begin, int end) {
+  const int channels = layout.channels(part), units = channels / kPlainUnit,
+            lane = static_cast<int>(threadIdx.x) % 32;
   const int padded_end = (end + layout.rows - 1) / layout.rows * layout.rows;
-  for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < padded_end; row += kStoreThreads / 32) {
-    const __half step = row_step(row < end ? channels : 0, [&](int channel) { return from_bits(type, rows[row * stride + channel]); });
+  for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < padded_end;
+       row += kStoreThreads / 32) {
+    const __half step = row_step(row < end ? channels : 0, [&](int channel) {
+      return from_bits(type, rows[row * stride + channel]);
+    });
     if (lane != 0) continue;
-    *reinterpret_cast<__half*>(tiles[row / layout.rows] + layout.step_byte(part, row % layout.rows)) = step;
+    *reinterpret_cast<__half*>(tiles[row / layout.rows] +
+                               layout.step_byte(part, row % layout.rows)) = step;
     inverse_steps[row] = inverse_of(step);
   }
   __syncthreads();
   // Eight bytes a lane of every sixteen rows of a unit; those of earlier rows stay.
-  for (int item = begin / kPlainRows * units + static_cast<int>(threadIdx.x) / 32; item < padded_end / kPlainRows * units; item += kStoreThreads / 32) {
+  for (int item = begin / kPlainRows * units + static_cast<int>(threadIdx.x) / 32;
+       item < padded_end / kPlainRows * units; item += kStoreThreads / 32) {
     const int unit = item % units, first_row = item / units * kPlainRows;
-    std::uint8_t* target = tiles[first_row / layout.rows] + layout.offset(part) + ((first_row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) / 2;
+    std::uint8_t* target =
+        tiles[first_row / layout.rows] + layout.offset(part) +
+        ((first_row % layout.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane) / 2;
     uint2 words = first_row < begin ? *reinterpret_cast<const uint2*>(target) : uint2{0, 0};
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
       // A is [m, k]: m = lane / 4 (+ 8), k = 2 (lane % 4) (+ 1, + 8).
-      const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4), row = first_row + (part == Part::key ? m : k), channel = unit * kPlainUnit + (part == Part::key ? k : m);
+      const int m = lane / 4 + 8 * (i / 2 % 2), k = 2 * (lane % 4) + i % 2 + 8 * (i / 4),
+                row = first_row + (part == Part::key ? m : k),
+                channel = unit * kPlainUnit + (part == Part::key ? k : m);
       if (row < begin) continue;
-      const std::uint32_t code = row < end ? scaled_code(from_bits(type, rows[row * stride + channel]), inverse_steps[row]) : 0U;
+      const std::uint32_t code =
+          row < end ? scaled_code(from_bits(type, rows[row * stride + channel]), inverse_steps[row])
+                    : 0U;
       std::uint32_t& word = i < 4 ? words.x : words.y;
       word = (word & ~(0xffU << (8 * (i % 4)))) | code << (8 * (i % 4));
     }

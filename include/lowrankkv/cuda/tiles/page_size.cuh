@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/page_size.cuh  How large a page is: the size at which lists of tiles waste least, and how many pages sequences need.
+/// @file cuda/tiles/page_size.cuh  How large a page is: the size at which lists of tiles waste
+/// least, and how many pages sequences need.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Pages that max_sequences can ever need, whose lists have so many rows at most.
-inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles, const MostRows& most) {
+inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles,
+                                 const MostRows& most) {
   std::int64_t pages = config.shape.num_kv_heads * tiles.listed.pages_for(most.full);
   for (const HeadTiles& layout : tiles.compressed) pages += layout.pages_for(most.compressed);
   return pages * config.max_sequences;
@@ -28,15 +30,20 @@ namespace detail {
 /// Sets how many tiles fit a page. @throws CapacityError if one does not
 inline void fit_pages(LayerTiles& tiles) {
   const auto fit = [&](HeadTiles& layout) {
-    if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes) ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes, ", a page has ", tiles.page_bytes);
-    layout.tiles_per_page = static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
+    if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes)
+      ::lowrankkv::detail::fail<CapacityError>("page_bytes: a tile needs ", layout.bytes,
+                                               ", a page has ", tiles.page_bytes);
+    layout.tiles_per_page =
+        static_cast<std::int32_t>(tiles.page_bytes / static_cast<std::size_t>(layout.bytes));
   };
   fit(tiles.listed);
   for (HeadTiles& layout : tiles.compressed) fit(layout);
 }
 
-/// Sets the page size of layers. @return pages that they can need in all  @throws CapacityError if a tile does not fit
-inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerTiles>& layers, const MostRows& most, std::size_t page_bytes) {
+/// Sets the page size of layers. @return pages that they can need in all  @throws CapacityError if
+/// a tile does not fit
+inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerTiles>& layers,
+                                   const MostRows& most, std::size_t page_bytes) {
   std::int64_t pages = 0;
   for (LayerTiles& tiles : layers) {
     tiles.page_bytes = page_bytes;
@@ -46,12 +53,15 @@ inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerT
   return pages;
 }
 
-/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest bytes in all layers.
-inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles> layers, const MostRows& most) {
+/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest
+/// bytes in all layers.
+inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles> layers,
+                               const MostRows& most) {
   std::size_t largest = 0, best = 0, least = 0;
   std::vector<int> sizes;  // of tiles
   for (const LayerTiles& tiles : layers) {
-    largest = (std::max)(largest, static_cast<std::size_t>((std::max)(tiles.listed.bytes, tiles.max_tile_bytes())));
+    largest = (std::max)(
+        largest, static_cast<std::size_t>((std::max)(tiles.listed.bytes, tiles.max_tile_bytes())));
     sizes.push_back(tiles.listed.bytes);
     for (const HeadTiles& layout : tiles.compressed) sizes.push_back(layout.bytes);
   }
@@ -59,9 +69,12 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   for (const int tile_bytes : sizes) {
     for (std::size_t count = 1; count <= 16; ++count) {
-      const std::size_t page_bytes = (count * static_cast<std::size_t>(tile_bytes) + kPageAlignment - 1) / kPageAlignment * kPageAlignment;  // keys alone, or latents, have half a line of gains
+      const std::size_t page_bytes =
+          (count * static_cast<std::size_t>(tile_bytes) + kPageAlignment - 1) / kPageAlignment *
+          kPageAlignment;  // keys alone, or latents, have half a line of gains
       if (page_bytes < largest || page_bytes > 4 * largest) continue;
-      const std::size_t bytes = static_cast<std::size_t>(use_page_bytes(config, layers, most, page_bytes)) * page_bytes;
+      const std::size_t bytes =
+          static_cast<std::size_t>(use_page_bytes(config, layers, most, page_bytes)) * page_bytes;
       if (best == 0 || bytes < least || (bytes == least && page_bytes > best)) {
         best = page_bytes;
         least = bytes;
@@ -73,9 +86,12 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
 
 }  // namespace detail
 
-/// @brief A pool that layers share: pages of the configured size, or of that which wastes least over all of them. Shapes and rows of all layers are the same.
-inline PoolSize pool_of(const CacheConfig& config, std::vector<LayerTiles> layers, const MostRows& most) {
-  const std::size_t page_bytes = config.page_bytes != 0 ? config.page_bytes : detail::least_waste(config, layers, most);
+/// @brief A pool that layers share: pages of the configured size, or of that which wastes least
+/// over all of them. Shapes and rows of all layers are the same.
+inline PoolSize pool_of(const CacheConfig& config, std::vector<LayerTiles> layers,
+                        const MostRows& most) {
+  const std::size_t page_bytes =
+      config.page_bytes != 0 ? config.page_bytes : detail::least_waste(config, layers, most);
   return {page_bytes, detail::use_page_bytes(config, layers, most, page_bytes)};
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/row_gains.cuh  The gains that rows of codes have: 8 bits on a logarithmic scale, or f16.
+/// @file cuda/tiles/row_gains.cuh  The gains that rows of codes have: 8 bits on a logarithmic
+/// scale, or f16.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +19,16 @@ __device__ inline int gain_code(float gain) {
   if (!(gain < 256.0F)) return 255;
   return min(255, max(1, static_cast<int>(lroundf(16.0F * log2f(gain))) + 128));
 }
-__device__ inline float gain_of(int code) { return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F); }
+__device__ inline float gain_of(int code) {
+  return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F);
+}
 /// The gain of a row of a tile of codes.
-__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part, int row, int group = 0) {
+__device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part,
+                                    int row, int group = 0) {
   const std::uint8_t* place = tile + layout.gain_place(part, row, group);
-  return layout.gains == ScaleKind::norm_log8 ? gain_of(*place) : __half2float(*reinterpret_cast<const __half*>(place));
+  return layout.gains == ScaleKind::norm_log8
+             ? gain_of(*place)
+             : __half2float(*reinterpret_cast<const __half*>(place));
 }
 
 }  // namespace detail

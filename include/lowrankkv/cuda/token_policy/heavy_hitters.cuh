@@ -17,7 +17,10 @@ struct Impl<HeavyHitters, Cuda> {
   static constexpr cuda::RowChoice choice = cuda::RowChoice::accumulated_scores;
   static void validate(const HeavyHitters& policy) { check_heavy_hitters(policy); }
   static int recent(const HeavyHitters& policy) { return policy.recent; }
-  static std::int64_t chosen_rows(const HeavyHitters& policy, std::int64_t first_position, std::int64_t count, Phase) { return heavy_rows(policy, first_position + count); }
+  static std::int64_t chosen_rows(const HeavyHitters& policy, std::int64_t first_position,
+                                  std::int64_t count, Phase) {
+    return heavy_rows(policy, first_position + count);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

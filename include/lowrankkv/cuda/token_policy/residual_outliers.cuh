@@ -18,8 +18,13 @@ struct Impl<ResidualOutliers, Cuda> {
   static constexpr cuda::RowChoice choice = cuda::RowChoice::errors;
   static void validate(const ResidualOutliers& policy) { check_residual_outliers(policy); }
   static float least_error(const ResidualOutliers& policy) { return policy.threshold; }
-  static bool relative_errors(const ResidualOutliers& policy) { return policy.error == OutlierError::relative; }
-  static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position, std::int64_t count, Phase) { return share_of_rows(policy.share, first_position, count); }
+  static bool relative_errors(const ResidualOutliers& policy) {
+    return policy.error == OutlierError::relative;
+  }
+  static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position,
+                                  std::int64_t count, Phase) {
+    return share_of_rows(policy.share, first_position, count);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -16,7 +16,10 @@ struct Impl<SlidingWindow, Cuda> {
   static constexpr RowFate fate = RowFate::dropped;
   static void validate(const SlidingWindow& policy) { check_sinks(policy.sinks); }
   static int recent(const SlidingWindow& policy) { return policy.recent; }
-  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position, std::int64_t count) { return sinks_among(policy.sinks, first_position, count); }
+  static std::int64_t pinned_rows(const SlidingWindow& policy, std::int64_t first_position,
+                                  std::int64_t count) {
+    return sinks_among(policy.sinks, first_position, count);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -17,8 +17,13 @@ struct Impl<SnapKV, Cuda> {
   static constexpr cuda::RowChoice choice = cuda::RowChoice::scores;
   static void validate(const SnapKV& policy) { check_snapkv(policy); }
   static int recent(const SnapKV& policy) { return policy.window; }
-  static AttentionScores attention_scores(const SnapKV& policy) { return {policy.window, policy.kernel, policy.pooling}; }
-  static std::int64_t chosen_rows(const SnapKV& policy, std::int64_t, std::int64_t count, Phase phase) { return phase == Phase::decode ? count : kept_rows(policy, count); }
+  static AttentionScores attention_scores(const SnapKV& policy) {
+    return {policy.window, policy.kernel, policy.pooling};
+  }
+  static std::int64_t chosen_rows(const SnapKV& policy, std::int64_t, std::int64_t count,
+                                  Phase phase) {
+    return phase == Phase::decode ? count : kept_rows(policy, count);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/adapt.cuh  FlushBatch rows move bases: which rows are observed, when an epoch is published, under which segment rows go on.
+/// @file cuda/update/adapt.cuh  FlushBatch rows move bases: which rows are observed, when an epoch
+/// is published, under which segment rows go on.
 ///
-/// All of it follows from counts and is decided on the host; scores, moments, bases and maps are made by kernels in the order of the stream.
+/// All of it follows from counts and is decided on the host; scores, moments, bases and maps are
+/// made by kernels in the order of the stream.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +32,6 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 namespace cuda {
 
-
 namespace detail {
 
 /// Calls f with the units of channels that a scoring kernel is compiled for.
@@ -45,85 +46,124 @@ void with_score_units(int units, Function&& function) {
 
 }  // namespace detail
 
-/// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the others are dropped. Returns the order of the ones that stay.
+/// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the
+/// others are dropped. Returns the order of the ones that stay.
 /// @param with_pinned  pinned rows stand in that order too: all go to one list
 template <class = void>
-RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed, const CompressScratch& scratch, const float* scores, bool with_pinned, cudaStream_t stream) {
+RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed,
+                     const CompressScratch& scratch, const float* scores, bool with_pinned,
+                     cudaStream_t stream) {
   Candidates candidates{scores, scratch.rows, with_pinned, {}, {}, {}};
   candidates.first[0] = flushed.pinned[0];
   candidates.end[0] = flushed.rows[0];
   candidates.wanted[0] = flushed.candidates(0);
-  top_rows_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kSelectThreads, 0, stream>>>(candidates, scratch.kept, nullptr);
+  top_rows_kernel<><<<static_cast<unsigned>(layer.tables().num_heads), kSelectThreads, 0, stream>>>(
+      candidates, scratch.kept, nullptr);
   check(cudaGetLastError(), "top_rows_kernel");
   return {scratch.kept, scratch.rows};
 }
 
-/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those that leave, summed over heads whose values are joint: [heads, rows].
+/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those
+/// that leave, summed over heads whose values are joint: [heads, rows].
 template <class = void>
-const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch, const ScoreQueries& queries, const AttentionScores& wanted, const FlushBatch& flushed, cudaStream_t stream) {
+const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch,
+                            const ScoreQueries& queries, const AttentionScores& wanted,
+                            const FlushBatch& flushed, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
-  if (tables.rotary.pre_rope()) source = enqueue_rotation(tables, source, flushed.slots[0], flushed.position[0], scratch.rotated, stream);
+  if (tables.rotary.pre_rope())
+    source = enqueue_rotation(tables, source, flushed.slots[0], flushed.position[0],
+                              scratch.rotated, stream);
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
   detail::with_type(tables.full_type, [&](auto type) {
-    detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0, "score_operands_kernel", stream, queries, tables.head_dim, scratch.operands);
+    detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0,
+                          "score_operands_kernel", stream, queries, tables.head_dim,
+                          scratch.operands);
     detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
-      const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads), rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
+      const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads),
+          rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
       const uint2* operands = scratch.operands;
-      detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes, "score_sums_kernel", stream, tables, source, queries, operands, scratch.sums);
+      detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes,
+                            "score_sums_kernel", stream, tables, source, queries, operands,
+                            scratch.sums);
       const float2* sums = scratch.sums;
-      detail::launch_kernel(score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads), kStoreThreads, 0, "score_lse_kernel", stream, queries, sums, scratch.lse);
+      detail::launch_kernel(
+          score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads),
+          kStoreThreads, 0, "score_lse_kernel", stream, queries, sums, scratch.lse);
       const float* lse = scratch.lse;
-      detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes, "score_rows_kernel", stream, tables, source, queries, operands, lse, scratch.scores);
+      detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes,
+                            "score_rows_kernel", stream, tables, source, queries, operands, lse,
+                            scratch.scores);
     });
   });
   const unsigned pieces = static_cast<unsigned>((flushed.rows[0] + 255) / 256);
   float* scores = scratch.scores;
   if (wanted.kernel > 1) {
     scores = scratch.second_scores(tables.num_heads);
-    pool_scores_kernel<><<<dim3(pieces, heads), 256, 0, stream>>>(scratch.scores, scratch.rows, flushed.rows[0], wanted.kernel, wanted.pooling == Pooling::maximum, scores);
+    pool_scores_kernel<><<<dim3(pieces, heads), 256, 0, stream>>>(
+        scratch.scores, scratch.rows, flushed.rows[0], wanted.kernel,
+        wanted.pooling == Pooling::maximum, scores);
     check(cudaGetLastError(), "pool_scores_kernel");
   }
   if (tables.joint_heads > 1) {
-    group_scores_kernel<><<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(scores, scratch.rows, flushed.rows[0], tables.joint_heads);
+    group_scores_kernel<>
+        <<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(
+            scores, scratch.rows, flushed.rows[0], tables.joint_heads);
     check(cudaGetLastError(), "group_scores_kernel");
   }
   return scores;
 }
 
-/// @brief The scores, or masses, of the rows of an order of a prompt, those of the others lower than any, in the half of the scores that `scores` are not in.
+/// @brief The scores, or masses, of the rows of an order of a prompt, those of the others lower
+/// than any, in the half of the scores that `scores` are not in.
 template <class = void>
-const float* mask_scores(const LayerState& layer, const CompressScratch& scratch, const float* scores, const RowOrder& kept, int num_kept, std::int64_t flushed, cudaStream_t stream) {
+const float* mask_scores(const LayerState& layer, const CompressScratch& scratch,
+                         const float* scores, const RowOrder& kept, int num_kept,
+                         std::int64_t flushed, cudaStream_t stream) {
   const int heads = layer.tables().num_heads;
   float* target = scores == scratch.scores ? scratch.second_scores(heads) : scratch.scores;
-  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(scores, scratch.rows, static_cast<int>(flushed), kept, num_kept, target);
+  mask_scores_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(
+      scores, scratch.rows, static_cast<int>(flushed), kept, num_kept, target);
   check(cudaGetLastError(), "mask_scores_kernel");
   return target;
 }
 
-/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
+/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
 template <int coded_groups>
-void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count, int pieces, const CompressScratch& scratch, cudaStream_t stream) {
+void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count, int pieces,
+                    const CompressScratch& scratch, cudaStream_t stream) {
   const int most = layer.epochs().most(), heads = layer.tables().num_heads;
-  transition_kernel<><<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns), static_cast<unsigned>(heads), static_cast<unsigned>(2 * count)), kStoreThreads, 0, stream>>>(layer.tables(), plans, most,
-                                                                                                                                                                                                  scratch.transitions);
+  transition_kernel<>
+      <<<dim3(static_cast<unsigned>((most + kTransitionColumns - 1) / kTransitionColumns),
+              static_cast<unsigned>(heads), static_cast<unsigned>(2 * count)),
+         kStoreThreads, 0, stream>>>(layer.tables(), plans, most, scratch.transitions);
   check(cudaGetLastError(), "transition_kernel");
-  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(heads), static_cast<unsigned>(count));
-  detail::launch_kernel(merge_kernel<coded_groups>, grid, kStoreThreads, merge_bytes(coded_groups, most, layer.tiles().max_head_tile_bytes()), "merge_kernel", stream, layer.tables(), plans, most,
+  const dim3 grid(static_cast<unsigned>(pieces), static_cast<unsigned>(heads),
+                  static_cast<unsigned>(count));
+  detail::launch_kernel(merge_kernel<coded_groups>, grid, kStoreThreads,
+                        merge_bytes(coded_groups, most, layer.tiles().max_head_tile_bytes()),
+                        "merge_kernel", stream, layer.tables(), plans, most,
                         static_cast<const float*>(scratch.transitions), layer.tiles().coded_type);
 }
 
-/// @brief Rewrites the rows of a segment of a sequence as the next one's, which may begin here. The device has both. @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rewrites the rows of a segment of a sequence as the next one's, which may begin here. The
+/// device has both. @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void merge_segment(LayerState& layer, int slot, int merged, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
+void merge_segment(LayerState& layer, int slot, int merged, const CompressScratch& scratch,
+                   CacheStatistics& statistics, cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
-  const HostSegment &from = now.epochs.segments[static_cast<std::size_t>(merged)], &into = now.epochs.segments[static_cast<std::size_t>(merged) + 1];
+  const HostSegment &from = now.epochs.segments[static_cast<std::size_t>(merged)],
+                    &into = now.epochs.segments[static_cast<std::size_t>(merged) + 1];
   constexpr std::int32_t none = std::numeric_limits<std::int32_t>::max();
   std::int32_t first = none, end = 0, first_page_row = none, last_page_row = 0, pieces = 0;
   for (int head = 0; head < layer.tables().num_heads; ++head) {
-    const std::int32_t begin = from.first_rows[static_cast<std::size_t>(head)], until = into.first_rows[static_cast<std::size_t>(head)], missing = static_cast<std::int32_t>(now.missing_in(RowList::compressed, head));
+    const std::int32_t begin = from.first_rows[static_cast<std::size_t>(head)],
+                       until = into.first_rows[static_cast<std::size_t>(head)],
+                       missing =
+                           static_cast<std::int32_t>(now.missing_in(RowList::compressed, head));
     if (begin >= until) continue;
     first = (std::min)(first, begin);
     end = (std::max)(end, until);
@@ -137,24 +177,33 @@ void merge_segment(LayerState& layer, int slot, int merged, const CompressScratc
   if (first >= end) return;
   layer.own_pages(slot, RowList::compressed, first_page_row, last_page_row, stream);
   const MergePlans plans{{slot, from.epoch, into.epoch, merged}};
-  const auto merge = [&](const MergePlans& some) { enqueue_merges<scale_groups>(layer, some, 1, pieces, scratch, stream); };
-  if (layer.config().keep_residuals) merge_noting_moves<scale_groups>(layer, slot, plans, first, end, scratch.decoded, stream, merge);
-  else merge(plans);
+  const auto merge = [&](const MergePlans& some) {
+    enqueue_merges<scale_groups>(layer, some, 1, pieces, scratch, stream);
+  };
+  if (layer.config().keep_residuals)
+    merge_noting_moves<scale_groups>(layer, slot, plans, first, end, scratch.decoded, stream,
+                                     merge);
+  else
+    merge(plans);
 }
 
-/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under
+/// another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
 template <int scale_groups>
-void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, CacheStatistics& statistics, cudaStream_t stream) {
+void open_segment(LayerState& layer, int slot, const CompressScratch& scratch,
+                  CacheStatistics& statistics, cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   HostEpochs& own = now.epochs;
   if (!own.segments.empty() && own.segments.back().epoch == own.current) return;
   const int merged = layer.epochs().merge_for_new_segment(own);
   HostSegment& opened = own.segments.emplace_back(HostSegment{own.current, 0, {}});
-  for (int head = 0; head < layer.tables().num_heads; ++head) opened.first_rows.push_back(static_cast<std::int32_t>(now.num_rows(RowList::compressed, head)));
+  for (int head = 0; head < layer.tables().num_heads; ++head)
+    opened.first_rows.push_back(static_cast<std::int32_t>(now.num_rows(RowList::compressed, head)));
   if (merged >= 0) {
     layer.write_lengths(slot, own.segments, false, stream);
     merge_segment<scale_groups>(layer, slot, merged, scratch, statistics, stream);
-    HostSegment &from = own.segments[static_cast<std::size_t>(merged)], &into = own.segments[static_cast<std::size_t>(merged) + 1];
+    HostSegment &from = own.segments[static_cast<std::size_t>(merged)],
+                &into = own.segments[static_cast<std::size_t>(merged) + 1];
     into.level = (std::max)(into.level, from.level) + 1;
     into.first_rows = std::move(from.first_rows);
     own.segments.erase(own.segments.begin() + merged);
@@ -164,51 +213,69 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch, C
   layer.write_lengths(slot, own.segments, false, stream);
 }
 
-/// @brief Moments of rows, in the metric, as kernels take them: summed in the first of so many splits.
+/// @brief Moments of rows, in the metric, as kernels take them: summed in the first of so many
+/// splits.
 struct Moments {
   const float* sums = nullptr;
   int splits = 1;
 };
 /// @brief Enqueues the moments of rows of `count` sequences. @param splits  of a sequence's rows
 template <class = void>
-Moments enqueue_moments(const LayerState& layer, const RowSource& source, const ObservedRows& observed, int count, int splits, const CompressScratch& scratch, cudaStream_t stream) {
+Moments enqueue_moments(const LayerState& layer, const RowSource& source,
+                        const ObservedRows& observed, int count, int splits,
+                        const CompressScratch& scratch, cudaStream_t stream) {
   const int dim = layer.tables().head_dim, heads = layer.tables().num_heads;
-  const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
-  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), "moment_kernel", stream, layer.tables(), source, observed, splits, scratch.moments);
+  const dim3 shares(static_cast<unsigned>(splits * moment_blocks(dim)),
+                    static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+  detail::launch_kernel(moment_kernel<>, shares, kStoreThreads, moment_bytes(dim), "moment_kernel",
+                        stream, layer.tables(), source, observed, splits, scratch.moments);
   if (splits > 1) {
-    const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1), static_cast<unsigned>(2 * heads * count));
-    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel", stream, scratch.moments, splits, dim * dim);
+    const dim3 numbers(static_cast<unsigned>((dim * dim / 4 - 1) / kStoreThreads + 1),
+                       static_cast<unsigned>(2 * heads * count));
+    detail::launch_kernel(sum_moments_kernel<>, numbers, kStoreThreads, 0, "sum_moments_kernel",
+                          stream, scratch.moments, splits, dim * dim);
   }
   if (!layer.epochs().metrics().any()) return {scratch.moments, splits};
-  const dim3 columns(static_cast<unsigned>(dim / detail::kMetricColumns), static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
-  detail::launch_kernel(metric_moments_kernel<>, columns, detail::kMetricThreads, metric_bytes(dim), "metric_moments_kernel", stream, layer.epochs().metrics(), dim, static_cast<const float*>(scratch.moments), splits,
-                        scratch.metric_moments);
+  const dim3 columns(static_cast<unsigned>(dim / detail::kMetricColumns),
+                     static_cast<unsigned>(2 * heads), static_cast<unsigned>(count));
+  detail::launch_kernel(metric_moments_kernel<>, columns, detail::kMetricThreads, metric_bytes(dim),
+                        "metric_moments_kernel", stream, layer.epochs().metrics(), dim,
+                        static_cast<const float*>(scratch.moments), splits, scratch.metric_moments);
   return {scratch.metric_moments, 1};
 }
 
 /// @brief Bytes of so many compressed rows over all heads.
 inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) {
   std::size_t bytes = 0;
-  for (int head = 0; head < layer.tables().num_heads; ++head) bytes += static_cast<std::size_t>(rows * layer.layout(RowList::compressed, head).bytes / layer.layout(RowList::compressed, head).rows);
+  for (int head = 0; head < layer.tables().num_heads; ++head)
+    bytes += static_cast<std::size_t>(rows * layer.layout(RowList::compressed, head).bytes /
+                                      layer.layout(RowList::compressed, head).rows);
   return bytes;
 }
 
-/// @brief The updater sees the rows that will be compressed and moves the bases of at most kAdaptBatch sequences; those that are due publish them, but where the device alone knows how many rows there are (cuda/update/publish_on_device.cuh).
-/// @param kept    the rows of these sequences that are neither pinned nor dropped; null: those behind the pinned ones
+/// @brief The updater sees the rows that will be compressed and moves the bases of at most
+/// kAdaptBatch sequences; those that are due publish them, but where the device alone knows how
+/// many rows there are (cuda/update/publish_on_device.cuh).
+/// @param kept    the rows of these sequences that are neither pinned nor dropped; null: those
+/// behind the pinned ones
 /// @param scores  of a packed prompt; null: all rows are observed
 /// @param share   of the prompt's rows, those with the highest scores are observed
 template <class Updater>
-void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const CompressScratch& scratch, Phase phase, const RowOrder& kept, const float* scores, float share,
-           CacheStatistics& statistics, cudaStream_t stream) {
+void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence,
+           int count, const RowSource& source, const CompressScratch& scratch, Phase phase,
+           const RowOrder& kept, const float* scores, float share, CacheStatistics& statistics,
+           cudaStream_t stream) {
   using Rule = Impl<Updater, Cuda>;
   const LayerEdit& tables = layer.tables();
-  const int heads = tables.num_heads, dim = tables.head_dim, splits = phase == Phase::prefill ? kMomentSplits : 1;
+  const int heads = tables.num_heads, dim = tables.head_dim,
+            splits = phase == Phase::prefill ? kMomentSplits : 1;
   ObservedRows observed{};
   const bool device_epochs = layer.device_epochs().used();
   OjaSteps steps{};
   steps.form = Rule::form(updater);
   steps.of_steps = Rule::rate(updater, phase);
-  if (device_epochs && phase == Phase::decode) steps.states = layer.device_epochs().sketches().states;
+  if (device_epochs && phase == Phase::decode)
+    steps.states = layer.device_epochs().sketches().states;
   observed.order = kept;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i, slot = flushed.slots[from];
@@ -222,13 +289,23 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
     if (scores != nullptr) {  // a prompt is alone
-      const std::int64_t wanted = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
-      Candidates candidates{scores, scratch.rows, false, {}, {}, {}, kept.ends == nullptr ? RowOrder{} : kept, false, kept.ends == nullptr ? nullptr : scratch.observed};
+      const std::int64_t wanted = static_cast<std::int64_t>(
+          std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
+      Candidates candidates{scores,
+                            scratch.rows,
+                            false,
+                            {},
+                            {},
+                            {},
+                            kept.ends == nullptr ? RowOrder{} : kept,
+                            false,
+                            kept.ends == nullptr ? nullptr : scratch.observed};
       candidates.first[0] = flushed.pinned[from];
       candidates.end[0] = flushed.rows[from];
       candidates.wanted[0] = static_cast<std::int32_t>((std::min)(wanted, rows));
       std::int32_t* chosen = kept.rows == scratch.chosen ? scratch.kept : scratch.chosen;
-      top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(candidates, chosen, nullptr);
+      top_rows_kernel<><<<static_cast<unsigned>(heads), kSelectThreads, 0, stream>>>(
+          candidates, chosen, nullptr);
       check(cudaGetLastError(), "top_rows_kernel");
       observed.order = {chosen, scratch.rows, candidates.counts, 1};
       observed.first[i] = 0;
@@ -241,7 +318,10 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
       own.moved = own.unpublished = true;
     }
     const std::int64_t since = own.rows_since_publication + rows;
-    const bool due = own.unpublished && (since >= layer.publish_interval() || (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
+    const bool due =
+        own.unpublished &&
+        (since >= layer.publish_interval() ||
+         (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
     own.rows_since_publication = due ? 0 : since;
     if (!due) continue;
     own.unpublished = false;
@@ -252,16 +332,22 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
   Moments moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
   const auto move = [&](auto* kernel) {
     const dim3 matrices(2, static_cast<unsigned>(heads), static_cast<unsigned>(count));
-    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream, tables, steps, layer.epochs().bases(), moments.sums, moments.splits);
+    detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream,
+                          tables, steps, layer.epochs().bases(), moments.sums, moments.splits);
   };
   if (steps.form == OjaForm::power) {
-    if (dim <= kOjaKept) move(oja_kernel<8, 4, false>);
-    else move(oja_kernel<16, 8, false>);
+    if (dim <= kOjaKept)
+      move(oja_kernel<8, 4, false>);
+    else
+      move(oja_kernel<16, 8, false>);
   } else {
-    if (dim <= kOjaKept) move(oja_kernel<8, 4, true>);
-    else move(oja_kernel<16, 8, true>);
+    if (dim <= kOjaKept)
+      move(oja_kernel<8, 4, true>);
+    else
+      move(oja_kernel<16, 8, true>);
   }
-  if (std::none_of(steps.epoch, steps.epoch + count, [](std::int32_t epoch) { return epoch >= 0; })) return;
+  if (std::none_of(steps.epoch, steps.epoch + count, [](std::int32_t epoch) { return epoch >= 0; }))
+    return;
   PublishedEpochs published{};
   std::copy_n(steps.slots, count, published.slots);
   std::copy_n(steps.epoch, count, published.taken);
@@ -275,56 +361,81 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
       observed.first[i] = kept.rows != nullptr ? 0 : flushed.pinned[from];
       observed.count[i] = rows.count[i] = flushed.candidates(from);
     }
-    if (scores != nullptr) moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
+    if (scores != nullptr)
+      moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
     align_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
   }
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
 }
 
-/// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+/// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores.
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
-void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted, bool relative, const RowSource& source, const CompressScratch& scratch, cudaStream_t stream) {
+void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted,
+                    bool relative, const RowSource& source, const CompressScratch& scratch,
+                    cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const int most_rows = static_cast<int>(*std::max_element(wanted.count, wanted.count + flushed.count));
+  const int most_rows =
+      static_cast<int>(*std::max_element(wanted.count, wanted.count + flushed.count));
   constexpr StoreForm form = coded_groups > 0 ? StoreForm::codes : StoreForm::coefficients;
   constexpr int scale_groups = coded_groups > 0 ? coded_groups : 1;
   const bool metric = tables.metrics != nullptr;
-  const auto memory_of = [&](int steps) { return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative).bytes; };
+  const auto memory_of = [&](int steps) {
+    return ErrorMemory(steps, form, tables.head_dim, layer.most_rank(), metric, metric && relative)
+        .bytes;
+  };
   const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
-  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2), static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(flushed.count));  // rows begin and end inside sixteens
+  const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2),
+                    static_cast<unsigned>(tables.num_heads),
+                    static_cast<unsigned>(flushed.count));  // rows begin and end inside sixteens
   detail::with_type(tables.full_type, [&](auto type) {
     const auto start = [&](auto* kernel) {
-      detail::launch_kernel(kernel, pieces, kStoreThreads, static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream, tables, source, wanted, relative, layer.tiles().coded_type, steps, metric,
-                           scratch.scores, static_cast<int>(scratch.rows));
+      detail::launch_kernel(kernel, pieces, kStoreThreads,
+                            static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream,
+                            tables, source, wanted, relative, layer.tiles().coded_type, steps,
+                            metric, scratch.scores, static_cast<int>(scratch.rows));
     };
-    if (layer.config().epoch_type == tables.full_type) start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
-    else start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
+    if (layer.config().epoch_type == tables.full_type)
+      start(row_errors_kernel<form, RowPath::words, type(), scale_groups>);
+    else
+      start(row_errors_kernel<form, RowPath::wide, type(), scale_groups>);
   });
-  if constexpr (joint) add_latent_errors<coded_groups>(layer, flushed, wanted, relative, source, most_rows, scratch.latents, scratch.scores, scratch.rows, stream);
+  if constexpr (joint)
+    add_latent_errors<coded_groups>(layer, flushed, wanted, relative, source, most_rows,
+                                    scratch.latents, scratch.scores, scratch.rows, stream);
 }
 
-/// @brief Of the rows that are about to be compressed, those with the largest errors under the maps that would store them stay full, so many that each
-/// sequence's count of full rows is reached, or fewer, if no more errors exceed `least`, or a head keeps no more: how many there are stands in scratch.exempt then. Returns the orders of the two lists, full and compressed.
-/// @param kept  the rows that are neither pinned nor dropped; null: those behind the pinned ones  @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+/// @brief Of the rows that are about to be compressed, those with the largest errors under the maps
+/// that would store them stay full, so many that each sequence's count of full rows is reached, or
+/// fewer, if no more errors exceed `least`, or a head keeps no more: how many there are stands in
+/// scratch.exempt then. Returns the orders of the two lists, full and compressed.
+/// @param kept  the rows that are neither pinned nor dropped; null: those behind the pinned ones
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
 template <int coded_groups, bool joint>
-std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const FlushBatch& flushed, bool relative, float least, const RowOrder& kept, const RowSource& source, const CompressScratch& scratch,
-                                                     cudaStream_t stream) {
+std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const FlushBatch& flushed,
+                                              bool relative, float least, const RowOrder& kept,
+                                              const RowSource& source,
+                                              const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(flushed.count);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads),
+                 sequences = static_cast<unsigned>(flushed.count);
   ErrorRows wanted{};
   Candidates candidates{scratch.scores, scratch.rows, true, {}, {}, {}};
   for (int i = 0; i < flushed.count; ++i) {
     wanted.slots[i] = flushed.slots[i];
     wanted.first[i] = candidates.first[i] = flushed.pinned[i];
-    wanted.count[i] = kept.rows != nullptr ? flushed.rows[i] - flushed.pinned[i] : flushed.candidates(i);
+    wanted.count[i] =
+        kept.rows != nullptr ? flushed.rows[i] - flushed.pinned[i] : flushed.candidates(i);
     candidates.end[i] = flushed.pinned[i] + wanted.count[i];
     candidates.wanted[i] = flushed.full[i] - flushed.pinned[i];
   }
   enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative, source, scratch, stream);
-  const bool counted = least > 0.0F || kept.ends != nullptr;  // values say how many rows the lists get
+  const bool counted =
+      least > 0.0F || kept.ends != nullptr;  // values say how many rows the lists get
   if (kept.rows != nullptr) {  // these rows are numbered anew, chosen among, and named again
     float* own_errors = scratch.second_scores(static_cast<int>(heads * sequences));
-    gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, kept, flushed, own_errors);
+    gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
+        scratch.scores, scratch.rows, kept, flushed, own_errors);
     check(cudaGetLastError(), "gather_scores_kernel");
     candidates.scores = own_errors;
     candidates.keeps_earlier = false;
@@ -337,14 +448,17 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Flu
   }
   candidates.above = least;
   candidates.counts = counted ? scratch.exempt : nullptr;
-  top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
+  top_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
+      candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(kept, flushed, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
+    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
+        kept, flushed, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
     check(cudaGetLastError(), "name_rows_kernel");
   }
   if (!counted) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
-  return {{scratch.chosen, scratch.rows, candidates.counts, 1, 0}, {scratch.rest, scratch.rows, candidates.counts + heads * sequences, 1, 0}};
+  return {{scratch.chosen, scratch.rows, candidates.counts, 1, 0},
+          {scratch.rest, scratch.rows, candidates.counts + heads * sequences, 1, 0}};
 }
 
 }  // namespace cuda

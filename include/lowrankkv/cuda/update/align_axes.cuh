@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/align_axes.cuh  Bases that are about to be published, turned within their span to the principal axes of the rows that are written under them first (cpu/fold_maps.hpp): codes
+/// @file cuda/update/align_axes.cuh  Bases that are about to be published, turned within their span
+/// to the principal axes of the rows that are written under them first (cpu/fold_maps.hpp): codes
 /// give the first channels more bits, and steps follow how large coefficients are.
 ///
-/// With C the coefficients of n rows, and `rank` calibrated rows besides where their sizes are known: G = C' C + rank diag(rms^2) = V L V', the axes are U V, largest first, rms^2 = L / (n + rank).
-/// Computed as one-sided rotations: with G = R' R (Cholesky) rows of R U' become orthogonal, which are the axes, as long as the roots of L (cuda/epochs/jacobi.cuh). G gets a millionth
-/// of its largest number in its diagonal, so that directions without rows are some. Sums are f32. Cost: 2 head_dim^2 rank flops, sweeps as of a sketch of `rank` rows.
+/// With C the coefficients of n rows, and `rank` calibrated rows besides where their sizes are
+/// known: G = C' C + rank diag(rms^2) = V L V', the axes are U V, largest first, rms^2 = L / (n +
+/// rank). Computed as one-sided rotations: with G = R' R (Cholesky) rows of R U' become orthogonal,
+/// which are the axes, as long as the roots of L (cuda/epochs/jacobi.cuh). G gets a millionth of
+/// its largest number in its diagonal, so that directions without rows are some. Sums are f32.
+/// Cost: 2 head_dim^2 rank flops, sweeps as of a sketch of `rank` rows.
 #pragma once
 
 #include <cstdint>
@@ -25,66 +29,88 @@ struct AxisRows {
 
 /// @brief Scratch of turned axes.
 struct AxisScratch {
-  float* products = nullptr;  ///< [sequence, head, part, most x head_dim]: G, then the axes before they are rotated
+  float* products = nullptr;  ///< [sequence, head, part, most x head_dim]: G, then the axes before
+                              ///< they are rotated
   float* steps = nullptr;     ///< [sequence, head, part, most]: of the codes
-  float* buffers = nullptr;   ///< [sequence, head, part, rows, sketch_stride(head_dim)] where shared memory is too small; else null
+  float* buffers = nullptr;  ///< [sequence, head, part, rows, sketch_stride(head_dim)] where shared
+                             ///< memory is too small; else null
 };
 
-inline constexpr int kAxisColumns = 16;       ///< of G, of a block of axis_products_kernel
-inline constexpr float kAxisFloor = 1e-6F;    ///< of the largest number of G
+inline constexpr int kAxisColumns = 16;     ///< of G, of a block of axis_products_kernel
+inline constexpr float kAxisFloor = 1e-6F;  ///< of the largest number of G
 
-/// @brief The product M U of 16 columns, times U' from the left: columns of G [most, most] of each published basis. Grid: blocks of columns x (heads x 2) x sequences.
-/// @param moments  [sequence, head, part, split, head_dim, head_dim] in the metric, summed in the first of `splits`
+/// @brief The product M U of 16 columns, times U' from the left: columns of G [most, most] of each
+/// published basis. Grid: blocks of columns x (heads x 2) x sequences.
+/// @param moments  [sequence, head, part, split, head_dim, head_dim] in the metric, summed in the
+/// first of `splits`
 template <class = void>
-__global__ void __launch_bounds__(kStoreThreads) axis_products_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, const float* moments, int splits, AxisScratch scratch) {
+__global__ void __launch_bounds__(kStoreThreads)
+    axis_products_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases,
+                         const float* moments, int splits, AxisScratch scratch) {
   static_assert(kStoreThreads >= kMaxHeadDim);
   __shared__ float columns[kAxisColumns][kMaxHeadDim], products[kMaxHeadDim][kAxisColumns];
-  const int which = static_cast<int>(blockIdx.y), head = which / 2, sequence = static_cast<int>(blockIdx.z), dim = tables.head_dim, thread = static_cast<int>(threadIdx.x), first = static_cast<int>(blockIdx.x) * kAxisColumns;
+  const int which = static_cast<int>(blockIdx.y), head = which / 2,
+            sequence = static_cast<int>(blockIdx.z), dim = tables.head_dim,
+            thread = static_cast<int>(threadIdx.x),
+            first = static_cast<int>(blockIdx.x) * kAxisColumns;
   if (epochs.of(sequence) < 0) return;
-  const int rank = tables.maps[head].of(which % 2 == 0 ? Part::key : Part::value).rank, count = min(kAxisColumns, rank - first);
+  const int rank = tables.maps[head].of(which % 2 == 0 ? Part::key : Part::value).rank,
+            count = min(kAxisColumns, rank - first);
   if (count <= 0) return;
   const std::size_t list = static_cast<std::size_t>(sequence * tables.num_heads * 2 + which);
-  const float* moment = moments + list * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
-  for (int item = thread; item < kAxisColumns * dim; item += kStoreThreads) columns[item / dim][item % dim] = item / dim < count ? bases.element(epochs.slots[sequence], tables.num_heads, which, first + item / dim, item % dim, dim) : 0.0F;
+  const float* moment =
+      moments + list * static_cast<std::size_t>(splits) * static_cast<std::size_t>(dim * dim);
+  for (int item = thread; item < kAxisColumns * dim; item += kStoreThreads)
+    columns[item / dim][item % dim] =
+        item / dim < count ? bases.element(epochs.slots[sequence], tables.num_heads, which,
+                                           first + item / dim, item % dim, dim)
+                           : 0.0F;
   __syncthreads();
   if (thread < dim) {
     float sums[kAxisColumns] = {};
     for (int k = 0; k < dim; ++k) {
       const float number = moment[k * dim + thread];  // symmetric
-      #pragma unroll
+#pragma unroll
       for (int c = 0; c < kAxisColumns; ++c) sums[c] = fmaf(number, columns[c][k], sums[c]);
     }
-    #pragma unroll
+#pragma unroll
     for (int c = 0; c < kAxisColumns; ++c) products[thread][c] = sums[c];
   }
   __syncthreads();
   if (thread >= rank) return;
   float sums[kAxisColumns] = {};
   for (int k = 0; k < dim; ++k) {
-    const float number = bases.element(epochs.slots[sequence], tables.num_heads, which, thread, k, dim);
-    #pragma unroll
+    const float number =
+        bases.element(epochs.slots[sequence], tables.num_heads, which, thread, k, dim);
+#pragma unroll
     for (int c = 0; c < kAxisColumns; ++c) sums[c] = fmaf(number, products[k][c], sums[c]);
   }
-  float* target = scratch.products + list * static_cast<std::size_t>(bases.most * dim) + thread * bases.most + first;
+  float* target = scratch.products + list * static_cast<std::size_t>(bases.most * dim) +
+                  thread * bases.most + first;
   for (int c = 0; c < count; ++c) target[c] = sums[c];
 }
 
 namespace detail {
 
-/// The Cholesky factor L of a symmetric matrix [rank, stride] in its lower half, in place, by all threads of a block. Returns whether it is positive definite.
+/// The Cholesky factor L of a symmetric matrix [rank, stride] in its lower half, in place, by all
+/// threads of a block. Returns whether it is positive definite.
 __device__ inline bool factorise(float* matrix, int rank, int stride, float* column) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warp = thread / 32, lane = thread % 32;
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x),
+            warp = thread / 32, lane = thread % 32;
   for (int k = 0; k < rank; ++k) {
     __syncthreads();
     const float pivot = matrix[k * stride + k];
     if (!(pivot > 0.0F) || !(pivot < INFINITY)) return false;  // everybody sees the same
     const float root = sqrtf(pivot), inverse = 1.0F / root;
-    for (int i = k + 1 + thread; i < rank; i += threads) column[i] = matrix[i * stride + k] * inverse;
+    for (int i = k + 1 + thread; i < rank; i += threads)
+      column[i] = matrix[i * stride + k] * inverse;
     __syncthreads();
-    for (int i = k + thread; i < rank; i += threads) matrix[i * stride + k] = i == k ? root : column[i];
+    for (int i = k + thread; i < rank; i += threads)
+      matrix[i * stride + k] = i == k ? root : column[i];
     for (int i = k + 1 + warp; i < rank; i += threads / 32) {
       const float own = column[i];
-      for (int j = k + 1 + lane; j <= i; j += 32) matrix[i * stride + j] = fmaf(-own, column[j], matrix[i * stride + j]);
+      for (int j = k + 1 + lane; j <= i; j += 32)
+        matrix[i * stride + j] = fmaf(-own, column[j], matrix[i * stride + j]);
     }
   }
   __syncthreads();
@@ -93,31 +119,43 @@ __device__ inline bool factorise(float* matrix, int rank, int stride, float* col
 
 }  // namespace detail
 
-/// @brief Rotations the bases that sequences work with, in place, and writes the steps of their codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one whose rows are not finite. Grid: 2 x heads x sequences.
+/// @brief Rotations the bases that sequences work with, in place, and writes the steps of their
+/// codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one
+/// whose rows are not finite. Grid: 2 x heads x sequences.
 /// @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases, AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
+__global__ void __launch_bounds__(kSketchThreads)
+    align_axes_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases,
+                      AxisScales scales, AxisRows rows, AxisScratch scratch, int buffer_rows) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ float lengths[kMaxHeadDim], column[kMaxHeadDim];
   __shared__ std::int32_t places[kMaxHeadDim];
   __shared__ detail::RowProducts products;
   __shared__ float added;
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
-  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), which = AxisScales::which(part, head), dim = tables.head_dim, stride = detail::sketch_stride(dim), most = bases.most;
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z),
+            which = AxisScales::which(part, head), dim = tables.head_dim,
+            stride = detail::sketch_stride(dim), most = bases.most;
   if (epochs.of(sequence) < 0) return;
   const int2 active = rows.order.active(sequence, tables.num_heads, head, rows.count[sequence]);
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank, count = active.y - active.x;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
+            slot = epochs.slots[sequence], rank = tables.maps[head].of(part).rank,
+            count = active.y - active.x;
   const std::size_t list = static_cast<std::size_t>(sequence * tables.num_heads * 2 + which);
   float* matrix = scratch.products + list * static_cast<std::size_t>(most * dim);
-  float* axes = scratch.buffers == nullptr ? reinterpret_cast<float*>(shared_memory) : scratch.buffers + list * static_cast<std::size_t>(buffer_rows * stride);
+  float* axes = scratch.buffers == nullptr
+                    ? reinterpret_cast<float*>(shared_memory)
+                    : scratch.buffers + list * static_cast<std::size_t>(buffer_rows * stride);
   float* steps = scratch.steps + list * static_cast<std::size_t>(most);
   const float* rms = scales.rms == nullptr ? nullptr : scales.rms + which * most;
-  if (thread < rank && rms != nullptr) matrix[thread * most + thread] += static_cast<float>(rank) * rms[thread] * rms[thread];
+  if (thread < rank && rms != nullptr)
+    matrix[thread * most + thread] += static_cast<float>(rank) * rms[thread] * rms[thread];
   __syncthreads();
   if (warp == 0) {
     float largest = 0.0F;
     for (int i = lane; i < rank; i += 32) largest = fmaxf(largest, matrix[i * most + i]);
-    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
     if (lane == 0) added = kAxisFloor * largest;
   }
   __syncthreads();
@@ -129,12 +167,15 @@ __global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView ta
       float sums[channels / 32] = {};
       for (int k = row; k < rank; ++k) {
         const float number = matrix[k * most + row];
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < channels / 32; ++i) {
-          if (lane + 32 * i < dim) sums[i] = fmaf(number, bases.element(slot, tables.num_heads, which, k, lane + 32 * i, dim), sums[i]);
+          if (lane + 32 * i < dim)
+            sums[i] =
+                fmaf(number, bases.element(slot, tables.num_heads, which, k, lane + 32 * i, dim),
+                     sums[i]);
         }
       }
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < channels / 32; ++i) {
         if (lane + 32 * i < dim) axes[row * stride + lane + 32 * i] = sums[i];
       }
@@ -143,27 +184,40 @@ __global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView ta
     detail::make_orthogonal<channels>(axes, rank, dim, stride, lengths, products);
     detail::measure_rows(axes, rank, dim, stride, lengths);
     __syncthreads();
-    pre_rope = __syncthreads_and(thread >= rank || (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
+    pre_rope = __syncthreads_and(thread >= rank ||
+                                 (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
   }
   if (thread < rank) {
     int place = 0;
-    for (int other = 0; pre_rope && other < rank; ++other) place += lengths[other] > lengths[thread] || (lengths[other] == lengths[thread] && other < thread) ? 1 : 0;
+    for (int other = 0; pre_rope && other < rank; ++other)
+      place +=
+          lengths[other] > lengths[thread] || (lengths[other] == lengths[thread] && other < thread)
+              ? 1
+              : 0;
     place = pre_rope ? place : thread;
     places[thread] = place;
-    const float size = !pre_rope ? (rms == nullptr ? 1.0F : rms[thread]) : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) / static_cast<float>(count + rank)));
+    const float size = !pre_rope ? (rms == nullptr ? 1.0F : rms[thread])
+                                 : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) /
+                                                       static_cast<float>(count + rank)));
     const float unit = scales.units == nullptr ? 0.0F : scales.units[which * most + place];
     steps[place] = unit == 0.0F ? 1.0F : unit * size;
   }
   if (!pre_rope) return;
   __syncthreads();
-  // In their order and as long as 1, then, where codes want it, rotated: `matrix` has room for them.
-  const float* rotation = scales.rotations == nullptr ? nullptr : scales.rotations + static_cast<std::size_t>(which) * static_cast<std::size_t>(most * most);
+  // In their order and as long as 1, then, where codes want it, rotated: `matrix` has room for
+  // them.
+  const float* rotation = scales.rotations == nullptr
+                              ? nullptr
+                              : scales.rotations + static_cast<std::size_t>(which) *
+                                                       static_cast<std::size_t>(most * most);
   for (int row = warp; row < rank; row += kSketchThreads / 32) {
     const float inverse = rsqrtf(lengths[row]);
     for (int channel = lane; channel < dim; channel += 32) {
       const float number = axes[row * stride + channel] * inverse;
-      if (rotation == nullptr) bases.put(slot, tables.num_heads, which, places[row], channel, dim, number);
-      else matrix[places[row] * dim + channel] = number;
+      if (rotation == nullptr)
+        bases.put(slot, tables.num_heads, which, places[row], channel, dim, number);
+      else
+        matrix[places[row] * dim + channel] = number;
     }
   }
   if (rotation == nullptr) return;
@@ -173,14 +227,15 @@ __global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView ta
     for (int k = 0; k < rank; ++k) {
       const float number = rotation[k * most + row];
       if (number == 0.0F) continue;  // two blocks
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < channels / 32; ++i) {
         if (lane + 32 * i < dim) sums[i] = fmaf(number, matrix[k * dim + lane + 32 * i], sums[i]);
       }
     }
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < channels / 32; ++i) {
-      if (lane + 32 * i < dim) bases.put(slot, tables.num_heads, which, row, lane + 32 * i, dim, sums[i]);
+      if (lane + 32 * i < dim)
+        bases.put(slot, tables.num_heads, which, row, lane + 32 * i, dim, sums[i]);
     }
   }
 }
@@ -188,25 +243,40 @@ __global__ void __launch_bounds__(kSketchThreads) align_axes_kernel(LayerView ta
 /// @brief Shared memory of align_axes_kernel besides its buffer, at most.
 inline constexpr std::size_t kAxisShared = 22528;
 /// @brief Bytes of a buffer of align_axes_kernel.
-inline std::size_t axis_buffer_bytes(int most, int head_dim) { return sizeof(float) * static_cast<std::size_t>(detail::buffered_rows(most) * detail::sketch_stride(head_dim)); }
+inline std::size_t axis_buffer_bytes(int most, int head_dim) {
+  return sizeof(float) *
+         static_cast<std::size_t>(detail::buffered_rows(most) * detail::sketch_stride(head_dim));
+}
 
-/// @brief Rotations the bases that `count` sequences publish, and writes them as the maps of their epochs. Three launches.
-/// @param moments  in the metric, summed in the first of `splits`, of the rows that are written under them first
+/// @brief Rotations the bases that `count` sequences publish, and writes them as the maps of their
+/// epochs. Three launches.
+/// @param moments  in the metric, summed in the first of `splits`, of the rows that are written
+/// under them first
 template <class = void>
-void align_axes(const LayerState& layer, const PublishedEpochs& published, int count, const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch, cudaStream_t stream) {
+void align_axes(const LayerState& layer, const PublishedEpochs& published, int count,
+                const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch,
+                cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const EpochStore& store = layer.epochs();
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
-  const dim3 columns(static_cast<unsigned>((store.most() + kAxisColumns - 1) / kAxisColumns), 2 * heads, sequences);
-  detail::launch_kernel(axis_products_kernel<>, columns, kStoreThreads, 0, "axis_products_kernel", stream, tables, published, store.bases(), moments, splits, scratch);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads),
+                 sequences = static_cast<unsigned>(count);
+  const dim3 columns(static_cast<unsigned>((store.most() + kAxisColumns - 1) / kAxisColumns),
+                     2 * heads, sequences);
+  detail::launch_kernel(axis_products_kernel<>, columns, kStoreThreads, 0, "axis_products_kernel",
+                        stream, tables, published, store.bases(), moments, splits, scratch);
   const std::size_t bytes = axis_buffer_bytes(store.most(), tables.head_dim);
   const auto turn = [&](auto* kernel) {
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, scratch.buffers == nullptr ? bytes : 0, "align_axes_kernel", stream, tables, published, store.bases(), store.axes(), rows, scratch,
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads,
+                          scratch.buffers == nullptr ? bytes : 0, "align_axes_kernel", stream,
+                          tables, published, store.bases(), store.axes(), rows, scratch,
                           detail::buffered_rows(store.most()));
   };
-  if (tables.head_dim <= 128) turn(align_axes_kernel<128>);
-  else turn(align_axes_kernel<kMaxHeadDim>);
-  publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, store.bases(), published);
+  if (tables.head_dim <= 128)
+    turn(align_axes_kernel<128>);
+  else
+    turn(align_axes_kernel<kMaxHeadDim>);
+  publish_kernel<>
+      <<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, store.bases(), published);
   check(cudaGetLastError(), "publish_kernel");
 }
 

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/frequent_directions.cuh  Frequent Directions on the device: rows enter a sequence's sketches, and a chunk's end gives bases (cpu/frequent_directions.hpp says what and why).
+/// @file cuda/update/frequent_directions.cuh  Frequent Directions on the device: rows enter a
+/// sequence's sketches, and a chunk's end gives bases (cpu/frequent_directions.hpp says what and
+/// why).
 ///
-/// One block a sketch, of all heads, keys and values, and sequences of a batch at once. Singular vectors by one-sided Jacobi rotations of the buffered rows (cuda/epochs/jacobi.cuh, cost and floor there).
+/// One block a sketch, of all heads, keys and values, and sequences of a batch at once. Singular
+/// vectors by one-sided Jacobi rotations of the buffered rows (cuda/epochs/jacobi.cuh, cost and
+/// floor there).
 #pragma once
 
 #include <algorithm>
@@ -25,13 +29,14 @@ struct SketchSteps {
   std::int32_t count[kAdaptBatch];  ///< 0: nothing happens
   RowOrder order;                   ///< null: rows first, first + 1, ...
   std::int64_t chunk_length = 0;
-  float share = 2.0F;               ///< sketch rows per rank
-  float threshold_scale = 1.0F;     ///< 0: every batch ends a chunk
+  float share = 2.0F;            ///< sketch rows per rank
+  float threshold_scale = 1.0F;  ///< 0: every batch ends a chunk
 };
 
 namespace detail {
 
-/// Takes the mean, if there is one, out of rows [count, stride]. A row whose squares could overflow becomes zeros: it must not reach a basis. All threads call it and are synchronised at the end.
+/// Takes the mean, if there is one, out of rows [count, stride]. A row whose squares could overflow
+/// becomes zeros: it must not reach a basis. All threads call it and are synchronised at the end.
 __device__ inline void centre_rows(float* rows, int count, int dim, int stride, const float* mean) {
   constexpr float most = 1e18F;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -48,71 +53,84 @@ __device__ inline void centre_rows(float* rows, int count, int dim, int stride, 
   __syncthreads();
 }
 
-/// Squared lengths of rows, and their places by length: the longest first, of equal ones the first. All threads call it and are synchronised at the end.
-__device__ inline void rank_rows(const float* rows, int count, int dim, int stride, float* lengths, std::int16_t* order) {
+/// Squared lengths of rows, and their places by length: the longest first, of equal ones the first.
+/// All threads call it and are synchronised at the end.
+__device__ inline void rank_rows(const float* rows, int count, int dim, int stride, float* lengths,
+                                 std::int16_t* order) {
   measure_rows(rows, count, dim, stride, lengths);
   __syncthreads();
   for (int row = static_cast<int>(threadIdx.x); row < count; row += kSketchThreads) {
     int place = 0;
-    for (int other = 0; other < count; ++other) place += lengths[other] > lengths[row] || (lengths[other] == lengths[row] && other < row) ? 1 : 0;
+    for (int other = 0; other < count; ++other)
+      place +=
+          lengths[other] > lengths[row] || (lengths[other] == lengths[row] && other < row) ? 1 : 0;
     order[place] = static_cast<std::int16_t>(row);
   }
   __syncthreads();
 }
 
-/// The largest distance of rows [first, end) of a buffer from the space of a basis [rank, head_dim], whose numbers are bits of `type` or f32: of each row by a warp, which has three at a time; every lane of a warp gets
-/// that of the warp's rows.
+/// The largest distance of rows [first, end) of a buffer from the space of a basis [rank,
+/// head_dim], whose numbers are bits of `type` or f32: of each row by a warp, which has three at a
+/// time; every lane of a warp gets that of the warp's rows.
 template <int channels, class Number>
-__device__ float largest_residual(const float* rows, int first, int end, int dim, int stride, const Number* basis, [[maybe_unused]] DType type, int rank) {
+__device__ float largest_residual(const float* rows, int first, int end, int dim, int stride,
+                                  const Number* basis, [[maybe_unused]] DType type, int rank) {
   constexpr int parts = channels / 32, together = 3, warps = kSketchThreads / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float largest = 0.0F;
-  for (int begin = first + static_cast<int>(threadIdx.x) / 32; begin < end; begin += together * warps) {
+  for (int begin = first + static_cast<int>(threadIdx.x) / 32; begin < end;
+       begin += together * warps) {
     float x[together][parts], rest[together][parts], sums[together];
-    #pragma unroll
+#pragma unroll
     for (int row = 0; row < together; ++row) {
-      #pragma unroll
-      for (int i = 0; i < parts; ++i) rest[row][i] = x[row][i] = begin + row * warps < end && lane + 32 * i < dim ? rows[(begin + row * warps) * stride + lane + 32 * i] : 0.0F;
+#pragma unroll
+      for (int i = 0; i < parts; ++i)
+        rest[row][i] = x[row][i] = begin + row * warps < end && lane + 32 * i < dim
+                                       ? rows[(begin + row * warps) * stride + lane + 32 * i]
+                                       : 0.0F;
     }
     const auto sum_over_lanes = [&] {
-      #pragma unroll
+#pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
-        #pragma unroll
-        for (int row = 0; row < together; ++row) sums[row] += __shfl_xor_sync(~0U, sums[row], distance);
+#pragma unroll
+        for (int row = 0; row < together; ++row)
+          sums[row] += __shfl_xor_sync(~0U, sums[row], distance);
       }
     };
-    #pragma unroll 2
+#pragma unroll 2
     for (int column = 0; column < rank; ++column) {
       float u[parts];
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < parts; ++i) {
         u[i] = 0.0F;
         if (lane + 32 * i >= dim) continue;
         const Number number = basis[column * dim + lane + 32 * i];
-        if constexpr (std::is_same_v<Number, float>) u[i] = number;
-        else u[i] = from_bits(type, number);
+        if constexpr (std::is_same_v<Number, float>)
+          u[i] = number;
+        else
+          u[i] = from_bits(type, number);
       }
-      #pragma unroll
+#pragma unroll
       for (int row = 0; row < together; ++row) {
         sums[row] = 0.0F;
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < parts; ++i) sums[row] = fmaf(x[row][i], u[i], sums[row]);
       }
       sum_over_lanes();
-      #pragma unroll
+#pragma unroll
       for (int row = 0; row < together; ++row) {
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < parts; ++i) rest[row][i] = fmaf(-sums[row], u[i], rest[row][i]);
       }
     }
-    #pragma unroll
+#pragma unroll
     for (int row = 0; row < together; ++row) {
       sums[row] = 0.0F;
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < parts; ++i) sums[row] = fmaf(rest[row][i], rest[row][i], sums[row]);
     }
     sum_over_lanes();
-    #pragma unroll
+#pragma unroll
     for (int row = 0; row < together; ++row) largest = fmaxf(largest, sqrtf(sums[row]));
   }
   return largest;
@@ -120,38 +138,54 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 
 }  // namespace detail
 
-/// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
-/// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small; else null  @tparam channels  at least head_dim
+/// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top
+/// directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
+/// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small;
+/// else null  @tparam channels  at least head_dim
 template <int channels>
-__global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches, WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows, std::int32_t* begun) {
+__global__ void __launch_bounds__(kSketchThreads)
+    sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches,
+                  WorkingBases bases, BasisMetrics metrics, float* buffers, int buffer_rows,
+                  std::int32_t* begun) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ detail::RowProducts products;
   __shared__ float lengths[kMaxSketchBuffer];
   __shared__ std::int16_t order[kMaxSketchBuffer];
   __shared__ float new_column[kMaxHeadDim];
   const Part part = blockIdx.x == 0 ? Part::key : Part::value;
-  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z), slot = steps.slots[sequence], dim = tables.head_dim, stride = detail::sketch_stride(dim), thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z),
+            slot = steps.slots[sequence], dim = tables.head_dim,
+            stride = detail::sketch_stride(dim), thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32, lane = thread % 32, warps = kSketchThreads / 32;
   const int2 active = steps.order.active(sequence, tables.num_heads, head, steps.count[sequence]);
   const int count = active.y - active.x, first_row = steps.first[sequence] + active.x;
   if (count == 0) return;
-  const std::size_t which = static_cast<std::size_t>(head * 2 + static_cast<int>(part)), own = static_cast<std::size_t>(slot * tables.num_heads * 2) + which;
+  const std::size_t which = static_cast<std::size_t>(head * 2 + static_cast<int>(part)),
+                    own = static_cast<std::size_t>(slot * tables.num_heads * 2) + which;
   const PartMaps& maps = tables.maps[head].of(part);
   const int rank = maps.rank, limit = detail::sketch_rows(steps.share, rank);
-  float* rows = buffers == nullptr ? reinterpret_cast<float*>(shared_memory) : buffers + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads * 2) + which) * static_cast<std::size_t>(buffer_rows * stride);
+  float* rows = buffers == nullptr ? reinterpret_cast<float*>(shared_memory)
+                                   : buffers + (static_cast<std::size_t>(sequence) *
+                                                    static_cast<std::size_t>(tables.num_heads * 2) +
+                                                which) *
+                                                   static_cast<std::size_t>(buffer_rows * stride);
   float* stored = sketches.rows + own * static_cast<std::size_t>(sketches.capacity * dim);
-  const std::size_t basis_size = static_cast<std::size_t>(bases.most * dim), element = bases.type == DType::f32 ? 4 : 2;
+  const std::size_t basis_size = static_cast<std::size_t>(bases.most * dim),
+                    element = bases.type == DType::f32 ? 4 : 2;
   std::uint8_t* basis = static_cast<std::uint8_t*>(bases.moved) + own * basis_size * element;
   SketchState& state = sketches.states[own];
   int held = min(state.held, min(limit, dim));  // as it is, unless a saved state says otherwise
   const std::int64_t chunk_rows = state.chunk_rows;
   const auto load_stored = [&] {
     for (int row = warp; row < held; row += warps) {
-      for (int channel = 4 * lane; channel < dim; channel += 128) *reinterpret_cast<float4*>(rows + row * stride + channel) = *reinterpret_cast<const float4*>(stored + row * dim + channel);
+      for (int channel = 4 * lane; channel < dim; channel += 128)
+        *reinterpret_cast<float4*>(rows + row * stride + channel) =
+            *reinterpret_cast<const float4*>(stored + row * dim + channel);
     }
     __syncthreads();
   };
-  // The rows become diag(sqrt(sigma^2 - delta)) V^T, the longest first, in `stored`: as few as a sketch may have.
+  // The rows become diag(sqrt(sigma^2 - delta)) V^T, the longest first, in `stored`: as few as a
+  // sketch may have.
   const auto compress = [&](bool shrinks) {
     detail::make_orthogonal<channels>(rows, held, dim, stride, lengths, products);
     detail::rank_rows(rows, held, dim, stride, lengths, order);
@@ -160,19 +194,22 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
     const float least = held > 0 ? fmaxf(delta, kNothing * lengths[order[0]]) : 0.0F;
     int longer = 0;
     for (int row = lane; row < held; row += 32) longer += lengths[row] > least ? 1 : 0;
-    for (int distance = 16; distance > 0; distance /= 2) longer += __shfl_xor_sync(~0U, longer, distance);
+    for (int distance = 16; distance > 0; distance /= 2)
+      longer += __shfl_xor_sync(~0U, longer, distance);
     held = min(most, longer);
     for (int place = warp; place < held; place += warps) {
       const int row = order[place];
       const float factor = sqrtf(1.0F - delta / lengths[row]);
-      for (int channel = lane; channel < dim; channel += 32) stored[place * dim + channel] = factor * rows[row * stride + channel];
+      for (int channel = lane; channel < dim; channel += 32)
+        stored[place * dim + channel] = factor * rows[row * stride + channel];
     }
     __syncthreads();
   };
   load_stored();
   const SourceRows from(tables, source, slot, head);
   const std::int32_t* order_of_rows = steps.order.of(sequence, tables.num_heads, head);
-  const float *mean = maps.mean, *metric = metrics.metric(part, head, dim), threshold = steps.threshold_scale * sketches.thresholds[which];
+  const float *mean = maps.mean, *metric = metrics.metric(part, head, dim),
+              threshold = steps.threshold_scale * sketches.thresholds[which];
   bool exceeded = !(steps.threshold_scale > 0.0F), ends = false;
   for (int done = 0; done < count;) {
     const int taken = min(count - done, min(buffer_rows, 2 * limit) - held);
@@ -183,28 +220,40 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
       __syncthreads();
       detail::rows_to_metric(rows + held * stride, taken, dim, stride, metric);
       __syncthreads();
-      detail::centre_rows(rows + held * stride, taken, dim, stride, nullptr);  // squares may overflow there
+      detail::centre_rows(rows + held * stride, taken, dim, stride,
+                          nullptr);  // squares may overflow there
     }
-    const auto residual = [&](const auto* numbers) { return detail::largest_residual<channels>(rows, held, held + taken, dim, stride, numbers, bases.type, rank); };
-    exceeded = exceeded || (bases.type == DType::f32 ? residual(reinterpret_cast<const float*>(basis)) : residual(reinterpret_cast<const std::uint16_t*>(basis))) > threshold;
+    const auto residual = [&](const auto* numbers) {
+      return detail::largest_residual<channels>(rows, held, held + taken, dim, stride, numbers,
+                                                bases.type, rank);
+    };
+    exceeded =
+        exceeded || (bases.type == DType::f32
+                         ? residual(reinterpret_cast<const float*>(basis))
+                         : residual(reinterpret_cast<const std::uint16_t*>(basis))) > threshold;
     done += taken;
     held += taken;
-    if (done == count) ends = __syncthreads_or(exceeded ? 1 : 0) != 0 || chunk_rows + count >= steps.chunk_length;
+    if (done == count)
+      ends = __syncthreads_or(exceeded ? 1 : 0) != 0 || chunk_rows + count >= steps.chunk_length;
     const bool shrinks = done < count || held > min(limit, dim);
     if (shrinks || ends) {
       compress(shrinks);
     } else {
-      for (int item = thread; item < held * dim; item += kSketchThreads) stored[item] = rows[item / dim * stride + item % dim];
+      for (int item = thread; item < held * dim; item += kSketchThreads)
+        stored[item] = rows[item / dim * stride + item % dim];
     }
     if (done < count) load_stored();
   }
   if (thread == 0) state = {ends ? 0 : chunk_rows + count, held, 0};
   if (!ends) return;
-  // The directions of the longest rows; missing ones are unit vectors made orthogonal to all before them, each the one that is furthest from those.
+  // The directions of the longest rows; missing ones are unit vectors made orthogonal to all before
+  // them, each the one that is furthest from those.
   const auto put = [&](int column, int channel, float value) {
     const int place = column * dim + channel;
-    if (bases.type == DType::f32) reinterpret_cast<float*>(basis)[place] = value;
-    else reinterpret_cast<std::uint16_t*>(basis)[place] = to_bits(bases.type, value);
+    if (bases.type == DType::f32)
+      reinterpret_cast<float*>(basis)[place] = value;
+    else
+      reinterpret_cast<std::uint16_t*>(basis)[place] = to_bits(bases.type, value);
   };
   load_stored();
   const int known = min(rank, held);
@@ -222,32 +271,39 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
     float* target = rows + column * stride;  // the buffer has room for a basis
     if (thread < dim) {
       float left = 1.0F;  // of unit vector `thread`
-      for (int before = 0; before < column; ++before) left = fmaf(-rows[before * stride + thread], rows[before * stride + thread], left);
+      for (int before = 0; before < column; ++before)
+        left = fmaf(-rows[before * stride + thread], rows[before * stride + thread], left);
       new_column[thread] = left;
     }
     __syncthreads();
     int furthest = 0;
-    for (int channel = 1; channel < dim; ++channel) furthest = new_column[channel] > new_column[furthest] ? channel : furthest;
+    for (int channel = 1; channel < dim; ++channel)
+      furthest = new_column[channel] > new_column[furthest] ? channel : furthest;
     __syncthreads();
     for (int round = 0; round < 2; ++round) {
-      if (thread < dim) new_column[thread] = round > 0 ? target[thread] : thread == furthest ? 1.0F : 0.0F;
+      if (thread < dim)
+        new_column[thread] = round > 0 ? target[thread] : thread == furthest ? 1.0F : 0.0F;
       __syncthreads();
       for (int before = warp; before < column; before += warps) {
         float dot = 0.0F;
-        for (int channel = lane; channel < dim; channel += 32) dot = fmaf(rows[before * stride + channel], new_column[channel], dot);
-        for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0U, dot, distance);
+        for (int channel = lane; channel < dim; channel += 32)
+          dot = fmaf(rows[before * stride + channel], new_column[channel], dot);
+        for (int distance = 16; distance > 0; distance /= 2)
+          dot += __shfl_xor_sync(~0U, dot, distance);
         if (lane == 0) lengths[before] = dot;
       }
       __syncthreads();
       if (thread < dim) {
         float rest = new_column[thread];
-        for (int before = 0; before < column; ++before) rest = fmaf(-lengths[before], rows[before * stride + thread], rest);
+        for (int before = 0; before < column; ++before)
+          rest = fmaf(-lengths[before], rows[before * stride + thread], rest);
         target[thread] = rest;
       }
       __syncthreads();
     }
     float sum = 0.0F;
-    for (int channel = 0; channel < dim; ++channel) sum = fmaf(target[channel], target[channel], sum);
+    for (int channel = 0; channel < dim; ++channel)
+      sum = fmaf(target[channel], target[channel], sum);
     __syncthreads();
     if (thread < dim) {
       target[thread] /= sqrtf(sum);
@@ -258,13 +314,21 @@ __global__ void __launch_bounds__(kSketchThreads) sketch_kernel(LayerView tables
   if (thread == 0) begun[sequence] = 1;  // whoever says so says the same
 }
 
-/// @brief FlushBatch rows of at most kAdaptBatch sequences enter their sketches; where a chunk ends, they go on under a new epoch, and old ones may merge. A launch, and those of begin_epochs().
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if scores or masses chose them  @param exempt  so many of every head's will stay full after all  @param before  rows of it that were stored and that the host does not count yet
+/// @brief FlushBatch rows of at most kAdaptBatch sequences enter their sketches; where a chunk
+/// ends, they go on under a new epoch, and old ones may merge. A launch, and those of
+/// begin_epochs().
+/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are
+/// compressed, if scores or masses chose them  @param exempt  so many of every head's will stay
+/// full after all  @param before  rows of it that were stored and that the host does not count yet
 template <int coded_groups>
-void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, const CompressScratch& scratch, cudaStream_t stream) {
+void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushBatch& flushed,
+               int first_sequence, int count, const RowSource& source, const RowOrder& order,
+               int exempt, std::int32_t before, const CompressScratch& scratch,
+               cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const DeviceEpochStore& device_epochs = layer.device_epochs();
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads),
+                 sequences = static_cast<unsigned>(count);
   SketchSteps steps{};
   steps.chunk_length = policy.chunk_length;
   steps.share = policy.sketch_share;
@@ -276,15 +340,23 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushB
     steps.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
     steps.count[i] = flushed.candidates(from);  // errors choose under the new basis
   }
-  check(cudaMemsetAsync(scratch.rollover.begun, 0, static_cast<std::size_t>(count) * sizeof(std::int32_t), stream), "roll_over");
+  check(cudaMemsetAsync(scratch.rollover.begun, 0,
+                        static_cast<std::size_t>(count) * sizeof(std::int32_t), stream),
+        "roll_over");
   const auto sketch = [&](auto* kernel) {
     float* buffers = layer.sketches_apart() ? scratch.sketch_buffers : nullptr;
-    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads, buffers == nullptr ? device_epochs.buffer_bytes() : 0, "sketch_kernel", stream, tables, source, steps, device_epochs.sketches(), layer.epochs().bases(), layer.epochs().metrics(), buffers,
-                         device_epochs.buffer_rows(), scratch.rollover.begun);
+    detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads,
+                          buffers == nullptr ? device_epochs.buffer_bytes() : 0, "sketch_kernel",
+                          stream, tables, source, steps, device_epochs.sketches(),
+                          layer.epochs().bases(), layer.epochs().metrics(), buffers,
+                          device_epochs.buffer_rows(), scratch.rollover.begun);
   };
-  if (tables.head_dim <= 128) sketch(sketch_kernel<128>);
-  else sketch(sketch_kernel<kMaxHeadDim>);
-  begin_epochs<coded_groups>(layer, flushed, first_sequence, count, source, order, exempt, before, 1, scratch, stream);
+  if (tables.head_dim <= 128)
+    sketch(sketch_kernel<128>);
+  else
+    sketch(sketch_kernel<kMaxHeadDim>);
+  begin_epochs<coded_groups>(layer, flushed, first_sequence, count, source, order, exempt, before,
+                             1, scratch, stream);
 }
 
 }  // namespace cuda

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/publish_on_device.cuh  Where the device decides that an epoch begins, rows go on under it: maps are written, a segment is opened, old ones may merge (cuda/epochs/device_epochs.cuh has the kernels that decide).
+/// @file cuda/update/publish_on_device.cuh  Where the device decides that an epoch begins, rows go
+/// on under it: maps are written, a segment is opened, old ones may merge
+/// (cuda/epochs/device_epochs.cuh has the kernels that decide).
 #pragma once
 
 #include <algorithm>
@@ -13,22 +15,28 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief When bases that rows chosen by masses have moved are published, as cpu/adapt.hpp says: by rows of the head that has the most.
+/// @brief When bases that rows chosen by masses have moved are published, as cpu/adapt.hpp says: by
+/// rows of the head that has the most.
 struct PublicationRule {
-  std::int64_t interval = 0;        ///< since the last time
-  std::int32_t rows[kAdaptBatch];   ///< at once
-  bool decode = false;              ///< steps are counted
-  bool observes = false;            ///< the updater sees rows: of prompts it may see none
+  std::int64_t interval = 0;       ///< since the last time
+  std::int32_t rows[kAdaptBatch];  ///< at once
+  bool decode = false;             ///< steps are counted
+  bool observes = false;           ///< the updater sees rows: of prompts it may see none
 };
 
-/// @brief Notes that the rows of an order have moved bases, and says whether they are published. Grid: sequences.
+/// @brief Notes that the rows of an order have moved bases, and says whether they are published.
+/// Grid: sequences.
 template <class = void>
-__global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrder order, int first_sequence, PublicationRule rule, DeviceEpochState* states, SketchState* updates, std::int32_t* begun) {
+__global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrder order,
+                                   int first_sequence, PublicationRule rule,
+                                   DeviceEpochState* states, SketchState* updates,
+                                   std::int32_t* begun) {
   __shared__ int most;
   const int index = static_cast<int>(blockIdx.x), slot = flushed.slots[first_sequence + index];
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads; head += static_cast<int>(blockDim.x)) {
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
     const int2 active = order.active(index, tables.num_heads, head, 0);
     atomicMax(&most, active.y - active.x);
     if (!rule.decode || active.x == active.y) continue;
@@ -44,7 +52,8 @@ __global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrde
   begun[index] = due ? 1 : 0;
 }
 
-/// @brief The fewest rows of a head whose compressed form outweighs an epoch's, of at most so many; beyond them: none do.
+/// @brief The fewest rows of a head whose compressed form outweighs an epoch's, of at most so many;
+/// beyond them: none do.
 inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::int32_t most) {
   std::int32_t low = 0, high = most + 1;
   while (low + 1 < high) {
@@ -54,24 +63,40 @@ inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::in
   return high;
 }
 
-/// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their rows, the first's first  @param observes  the updater saw some of them, if there are any
+/// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their
+/// rows, the first's first  @param observes  the updater saw some of them, if there are any
 template <class = void>
-void decide_publications(const LayerState& layer, const FlushBatch& flushed, int first_sequence, int count, const RowOrder& order, Phase phase, bool observes, const CompressScratch& scratch, cudaStream_t stream) {
+void decide_publications(const LayerState& layer, const FlushBatch& flushed, int first_sequence,
+                         int count, const RowOrder& order, Phase phase, bool observes,
+                         const CompressScratch& scratch, cudaStream_t stream) {
   PublicationRule rule{layer.publish_interval(), {}, phase == Phase::decode, observes};
-  for (int i = 0; i < count; ++i) rule.rows[i] = phase == Phase::prefill ? rows_that_outweigh_an_epoch(layer, flushed.candidates(first_sequence + i)) : std::numeric_limits<std::int32_t>::max();
-  publication_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(layer.tables(), flushed, order, first_sequence, rule, layer.device_epochs().states(), layer.device_epochs().sketches().states, scratch.rollover.begun);
+  for (int i = 0; i < count; ++i)
+    rule.rows[i] = phase == Phase::prefill
+                       ? rows_that_outweigh_an_epoch(layer, flushed.candidates(first_sequence + i))
+                       : std::numeric_limits<std::int32_t>::max();
+  publication_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(
+      layer.tables(), flushed, order, first_sequence, rule, layer.device_epochs().states(),
+      layer.device_epochs().sketches().states, scratch.rollover.begun);
   check(cudaGetLastError(), "publication_kernel");
 }
 
-/// @brief FlushBatch rows of at most kAdaptBatch sequences go on under new epochs where scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal axes; where residuals are kept, and there are
-/// epochs enough that some could merge, six for every 2048 stored rows of a sequence, which end at once unless some do.
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are compressed, if values chose them: of these sequences, the first's first  @param exempt  so many of every head's are not, which errors
-/// choose under the new epoch  @param before  rows of it that were stored and that the host does not count yet  @param splits  in which the moments of a sequence's rows are summed
+/// @brief FlushBatch rows of at most kAdaptBatch sequences go on under new epochs where
+/// scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal
+/// axes; where residuals are kept, and there are epochs enough that some could merge, six for every
+/// 2048 stored rows of a sequence, which end at once unless some do.
+/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are
+/// compressed, if values chose them: of these sequences, the first's first  @param exempt  so many
+/// of every head's are not, which errors choose under the new epoch  @param before  rows of it that
+/// were stored and that the host does not count yet  @param splits  in which the moments of a
+/// sequence's rows are summed
 template <int coded_groups>
-void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequence, int count, const RowSource& source, const RowOrder& order, int exempt, std::int32_t before, int splits, const CompressScratch& scratch, cudaStream_t stream) {
+void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequence, int count,
+                  const RowSource& source, const RowOrder& order, int exempt, std::int32_t before,
+                  int splits, const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const DeviceEpochStore& device_epochs = layer.device_epochs();
-  const unsigned heads = static_cast<unsigned>(tables.num_heads), sequences = static_cast<unsigned>(count);
+  const unsigned heads = static_cast<unsigned>(tables.num_heads),
+                 sequences = static_cast<unsigned>(count);
   ObservedRows observed{};
   observed.order = order;
   int most_rows = 0;
@@ -83,13 +108,17 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     observed.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
     observed.count[i] = flushed.candidates(from);
     if (observed.count[i] == 0) continue;
-    if (++now.epochs.decode_steps >= device_epochs.limits().own && flushed.compressed[from] > 0) {  // before, there are too few epochs to merge any
+    if (++now.epochs.decode_steps >= device_epochs.limits().own &&
+        flushed.compressed[from] > 0) {  // before, there are too few epochs to merge any
       may_merge = true;
       most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
       layer.own_pages(flushed.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
     }
   }
-  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, flushed, order, exempt, first_sequence, device_epochs.limits(), device_epochs.states(), scratch.rollover, device_epochs.counts(), device_epochs.reprojected());
+  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, flushed, order, exempt, first_sequence,
+                                                    device_epochs.limits(), device_epochs.states(),
+                                                    scratch.rollover, device_epochs.counts(),
+                                                    device_epochs.reprojected());
   check(cudaGetLastError(), "roll_over_kernel");
   PublishedEpochs published{};
   std::copy_n(observed.slots, count, published.slots);
@@ -98,27 +127,35 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     AxisRows rows{};
     rows.order = order;
     std::copy_n(observed.count, count, rows.count);
-    const Moments moments = enqueue_moments(layer, source, observed, count, splits, scratch, stream);
+    const Moments moments =
+        enqueue_moments(layer, source, observed, count, splits, scratch, stream);
     align_axes(layer, published, count, moments.sums, moments.splits, rows, scratch.axes, stream);
   } else {
-    publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, layer.epochs().bases(), published);
+    publish_kernel<><<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(
+        tables, layer.epochs().bases(), published);
     check(cudaGetLastError(), "publish_kernel");
   }
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
   if (!may_merge) return;
   MergePlans plans;
   plans.decided = scratch.rollover.plans;
-  const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) { enqueue_merges<coded_groups>(layer, some, sequences_of, (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream); };
+  const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) {
+    enqueue_merges<coded_groups>(layer, some, sequences_of,
+                                 (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
+  };
   if (layer.config().keep_residuals) {
     for (int i = 0; i < count; ++i, ++plans.decided) {
       if (observed.count[i] == 0) continue;
       const HostSequence& now = layer.sequence(observed.slots[i]);
-      merge_noting_moves<coded_groups>(layer, observed.slots[i], plans, 0, now.rows.num_compressed + before, scratch.decoded, stream, [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
+      merge_noting_moves<coded_groups>(
+          layer, observed.slots[i], plans, 0, now.rows.num_compressed + before, scratch.decoded,
+          stream, [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
     }
   } else {
     merge(plans, count, most_rows);
   }
-  end_merges_kernel<><<<sequences, 128, 0, stream>>>(tables, device_epochs.limits(), device_epochs.states(), scratch.rollover.plans);
+  end_merges_kernel<><<<sequences, 128, 0, stream>>>(
+      tables, device_epochs.limits(), device_epochs.states(), scratch.rollover.plans);
   check(cudaGetLastError(), "end_merges_kernel");
 }
 

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/attend_joint.cuh  Decode attention over joint values: the heads of a group together, so that a latent is read once a token and not once a head.
+/// @file cuda/attention/joint/attend_joint.cuh  Decode attention over joint values: the heads of a
+/// group together, so that a latent is read once a token and not once a head.
 ///
-/// A block goes through a split, 16 or 64 rows an iteration, the keys of all heads and the latents together. Its warps make the weights of the
-/// heads' columns, a head's at a time, which go to shared memory as operands; then each multiplies its own channels of the latents with the weights of all columns, while
-/// the next weights are made. Queries and weights enter as a larger and a smaller part, as in cuda/attention/post_rope/attend_plain.cuh; those of codes' keys as in cuda/attention/post_rope/attend_codes.cuh. Where keys are stored before their rotary
-/// embedding, their logits are there already (cuda/attention/pre_rope/logits.cuh), and latents are all that is fetched.
-/// Floor: the tiles' bytes, once, at the memory's rate.
+/// A block goes through a split, 16 or 64 rows an iteration, the keys of all heads and the latents
+/// together. Its warps make the weights of the heads' columns, a head's at a time, which go to
+/// shared memory as operands; then each multiplies its own channels of the latents with the weights
+/// of all columns, while the next weights are made. Queries and weights enter as a larger and a
+/// smaller part, as in cuda/attention/post_rope/attend_plain.cuh; those of codes' keys as in
+/// cuda/attention/post_rope/attend_codes.cuh. Where keys are stored before their rotary embedding,
+/// their logits are there already (cuda/attention/pre_rope/logits.cuh), and latents are all that is
+/// fetched. Floor: the tiles' bytes, once, at the memory's rate.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +22,12 @@ namespace cuda {
 
 namespace detail {
 
-/// Raises a column's maximum where logits, relative to it, exceed the headroom, and lowers them. Returns what sums so far count.
+/// Raises a column's maximum where logits, relative to it, exceed the headroom, and lowers them.
+/// Returns what sums so far count.
 template <int count>
 __device__ __forceinline__ float raise_maximum(float& top, float (&logits)[count], bool& raised) {
   float highest = -INFINITY;
-  #pragma unroll
+#pragma unroll
   for (int i = 0; i < count; ++i) highest = fmaxf(highest, logits[i]);
   const bool first = top == -INFINITY;
   if (__any_sync(~0U, first || highest > kHeadroom) == 0) return 1.0F;
@@ -31,16 +36,18 @@ __device__ __forceinline__ float raise_maximum(float& top, float (&logits)[count
   const bool moves = first || highest > kHeadroom;
   const float by = moves ? highest : 0.0F;
   top = (first ? 0.0F : top) + by;
-  #pragma unroll
+#pragma unroll
   for (int i = 0; i < count; ++i) logits[i] -= by;
   return first ? 0.0F : exp2_fast(-by);
 }
 
-/// The same of weights with gains, which count 2^reference: raises that where they exceed the headroom; they come back relative to it. Returns what sums so far count.
+/// The same of weights with gains, which count 2^reference: raises that where they exceed the
+/// headroom; they come back relative to it. Returns what sums so far count.
 template <int count>
-__device__ __forceinline__ float raise_reference(float& reference, float (&weights)[count], bool& raised) {
+__device__ __forceinline__ float raise_reference(float& reference, float (&weights)[count],
+                                                 bool& raised) {
   float highest = 0.0F;
-  #pragma unroll
+#pragma unroll
   for (int i = 0; i < count; ++i) highest = fmaxf(highest, weights[i]);
   const float before = reference;
   if (__any_sync(~0U, highest > exp2_fast(reference + kHeadroom)) != 0) {
@@ -49,30 +56,45 @@ __device__ __forceinline__ float raise_reference(float& reference, float (&weigh
     if (highest > exp2_fast(reference + kHeadroom)) reference = ceilf(log2f(highest));
   }
   const float unit = exp2_fast(-reference);
-  #pragma unroll
+#pragma unroll
   for (int i = 0; i < count; ++i) weights[i] *= unit;
   return exp2_fast(before - reference);
 }
 
 }  // namespace detail
 
-/// @brief Partial states of joint values. Grid: (splits x chunks of columns x parts of the channels) x groups of heads x sequences.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
+/// @brief Partial states of joint values. Grid: (splits x chunks of columns x parts of the
+/// channels) x groups of heads x sequences.
+/// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen
+/// channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
 /// @tparam turned  logits are there
 template <int scale_groups, DType type, int mine, int steps, bool rotated>
-__global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call, int first_sequence) {
+__global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
+    attend_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call,
+                        int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
-  constexpr int warps = joint_warps(scale_groups), threads = 32 * warps, groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps, all_tiles = kJointColumns / 8;
-  constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
+  constexpr int warps = joint_warps(scale_groups), threads = 32 * warps,
+                groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps,
+                all_tiles = kJointColumns / 8;
+  constexpr int most_pairs =
+      steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
   __shared__ detail::JointCopy copies[detail::joint_copies(codes ? 1 : steps)];
-  __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups, where codes begin
+  __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups,
+                                            // where codes begin
   __shared__ JointBlock blocks[mine * warps / 2];  // of codes, those of the part
-  const int split = static_cast<int>(blockIdx.x) % call.splits, chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks, part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
-  const int group = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z];
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-  const int leader = group * tables.joint_heads, columns = step.columns(), first_column = (call.first_chunk + chunk) * kJointColumns, last_column = min(first_column + kJointColumns, tables.joint_heads * columns) - 1;
+  const int split = static_cast<int>(blockIdx.x) % call.splits,
+            chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks,
+            part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
+  const int group = static_cast<int>(blockIdx.y),
+            sequence = first_sequence + static_cast<int>(blockIdx.z),
+            slot = batch.slots[blockIdx.z];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
+            g = lane / 4, t = lane % 4;
+  const int leader = group * tables.joint_heads, columns = step.columns(),
+            first_column = (call.first_chunk + chunk) * kJointColumns,
+            last_column = min(first_column + kJointColumns, tables.joint_heads * columns) - 1;
   const int rows = tables.num_rows(RowList::compressed, slot, leader), splits = joint_splits(rows);
   if (split >= splits || last_column < first_column) {
     wait_for_last_kernel();
@@ -81,47 +103,74 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   const JointMemory memory(call, scale_groups, step.coded_units);
   const HeadTiles& layout = tables.compressed[tables.num_heads + group];
   // Pairs of a head and a block of its columns, in order.
-  const int first_pair = step.pair_of(first_column), pairs = step.pair_of(last_column) - first_pair + 1, first_head = first_pair / step.blocks, heads = (first_pair + pairs - 1) / step.blocks - first_head + 1;
-  const int all = (rows + rows_at_once - 1) / rows_at_once, per_split = (all + splits - 1) / splits, first_iteration = split * per_split, count = max(0, min(per_split, all - first_iteration));
+  const int first_pair = step.pair_of(first_column),
+            pairs = step.pair_of(last_column) - first_pair + 1,
+            first_head = first_pair / step.blocks,
+            heads = (first_pair + pairs - 1) / step.blocks - first_head + 1;
+  const int all = (rows + rows_at_once - 1) / rows_at_once, per_split = (all + splits - 1) / splits,
+            first_iteration = split * per_split,
+            count = max(0, min(per_split, all - first_iteration));
   constexpr int tile_rows = codes ? kCodeRows : kPlainRows;
   constexpr int list_steps = rows_at_once / tile_rows;  // of an iteration
   const int end = min((first_iteration + count) * list_steps, (rows + tile_rows - 1) / tile_rows);
-  detail::JointRing ring(tables, slot, leader + first_head, rotated ? 0 : heads, tables.compressed + leader + first_head, tables.num_heads + group, layout, tile_rows, first_iteration * list_steps, end, call, shared_memory,
+  detail::JointRing ring(tables, slot, leader + first_head, rotated ? 0 : heads,
+                         tables.compressed + leader + first_head, tables.num_heads + group, layout,
+                         tile_rows, first_iteration * list_steps, end, call, shared_memory,
                          memory.stage_bytes, barriers, copies);
   if (!rotated && thread < heads) {
     const HeadTiles& keys = tables.compressed[leader + first_head + thread];
-    key_info[thread] = {keys.key_units, keys.first_key_pattern, keys.key_pattern - keys.first_key_pattern, keys.key_offset};
+    key_info[thread] = {keys.key_units, keys.first_key_pattern,
+                        keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
-  const int first_blocks = codes ? joint_blocks(layout, 0) : 0, all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0)) : layout.value_units;  // sixteens of channels
-  const int part_first = part * mine * warps, halves = max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
+  const int first_blocks = codes ? joint_blocks(layout, 0) : 0,
+            all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0))
+                               : layout.value_units;  // sixteens of channels
+  const int part_first = part * mine * warps,
+            halves =
+                max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
   if (codes && 2 * thread < halves) blocks[thread] = joint_block(layout, part_first / 2 + thread);
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
     ring.look();
     ring.fetch();
   }
-  for (int item = thread; item < call.buffers * memory.weight_bytes / 16; item += threads) reinterpret_cast<uint4*>(shared_memory + memory.weights)[item] = uint4{0, 0, 0, 0};
-  for (int item = thread; item < call.buffers * groups * kJointColumns; item += threads) reinterpret_cast<float*>(shared_memory + memory.factors)[item] = 1.0F;
+  for (int item = thread; item < call.buffers * memory.weight_bytes / 16; item += threads)
+    reinterpret_cast<uint4*>(shared_memory + memory.weights)[item] = uint4{0, 0, 0, 0};
+  for (int item = thread; item < call.buffers * groups * kJointColumns; item += threads)
+    reinterpret_cast<float*>(shared_memory + memory.factors)[item] = 1.0F;
   wait_for_last_kernel();  // for the queries; the tiles were there
   release_next_kernel();
   uint2* const queries = reinterpret_cast<uint2*>(shared_memory + memory.queries);
   JointPair* const shared_pairs = reinterpret_cast<JointPair*>(shared_memory + memory.states);
-  JointPair own[codes ? 1 : most_pairs];  // lane t has column t
+  JointPair own[codes ? 1 : most_pairs];                              // lane t has column t
   float sums[most_pairs] = {}, weight_sums[most_pairs][groups] = {};  // of this lane's rows
-  // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of transposed weights are of, if there are such.
+  // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of
+  // transposed weights are of, if there are such.
   int heads_of[most_pairs], columns_of[most_pairs], word_columns[most_pairs];
   // Logits that are there, of the chunk's columns; of those of a pair, lane t has one.
-  [[maybe_unused]] const float* const chunk_logits = !rotated ? nullptr : step.logits(static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group), chunk * kJointColumns) + first_iteration * rows_at_once;
-  const auto logits_of = [&](int column, int i) { return chunk_logits + static_cast<std::size_t>(column) * static_cast<std::size_t>(step.logit_rows) + i * rows_at_once; };
-  const auto prefetch_logits = [&](int column, int i) {
-    if (column >= 0 && i < count && 32 * g < rows_at_once) prefetch_line(logits_of(column, i) + 32 * g);
+  [[maybe_unused]] const float* const chunk_logits =
+      !rotated ? nullptr
+               : step.logits(static_cast<std::size_t>(sequence) * gridDim.y +
+                                 static_cast<std::size_t>(group),
+                             chunk * kJointColumns) +
+                     first_iteration * rows_at_once;
+  const auto logits_of = [&](int column, int i) {
+    return chunk_logits +
+           static_cast<std::size_t>(column) * static_cast<std::size_t>(step.logit_rows) +
+           i * rows_at_once;
   };
-  #pragma unroll
+  const auto prefetch_logits = [&](int column, int i) {
+    if (column >= 0 && i < count && 32 * g < rows_at_once)
+      prefetch_line(logits_of(column, i) + 32 * g);
+  };
+#pragma unroll
   for (int k = 0; k < most_pairs; ++k) {
-    const int pair = warp + warps * k, index = first_pair + pair, head = index / step.blocks, first_in_head = index % step.blocks * kBlockColumns;
+    const int pair = warp + warps * k, index = first_pair + pair, head = index / step.blocks,
+              first_in_head = index % step.blocks * kBlockColumns;
     const auto column_of = [&](int in_block) {
       const int column = head * columns + first_in_head + in_block - first_column;
-      return first_in_head + in_block < columns && column >= 0 && column < kJointColumns ? column : -1;
+      return first_in_head + in_block < columns && column >= 0 && column < kJointColumns ? column
+                                                                                         : -1;
     };
     heads_of[k] = head - first_head;
     columns_of[k] = column_of(t);
@@ -133,16 +182,21 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
       if (codes && g == 0) shared_pairs[pair * kBlockColumns + t] = JointPair{};
       continue;
     }
-    const std::size_t row = step.query_row(sequence, tables.num_heads, leader + head, 0) + static_cast<std::size_t>(index % step.blocks);
-    const uint2* source = step.coded_queries + row * static_cast<std::size_t>(step.coded_units) * 32;
-    for (int unit = 0; unit < step.coded_units; ++unit) queries[(pair * step.coded_units + unit) * 32 + lane] = source[unit * 32 + lane];
+    const std::size_t row = step.query_row(sequence, tables.num_heads, leader + head, 0) +
+                            static_cast<std::size_t>(index % step.blocks);
+    const uint2* source =
+        step.coded_queries + row * static_cast<std::size_t>(step.coded_units) * 32;
+    for (int unit = 0; unit < step.coded_units; ++unit)
+      queries[(pair * step.coded_units + unit) * 32 + lane] = source[unit * 32 + lane];
     const ColumnScale scale = step.coded_scales[row * kBlockColumns + static_cast<std::size_t>(t)];
     JointPair begin;
     begin.unit = scale.unit;
     begin.constants[0] = scale.constant;
     begin.constants[1] = scale.second_constant;
-    if constexpr (!codes) own[k] = begin;
-    else if (g == 0) shared_pairs[pair * kBlockColumns + t] = begin;
+    if constexpr (!codes)
+      own[k] = begin;
+    else if (g == 0)
+      shared_pairs[pair * kBlockColumns + t] = begin;
   }
   __syncwarp();
 
@@ -150,69 +204,84 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
   // Weights of the columns for an iteration, as operands, into its buffer.
   const auto make_weights = [&](int i) {
     const int buffer = ahead ? i & 1 : 0, valid = rows - (first_iteration + i) * rows_at_once;
-    [[maybe_unused]] float given[2 * steps];  // logits of a pair: they come while latents do, or the pair before is made
+    [[maybe_unused]] float given[2 * steps];  // logits of a pair: they come while latents do, or
+                                              // the pair before is made
     const auto load_logits = [&](int k) {
       if (k >= most_pairs || warp + warps * k >= pairs) return;
       const int column = columns_of[k];
       const float* own_logits = logits_of(max(0, column), i) + g;
-      #pragma unroll
-      for (int j = 0; j < 2 * steps; ++j) given[j] = 8 * j + g >= valid ? -INFINITY : column >= 0 ? own_logits[8 * j] : 0.0F;
+#pragma unroll
+      for (int j = 0; j < 2 * steps; ++j)
+        given[j] = 8 * j + g >= valid ? -INFINITY : column >= 0 ? own_logits[8 * j] : 0.0F;
       prefetch_logits(column, i + 2);
     };
     if constexpr (rotated) load_logits(0);
     const std::uint8_t* stage = ring.wait();
-    std::uint32_t* const weights = reinterpret_cast<std::uint32_t*>(shared_memory + memory.weights + buffer * memory.weight_bytes);
-    float* const factors = reinterpret_cast<float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns;
+    std::uint32_t* const weights = reinterpret_cast<std::uint32_t*>(shared_memory + memory.weights +
+                                                                    buffer * memory.weight_bytes);
+    float* const factors =
+        reinterpret_cast<float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns;
     const auto put = [&](int k, int s, int m, int r, float weight) {
       const std::uint32_t word = transposed(split_in_two<type>(weight));
       const int column = word_columns[k];
-      if (column >= 0) weights[(((s * steps + m) * all_tiles + column / 8) * 32 + column % 8 * 4 + t) * 4 + r + 2 * (g % 2)] = word;
+      if (column >= 0)
+        weights[(((s * steps + m) * all_tiles + column / 8) * 32 + column % 8 * 4 + t) * 4 + r +
+                2 * (g % 2)] = word;
     };
     bool raised = false;
     if constexpr (!codes) {
       float products[most_pairs][steps][4] = {};
-      #pragma unroll
+#pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
         if (rotated || warp + warps * k >= pairs) continue;
         const int units = key_info[heads_of[k]].x;
-        const uint4* words = reinterpret_cast<const uint4*>(stage + heads_of[k] * call.key_bytes) + lane;
+        const uint4* words =
+            reinterpret_cast<const uint4*>(stage + heads_of[k] * call.key_bytes) + lane;
         const uint2* query = queries + (warp + warps * k) * step.coded_units * 32 + lane;
         for (int unit = 0; unit < units; ++unit) {
           const uint2 b = query[unit * 32];
-          #pragma unroll
-          for (int m = 0; m < steps; ++m) mma_plain<type>(products[k][m], words[(m * units + unit) * 32], b.x, b.y);
+#pragma unroll
+          for (int m = 0; m < steps; ++m)
+            mma_plain<type>(products[k][m], words[(m * units + unit) * 32], b.x, b.y);
         }
       }
-      #pragma unroll
+#pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
         if (warp + warps * k >= pairs) continue;
         JointPair& state = own[codes ? 0 : k];
         const float base = state.top > -INFINITY ? state.top : 0.0F;
         float logits[2 * steps];
-        #pragma unroll
+#pragma unroll
         for (int j = 0; j < 2 * steps; ++j) {
-          const float (&product)[4] = products[k][j / 2];
-          if constexpr (rotated) logits[j] = given[j] - base;
-          else logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? fmaf(product[2 * (j % 2)] + product[2 * (j % 2) + 1], state.unit, -base) : -INFINITY;
+          const float(&product)[4] = products[k][j / 2];
+          if constexpr (rotated)
+            logits[j] = given[j] - base;
+          else
+            logits[j] =
+                16 * (j / 2) + 8 * (j % 2) + g < valid
+                    ? fmaf(product[2 * (j % 2)] + product[2 * (j % 2) + 1], state.unit, -base)
+                    : -INFINITY;
         }
         if constexpr (rotated) load_logits(k + 1);
         const float correction = detail::raise_maximum(state.top, logits, raised);
         sums[k] *= correction;
         if (g == 0 && columns_of[k] >= 0) factors[columns_of[k]] = correction;
-        #pragma unroll
+#pragma unroll
         for (int j = 0; j < 2 * steps; ++j) {
           logits[j] = exp2_fast(logits[j]);
           sums[k] += logits[j];
         }
-        #pragma unroll
+#pragma unroll
         for (int j = 0; j < 2 * steps; ++j) put(k, 0, j / 2, j % 2, logits[j]);
       }
     } else {
       const auto gain = [&](const std::uint8_t* gains, int row) {
-        return groups == 2 || layout.gain_bytes() == 2 ? __half2float(reinterpret_cast<const __half*>(gains)[row]) : detail::gain_of_byte(gains[row], 0x7650);
+        return groups == 2 || layout.gain_bytes() == 2
+                   ? __half2float(reinterpret_cast<const __half*>(gains)[row])
+                   : detail::gain_of_byte(gains[row], 0x7650);
       };
       const std::uint8_t* value_gains = stage + call.heads * call.key_bytes;
-      #pragma unroll
+#pragma unroll
       for (int k = 0; k < most_pairs; ++k) {
         const int pair = warp + warps * k;
         if (pair >= pairs) continue;
@@ -220,7 +289,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         const float base = state.top > -INFINITY ? state.top : 0.0F;
         float logits[8];
         if constexpr (rotated) {
-          #pragma unroll
+#pragma unroll
           for (int j = 0; j < 8; ++j) logits[j] = given[j] - base;
           load_logits(k + 1);
         } else {
@@ -230,38 +299,48 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           const uint2* query = queries + pair * step.coded_units * 32 + lane;
           const float unit[1] = {state.unit};
           at += keys.w;
-          #pragma unroll
+#pragma unroll
           for (int s = 0; s < groups; ++s) {
             float products[1][4][2];
-            #pragma unroll
+#pragma unroll
             for (int m = 0; m < 4; ++m) products[0][m][0] = products[0][m][1] = state.constants[s];
             const unsigned pattern = static_cast<unsigned>(s == 0 ? keys.y : keys.z);
-            detail::key_products<8, 1>(at, static_cast<int>(pattern & 0xffU), query, unit, products);
-            detail::key_products<4, 1>(at, static_cast<int>(pattern >> 8 & 0xffU), query, unit, products);
-            detail::key_products<2, 1>(at, static_cast<int>(pattern >> 16 & 0xffU), query, unit, products);
+            detail::key_products<8, 1>(at, static_cast<int>(pattern & 0xffU), query, unit,
+                                       products);
+            detail::key_products<4, 1>(at, static_cast<int>(pattern >> 8 & 0xffU), query, unit,
+                                       products);
+            detail::key_products<2, 1>(at, static_cast<int>(pattern >> 16 & 0xffU), query, unit,
+                                       products);
             detail::key_products<1, 1>(at, static_cast<int>(pattern >> 24), query, unit, products);
-            #pragma unroll
-            for (int j = 0; j < 8; ++j) logits[j] = fmaf(products[0][j / 2][j % 2], gain(gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g), s == 0 ? -base : logits[j]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+              logits[j] = fmaf(products[0][j / 2][j % 2],
+                               gain(gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g),
+                               s == 0 ? -base : logits[j]);
           }
-          #pragma unroll
-          for (int j = 0; j < 8; ++j) logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? logits[j] : -INFINITY;
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            logits[j] = 16 * (j / 2) + 8 * (j % 2) + g < valid ? logits[j] : -INFINITY;
         }
         const float correction = detail::raise_maximum(state.top, logits, raised);
         sums[k] *= correction;
-        #pragma unroll
+#pragma unroll
         for (float& logit : logits) {
           logit = exp2_fast(logit);
           sums[k] += logit;
         }
-        #pragma unroll
+#pragma unroll
         for (int s = 0; s < groups; ++s) {
           float weighted[8];
-          #pragma unroll
-          for (int j = 0; j < 8; ++j) weighted[j] = logits[j] * gain(value_gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g);
-          const float factor = correction * detail::raise_reference(state.reference[s], weighted, raised);
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            weighted[j] =
+                logits[j] * gain(value_gains, s * kCodeRows + 16 * (j / 2) + 8 * (j % 2) + g);
+          const float factor =
+              correction * detail::raise_reference(state.reference[s], weighted, raised);
           weight_sums[k][s] *= factor;
           if (g == 0 && columns_of[k] >= 0) factors[s * kJointColumns + columns_of[k]] = factor;
-          #pragma unroll
+#pragma unroll
           for (int j = 0; j < 8; ++j) {
             weight_sums[k][s] += weighted[j];
             put(k, s, j / 2, j % 2, weighted[j]);
@@ -271,31 +350,43 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         if (g == 0) shared_pairs[pair * kBlockColumns + t] = state;
       }
     }
-    if (lane == 0) reinterpret_cast<int*>(shared_memory + memory.raised)[buffer * kMostJointWarps + warp] = raised ? 1 : 0;
+    if (lane == 0)
+      reinterpret_cast<int*>(shared_memory + memory.raised)[buffer * kMostJointWarps + warp] =
+          raised ? 1 : 0;
   };
 
   float out[mine][all_tiles][4] = {};
-  [[maybe_unused]] std::uint32_t bits_of_halves = 0;  // four bits each, of this warp's: known before their places come
-  #pragma unroll
+  [[maybe_unused]] std::uint32_t bits_of_halves =
+      0;  // four bits each, of this warp's: known before their places come
+#pragma unroll
   for (int k = 0; codes && k < mine; ++k) {
-    if (warp + warps * k < halves) bits_of_halves |= static_cast<std::uint32_t>(blocks[(warp + warps * k) / 2].bits) << (4 * k);
+    if (warp + warps * k < halves)
+      bits_of_halves |= static_cast<std::uint32_t>(blocks[(warp + warps * k) / 2].bits) << (4 * k);
   }
   int using_stage = 0;
   const int units = layout.value_units;
-  const auto in_second = [&](int own_half) { return groups == 2 && (part_first + own_half) / 2 >= first_blocks; };
+  const auto in_second = [&](int own_half) {
+    return groups == 2 && (part_first + own_half) / 2 >= first_blocks;
+  };
   const int used_tiles = (last_column - first_column) / 8 + 1, half = warp % 2;
   const auto add_values = [&](int i) {
-    const std::uint8_t* latents = shared_memory + using_stage * memory.stage_bytes + call.heads * call.key_bytes;
+    const std::uint8_t* latents =
+        shared_memory + using_stage * memory.stage_bytes + call.heads * call.key_bytes;
     using_stage = using_stage + 1 == call.stages ? 0 : using_stage + 1;
     const int buffer = ahead ? i & 1 : 0;
-    const uint4* all_weights = reinterpret_cast<const uint4*>(shared_memory + memory.weights + buffer * memory.weight_bytes) + lane;
-    const bool raised = lane < warps && reinterpret_cast<const int*>(shared_memory + memory.raised)[buffer * kMostJointWarps + lane] != 0;
+    const uint4* all_weights = reinterpret_cast<const uint4*>(shared_memory + memory.weights +
+                                                              buffer * memory.weight_bytes) +
+                               lane;
+    const bool raised =
+        lane < warps && reinterpret_cast<const int*>(
+                            shared_memory + memory.raised)[buffer * kMostJointWarps + lane] != 0;
     if (__any_sync(~0U, raised) != 0) {
-      const float* factors = reinterpret_cast<const float*>(shared_memory + memory.factors) + buffer * groups * kJointColumns + 2 * t;
-      #pragma unroll
+      const float* factors = reinterpret_cast<const float*>(shared_memory + memory.factors) +
+                             buffer * groups * kJointColumns + 2 * t;
+#pragma unroll
       for (int k = 0; k < mine; ++k) {
         const float* own_factors = factors + (in_second(warp + warps * k) ? kJointColumns : 0);
-        #pragma unroll
+#pragma unroll
         for (int n = 0; n < all_tiles; ++n) {
           const float2 factor = *reinterpret_cast<const float2*>(own_factors + 8 * n);
           out[k][n][0] *= factor.x;
@@ -305,16 +396,19 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
         }
       }
     }
-    const int left = codes ? steps : ((rows - 1) / kPlainRows - (first_iteration + i) * steps) + 1;  // sixteens of rows that are there
+    const int left = codes ? steps
+                           : ((rows - 1) / kPlainRows - (first_iteration + i) * steps) +
+                                 1;  // sixteens of rows that are there
     uint4 weights[all_tiles];
     const auto load_weights = [&](int s, int m) {
-      #pragma unroll
-      for (int n = 0; n < all_tiles; ++n) weights[n] = all_weights[((s * steps + m) * all_tiles + n) * 32];
+#pragma unroll
+      for (int n = 0; n < all_tiles; ++n)
+        weights[n] = all_weights[((s * steps + m) * all_tiles + n) * 32];
     };
-    #pragma unroll 1
+#pragma unroll 1
     for (int m = 0; m < min(steps, left); ++m) {
       if constexpr (codes) {
-        #pragma unroll
+#pragma unroll
         for (int k = 0; k < mine; ++k) {
           const int own_half = warp + warps * k;
           if (own_half >= halves) continue;
@@ -322,30 +416,36 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
           if (k == 0 || second != in_second(own_half - warps)) load_weights(second ? 1 : 0, m);
           const int bits = static_cast<int>(bits_of_halves >> (4 * k) & 15U);
           const int* at = blocks[own_half / 2].at;
-          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, 3, half, m) : detail::joint_operand<0>(latents, at, bits, half, m);
+          const uint4 a = bits == 3 ? detail::joint_operand<3>(latents, at, 3, half, m)
+                                    : detail::joint_operand<0>(latents, at, bits, half, m);
           detail::add_products<type>(a, weights, used_tiles, out[k]);
         }
       } else {
         load_weights(0, m);
-        const uint4* words = reinterpret_cast<const uint4*>(latents) + (m * units + part_first) * 32 + lane;
+        const uint4* words =
+            reinterpret_cast<const uint4*>(latents) + (m * units + part_first) * 32 + lane;
         uint4 a[mine];
-        #pragma unroll
-        for (int k = 0; k < mine; ++k) a[k] = words[max(0, min(warp + warps * k, halves - 1)) * 32];  // all on their way before one is used
-        #pragma unroll
+#pragma unroll
+        for (int k = 0; k < mine; ++k)
+          a[k] = words[max(0, min(warp + warps * k, halves - 1)) *
+                       32];  // all on their way before one is used
+#pragma unroll
         for (int k = 0; k < mine; ++k) {
-          if (warp + warps * k < halves) detail::add_products<type>(a[k], weights, used_tiles, out[k]);
+          if (warp + warps * k < halves)
+            detail::add_products<type>(a[k], weights, used_tiles, out[k]);
         }
       }
     }
   };
-  // With two buffers, an iteration's weights are made while those before are used: by half of a scheduler's warps first, while the others multiply.
+  // With two buffers, an iteration's weights are made while those before are used: by half of a
+  // scheduler's warps first, while the others multiply.
   const bool weights_first = !ahead || warp / 4 % 2 == 0;
   __syncthreads();
   for (int i = ahead ? -1 : 0; i < count; ++i) {
     const int next = ahead ? i + 1 : i;
     const bool more = i >= 0 && i + call.stages < count;
     if (more) ring.look();
-    #pragma unroll 1
+#pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if ((phase == 0) == weights_first) {
         if (next < count) make_weights(next);
@@ -360,26 +460,39 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1) attend_join
     __syncthreads();
 #endif
   }
-  float* const target = step.joint_partial + (((static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group)) * static_cast<std::size_t>(step.joint_splits) + static_cast<std::size_t>(split)) *
-                                                  static_cast<std::size_t>(step.joint_chunks) + static_cast<std::size_t>(chunk)) * static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns);
-  #pragma unroll
+  float* const target =
+      step.joint_partial +
+      (((static_cast<std::size_t>(sequence) * gridDim.y + static_cast<std::size_t>(group)) *
+            static_cast<std::size_t>(step.joint_splits) +
+        static_cast<std::size_t>(split)) *
+           static_cast<std::size_t>(step.joint_chunks) +
+       static_cast<std::size_t>(chunk)) *
+          static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns);
+#pragma unroll
   for (int k = 0; k < most_pairs; ++k) {
     if (part > 0 || warp + warps * k >= pairs) continue;
-    const float lines[kJointLines] = {0.0F, column_sum(sums[k]), column_sum(weight_sums[k][0]), column_sum(weight_sums[k][groups - 1]), 0.0F, 0.0F};
+    const float lines[kJointLines] = {0.0F,
+                                      column_sum(sums[k]),
+                                      column_sum(weight_sums[k][0]),
+                                      column_sum(weight_sums[k][groups - 1]),
+                                      0.0F,
+                                      0.0F};
     const int column = columns_of[k];
     if (g > 0 || column < 0) continue;
-    const JointPair& state = codes ? shared_pairs[(warp + warps * k) * kBlockColumns + t] : own[codes ? 0 : k];
+    const JointPair& state =
+        codes ? shared_pairs[(warp + warps * k) * kBlockColumns + t] : own[codes ? 0 : k];
     target[column] = state.top;
-    #pragma unroll
+#pragma unroll
     for (int line = 1; line < 4; ++line) target[line * kJointColumns + column] = lines[line];
     target[4 * kJointColumns + column] = codes ? state.reference[0] : 0.0F;
     target[5 * kJointColumns + column] = codes ? state.reference[1] : 0.0F;
   }
-  #pragma unroll
+#pragma unroll
   for (int k = 0; k < mine; ++k) {
     if (warp + warps * k >= halves) continue;
-    float* lines = target + (kJointLines + 16 * (part_first + warp + warps * k) + g) * kJointColumns + 2 * t;
-    #pragma unroll
+    float* lines =
+        target + (kJointLines + 16 * (part_first + warp + warps * k) + g) * kJointColumns + 2 * t;
+#pragma unroll
     for (int n = 0; n < all_tiles; ++n) {
       *reinterpret_cast<float2*>(lines + 8 * n) = {out[k][n][0], out[k][n][1]};
       *reinterpret_cast<float2*>(lines + 8 * kJointColumns + 8 * n) = {out[k][n][2], out[k][n][3]};

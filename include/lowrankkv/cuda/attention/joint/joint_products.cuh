@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/joint_products.cuh  What a block of attention over joint values keeps where, and latents as operands of products with the weights of all columns.
+/// @file cuda/attention/joint/joint_products.cuh  What a block of attention over joint values keeps
+/// where, and latents as operands of products with the weights of all columns.
 ///
-/// Codes become operands of 16-bit products without a conversion: a code as the bits of an f16 is 2^-24 times itself, exactly.
+/// Codes become operands of 16-bit products without a conversion: a code as the bits of an f16 is
+/// 2^-24 times itself, exactly.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +17,11 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Warps of a block. Codes take more registers a warp.
-__host__ __device__ constexpr int joint_warps(int scale_groups) { return scale_groups > 0 ? 12 : 16; }
+__host__ __device__ constexpr int joint_warps(int scale_groups) {
+  return scale_groups > 0 ? 12 : 16;
+}
 inline constexpr int kMostJointWarps = 16, kFoldWarps = 8;
-inline constexpr int kMaxJointStages = 4;      ///< iterations that are on their way
+inline constexpr int kMaxJointStages = 4;          ///< iterations that are on their way
 inline constexpr float kCodeUnitExponent = 24.0F;  ///< of what a code's operand lacks
 
 /// @brief One launch over joint values.
@@ -27,24 +31,26 @@ struct JointCall {
   std::int32_t splits = 0;                   ///< an upper bound over the batch
   std::int32_t steps = 0;                    ///< times sixteen rows of an iteration
   std::int32_t stages = 0;
-  std::int32_t buffers = 0;                  ///< of weights: 2, or 1 where shared memory is short
-  std::int32_t key_bytes = 0;                ///< set aside for the keys of a head in a stage
-  std::int32_t heads = 0;                    ///< that a chunk of columns may touch
-  std::int32_t value_bytes = 0;              ///< set aside for latents in a stage
-  std::int32_t pairs = 0;                    ///< of heads and blocks that a chunk may touch
+  std::int32_t buffers = 0;      ///< of weights: 2, or 1 where shared memory is short
+  std::int32_t key_bytes = 0;    ///< set aside for the keys of a head in a stage
+  std::int32_t heads = 0;        ///< that a chunk of columns may touch
+  std::int32_t value_bytes = 0;  ///< set aside for latents in a stage
+  std::int32_t pairs = 0;        ///< of heads and blocks that a chunk may touch
 };
 
 /// @brief What is known of a column of a pair of a head and a block of its columns.
 struct JointPair {
-  float unit = 0.0F, constants[2] = {};    ///< as ColumnScale has them
-  float top = -INFINITY;                   ///< of the state so far
-  float reference[2] = {-120.0F, -120.0F}; ///< weights with the gains of a scale group count 2^so much
+  float unit = 0.0F, constants[2] = {};  ///< as ColumnScale has them
+  float top = -INFINITY;                 ///< of the state so far
+  float reference[2] = {-120.0F,
+                        -120.0F};  ///< weights with the gains of a scale group count 2^so much
 };
 
 /// @brief Where a block has what, in bytes of its shared memory.
 struct JointMemory {
-  int stage_bytes = 0;   ///< from 0 on: stages
-  int weights = 0;       ///< [buffers, groups of gains, steps, tiles of eight columns, 32 lanes] operands
+  int stage_bytes = 0;  ///< from 0 on: stages
+  int weights =
+      0;  ///< [buffers, groups of gains, steps, tiles of eight columns, 32 lanes] operands
   int weight_bytes = 0;  ///< of a buffer
   int factors = 0;       ///< [buffers, groups of gains, columns]: what sums so far count
   int raised = 0;        ///< [buffers, warps]: whether those are not all 1
@@ -66,28 +72,43 @@ struct JointMemory {
     factors = reserve(call.buffers * groups * kJointColumns * 4);
     raised = reserve(call.buffers * kMostJointWarps * 4);
     queries = reserve(call.pairs * coded_units * 256);
-    states = reserve(scale_groups == 0 ? 0 : call.pairs * kBlockColumns * static_cast<int>(sizeof(JointPair)));
+    states = reserve(
+        scale_groups == 0 ? 0 : call.pairs * kBlockColumns * static_cast<int>(sizeof(JointPair)));
   }
 };
 
 namespace detail {
 
-/// The operand of rows [16 m, 16 m + 16) and sixteen channels, half `half` of a block's, of codes: channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
-/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of the block's units of 8, 4, 2 and 1 bits in the tile
+/// The operand of rows [16 m, 16 m + 16) and sixteen channels, half `half` of a block's, of codes:
+/// channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
+/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of the
+/// block's units of 8, 4, 2 and 1 bits in the tile
 template <int planes>
-__device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits, int half, int m) {
-  const auto has = [&](int width) { return planes != 0 ? (planes & width) != 0 : (bits & width) != 0; };
+__device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits,
+                                               int half, int m) {
+  const auto has = [&](int width) {
+    return planes != 0 ? (planes & width) != 0 : (bits & width) != 0;
+  };
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (has(8)) {
-    const std::uint32_t* words = reinterpret_cast<const std::uint32_t*>(tile + at[0] + 1024 * half + 512 * (m / 2) + 16 * lane) + 2 * (m % 2);
+    const std::uint32_t* words = reinterpret_cast<const std::uint32_t*>(tile + at[0] + 1024 * half +
+                                                                        512 * (m / 2) + 16 * lane) +
+                                 2 * (m % 2);
     const std::uint32_t low = words[0], high = words[1];
     return {low & 0x00ff00ffU, high & 0x00ff00ffU, low >> 8 & 0x00ff00ffU, high >> 8 & 0x00ff00ffU};
   }
-  const std::uint32_t four = has(4) ? reinterpret_cast<const std::uint32_t*>(tile + at[1] + 512 * half + 16 * lane)[m] : 0U;
-  const std::uint32_t two = has(2) ? reinterpret_cast<const std::uint32_t*>(tile + at[2] + 16 * lane)[m] >> (4 * half) : 0U;
-  const std::uint32_t one = has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + 8 * lane)[m % 2] >> (4 * (m / 2) + 2 * half) : 0U;
+  const std::uint32_t four =
+      has(4) ? reinterpret_cast<const std::uint32_t*>(tile + at[1] + 512 * half + 16 * lane)[m]
+             : 0U;
+  const std::uint32_t two =
+      has(2) ? reinterpret_cast<const std::uint32_t*>(tile + at[2] + 16 * lane)[m] >> (4 * half)
+             : 0U;
+  const std::uint32_t one =
+      has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + 8 * lane)[m % 2] >>
+                   (4 * (m / 2) + 2 * half)
+             : 0U;
   std::uint32_t all[4] = {};  // channels g and g + 8 of rows 2t, 2t + 1; then of rows eight on
-  #pragma unroll
+#pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int second = i % 2, byte = 8 * (i / 2);
     if (has(4)) all[i] = four >> (4 * second + byte) & 0x000f000fU;
@@ -97,21 +118,26 @@ __device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const i
   return {all[0], all[1], all[2], all[3]};
 }
 
-/// out[n] += sixteen channels x the weights of eight columns: weights of a step, larger parts first, then what those lack.
+/// out[n] += sixteen channels x the weights of eight columns: weights of a step, larger parts
+/// first, then what those lack.
 template <DType type>
-__device__ __forceinline__ void add_products(const uint4& a, const uint4 (&weights)[kJointColumns / 8], int tiles, float (&out)[kJointColumns / 8][4]) {
+__device__ __forceinline__ void add_products(const uint4& a,
+                                             const uint4 (&weights)[kJointColumns / 8], int tiles,
+                                             float (&out)[kJointColumns / 8][4]) {
   const auto add = [&](auto all) {
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < kJointColumns / 8; ++n) {
       if (decltype(all)::value || n < tiles) mma_plain<type>(out[n], a, weights[n].x, weights[n].y);
     }
-    #pragma unroll
+#pragma unroll
     for (int n = 0; n < kJointColumns / 8; ++n) {
       if (decltype(all)::value || n < tiles) mma_plain<type>(out[n], a, weights[n].z, weights[n].w);
     }
   };
-  if (tiles == kJointColumns / 8) add(std::true_type{});
-  else add(std::false_type{});
+  if (tiles == kJointColumns / 8)
+    add(std::true_type{});
+  else
+    add(std::false_type{});
 }
 
 }  // namespace detail

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/joint_ring.cuh  The tiles that a block of attention over joint values takes: keys of some heads and their group's latents.
+/// @file cuda/attention/joint/joint_ring.cuh  The tiles that a block of attention over joint values
+/// takes: keys of some heads and their group's latents.
 #pragma once
 
 #include <cstdint>
@@ -11,46 +12,75 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What a lane copies for every iteration: a step of one list. In shared memory: registers are short.
+/// What a lane copies for every iteration: a step of one list. In shared memory: registers are
+/// short.
 struct JointCopy {
   const std::int32_t* table;
-  int step, place, bytes, per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
-  int page, in_page;                 // of the next iteration
+  int step, place, bytes,
+      per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
+  int page, in_page;  // of the next iteration
 };
-/// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16 heads in four. Shared memory is short where it is one.
+/// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16
+/// heads in four. Shared memory is short where it is one.
 __host__ __device__ constexpr int joint_copies(int list_steps) { return list_steps > 1 ? 68 : 33; }
 
-/// Stages of iterations: [heads, key_bytes] keys, then latents, sixteen rows after sixteen rows, or a tile of codes each. From sm_90 on a bulk copy each, before, copies by lanes.
-/// Four warps do it, a lane of theirs for every step of every list: where tiles follow each other in pages, those steps do too.
+/// Stages of iterations: [heads, key_bytes] keys, then latents, sixteen rows after sixteen rows, or
+/// a tile of codes each. From sm_90 on a bulk copy each, before, copies by lanes. Four warps do it,
+/// a lane of theirs for every step of every list: where tiles follow each other in pages, those
+/// steps do too.
 class JointRing {
  public:
   static constexpr int kWarps = 4;  ///< the last of a block
 
-  /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list, latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
-  /// @param first, end  steps of the list that the block has  @param copies  shared memory of joint_copies()
-  __device__ JointRing(const LayerView& tables, int slot, int first_head, int heads, const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows, int first, int end, const JointCall& call,
-                       std::uint8_t* memory, int stage_bytes, std::uint64_t* barriers, JointCopy* copies)
-      : tables_(tables), memory_(memory), barriers_(barriers), stage_bytes_(stage_bytes), stages_(call.stages), steps_(tile_rows == kPlainRows ? call.steps : 1), left_(end - first), copies_(copies) {
-    const int place = static_cast<int>(threadIdx.x + kWarps * 32) - static_cast<int>(blockDim.x), item = place / 32 + kWarps * (place % 32);
-    const int head = item % (heads + 1), step = item / (heads + 1);  // of index `heads`: the latents
+  /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list,
+  /// latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
+  /// @param first, end  steps of the list that the block has  @param copies  shared memory of
+  /// joint_copies()
+  __device__ JointRing(const LayerView& tables, int slot, int first_head, int heads,
+                       const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows,
+                       int first, int end, const JointCall& call, std::uint8_t* memory,
+                       int stage_bytes, std::uint64_t* barriers, JointCopy* copies)
+      : tables_(tables),
+        memory_(memory),
+        barriers_(barriers),
+        stage_bytes_(stage_bytes),
+        stages_(call.stages),
+        steps_(tile_rows == kPlainRows ? call.steps : 1),
+        left_(end - first),
+        copies_(copies) {
+    const int place = static_cast<int>(threadIdx.x + kWarps * 32) - static_cast<int>(blockDim.x),
+              item = place / 32 + kWarps * (place % 32);
+    const int head = item % (heads + 1),
+              step = item / (heads + 1);  // of index `heads`: the latents
     if (place < 0 || step >= steps_) return;
     own_ = item;
     const bool key = head < heads;
     const HeadTiles& layout = key ? keys[head] : latents;
-    const int bytes = step_bytes(layout), per_page = layout.rows / tile_rows * layout.tiles_per_page, page = (first + step) / per_page;
-    copies[item] = {key ? tables.page_table(RowList::compressed, slot, first_head + head) : tables.page_table(RowList::compressed, slot, list), step,
-                    (key ? head * call.key_bytes : call.heads * call.key_bytes) + step * bytes, bytes, per_page, page, first + step - page * per_page};
+    const int bytes = step_bytes(layout),
+              per_page = layout.rows / tile_rows * layout.tiles_per_page,
+              page = (first + step) / per_page;
+    copies[item] = {key ? tables.page_table(RowList::compressed, slot, first_head + head)
+                        : tables.page_table(RowList::compressed, slot, list),
+                    step,
+                    (key ? head * call.key_bytes : call.heads * call.key_bytes) + step * bytes,
+                    bytes,
+                    per_page,
+                    page,
+                    first + step - page * per_page};
     if (item > 0) return;
     int total = step_bytes(latents);
     for (int i = 0; i < heads; ++i) total += step_bytes(keys[i]);
     total_ = total;
 #if __CUDA_ARCH__ >= 900
-    for (int stage = 0; stage < stages_; ++stage) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers_ + stage)) : "memory");
+    for (int stage = 0; stage < stages_; ++stage)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers_ + stage))
+                   : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
 
-  /// Looks up where the next iteration's steps are: pages come while other things are done. Then fetch().
+  /// Looks up where the next iteration's steps are: pages come while other things are done. Then
+  /// fetch().
   __device__ __forceinline__ void look() {
     if (own_ < 0 || copies_[own_].step >= left_) return;
     found_ = copies_[own_].table[copies_[own_].page];
@@ -61,29 +91,45 @@ class JointRing {
     JointCopy& own = copies_[own_];
     std::uint8_t* target = memory_ + filling_ * stage_bytes_ + own.place;
     const bool there = own.step < left_;
-    const std::uint8_t* source = tables_.pool + static_cast<std::size_t>(found_) * tables_.page_bytes + static_cast<std::size_t>(own.in_page) * static_cast<std::size_t>(own.bytes);
+    const std::uint8_t* source =
+        tables_.pool + static_cast<std::size_t>(found_) * tables_.page_bytes +
+        static_cast<std::size_t>(own.in_page) * static_cast<std::size_t>(own.bytes);
 #if __CUDA_ARCH__ >= 900
     const std::uint32_t barrier = shared_address(barriers_ + filling_);
-    if (own_ == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(total_ * min(steps_, left_)) : "memory");
+    if (own_ == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(total_ * min(steps_, left_))
+                   : "memory");
     if (there) {
       std::uint64_t policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));  // tiles are read once a step: they must not push maps and partial states out of the cache
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(target)), "l"(source), "r"(own.bytes), "r"(barrier), "l"(policy)
-                   : "memory");
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;"
+                   : "=l"(policy));  // tiles are read once a step: they must not push maps and
+                                     // partial states out of the cache
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+          "[%1], %2, [%3], %4;" ::"r"(shared_address(target)),
+          "l"(source), "r"(own.bytes), "r"(barrier), "l"(policy)
+          : "memory");
     }
 #else
-    for (int at = 0; there && at < own.bytes; at += 16) *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(source + at);
+    for (int at = 0; there && at < own.bytes; at += 16)
+      *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(source + at);
 #endif
     left_ -= steps_;
-    for (own.in_page += steps_; own.in_page >= own.per_page; own.in_page -= own.per_page) ++own.page;
+    for (own.in_page += steps_; own.in_page >= own.per_page; own.in_page -= own.per_page)
+      ++own.page;
     filling_ = filling_ + 1 == stages_ ? 0 : filling_ + 1;
   }
-  /// The next iteration's stage, when it is there. Before sm_90, the block was synchronised twice since the fetch.
+  /// The next iteration's stage, when it is there. Before sm_90, the block was synchronised twice
+  /// since the fetch.
   __device__ __forceinline__ const std::uint8_t* wait() {
     const int stage = using_;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\nbra WAIT;\nREADY:\n}"
-                 ::"r"(shared_address(barriers_ + stage)), "r"(phase_) : "memory");
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], "
+        "%1;\n@done bra READY;\nbra WAIT;\nREADY:\n}" ::"r"(shared_address(barriers_ + stage)),
+        "r"(phase_)
+        : "memory");
 #endif
     using_ = stage + 1 == stages_ ? 0 : stage + 1;
     if (using_ == 0) phase_ ^= 1U;
@@ -91,7 +137,9 @@ class JointRing {
   }
 
  private:
-  __device__ static int step_bytes(const HeadTiles& layout) { return !layout.codes && layout.keys ? layout.key_units * kPlainUnitBytes : layout.bytes; }
+  __device__ static int step_bytes(const HeadTiles& layout) {
+    return !layout.codes && layout.keys ? layout.key_units * kPlainUnitBytes : layout.bytes;
+  }
 
   const LayerView& tables_;
   std::uint8_t* memory_;
@@ -100,7 +148,7 @@ class JointRing {
   int filling_ = 0, using_ = 0;
   std::uint32_t phase_ = 0;
   JointCopy* copies_;
-  int own_ = -1;  // this lane's, if it has one
+  int own_ = -1;   // this lane's, if it has one
   int total_ = 0;  // bytes of a step of all lists, which the first lane knows
   std::int32_t found_ = 0;
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/post_rope/reduce_states.cuh  Partial states of attention folded in a fixed order.
+/// @file cuda/attention/post_rope/reduce_states.cuh  Partial states of attention folded in a fixed
+/// order.
 #pragma once
 
 #include "lowrankkv/cuda/state/attention_step.cuh"
@@ -10,20 +11,29 @@ namespace cuda {
 namespace detail {
 
 /// What a state of maximum `top` counts beside one of maximum `best`.
-__device__ __forceinline__ float state_factor(float top, float best) { return top > -INFINITY ? exp2_fast(top - best) : 0.0F; }
-/// A state's sum with the next one's: the same operations wherever states are merged, so that it is all the same who does.
-__device__ __forceinline__ float fold(float sum, float sum_factor, float next, float next_factor) { return fmaf(next, next_factor, sum * sum_factor); }
+__device__ __forceinline__ float state_factor(float top, float best) {
+  return top > -INFINITY ? exp2_fast(top - best) : 0.0F;
+}
+/// A state's sum with the next one's: the same operations wherever states are merged, so that it is
+/// all the same who does.
+__device__ __forceinline__ float fold(float sum, float sum_factor, float next, float next_factor) {
+  return fmaf(next, next_factor, sum * sum_factor);
+}
 
-/// Folds the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns], warp after warp, into one in global memory, its maxima
-/// moved by `shift` (of this thread's column). All threads call it.
+/// Folds the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns],
+/// warp after warp, into one in global memory, its maxima moved by `shift` (of this thread's
+/// column). All threads call it.
 /// @param factors  shared memory of 2 x kAttendWarps x kBlockColumns numbers
-__device__ inline void fold_warps(const float* states, int channels, float shift, float* factors, float* target) {
-  const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32, thread = static_cast<int>(threadIdx.x);
-  if (thread < kAttendWarps * kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
+__device__ inline void fold_warps(const float* states, int channels, float shift, float* factors,
+                                  float* target) {
+  const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32,
+            thread = static_cast<int>(threadIdx.x);
+  if (thread < kAttendWarps *
+                   kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
     const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
     const float own = warp < warps ? states[warp * size + column] : -INFINITY;
     float best = own;  // of the warps up to this one
-    #pragma unroll
+#pragma unroll
     for (int distance = kBlockColumns; distance < 32; distance *= 2) {
       const float other = __shfl_up_sync(~0U, best, distance);
       if (thread >= distance) best = fmaxf(best, other);
@@ -38,10 +48,13 @@ __device__ inline void fold_warps(const float* states, int channels, float shift
   const float4 *before = reinterpret_cast<const float4*>(factors), *own = before + kAttendWarps;
   for (int item = 1 + thread; item < 3 + channels; item += static_cast<int>(blockDim.x)) {
     float4 total = {0.0F, 0.0F, 0.0F, 0.0F};
-    #pragma unroll 4
+#pragma unroll 4
     for (int warp = 0; warp < warps; ++warp) {
-      const float4 value = *reinterpret_cast<const float4*>(states + warp * size + item * kBlockColumns), a = before[warp], b = own[warp];
-      total = {fold(total.x, a.x, value.x, b.x), fold(total.y, a.y, value.y, b.y), fold(total.z, a.z, value.z, b.z), fold(total.w, a.w, value.w, b.w)};
+      const float4 value = *reinterpret_cast<const float4*>(states + warp * size +
+                                                            item * kBlockColumns),
+                   a = before[warp], b = own[warp];
+      total = {fold(total.x, a.x, value.x, b.x), fold(total.y, a.y, value.y, b.y),
+               fold(total.z, a.z, value.z, b.z), fold(total.w, a.w, value.w, b.w)};
     }
     *reinterpret_cast<float4*>(target + item * kBlockColumns) = total;
   }

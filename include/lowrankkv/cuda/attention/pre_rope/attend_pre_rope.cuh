@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/pre_rope/attend_pre_rope.cuh  Decode attention over plain tiles whose keys are stored before their rotary embedding: rows at full rank, the tail, coefficients in f16 or bf16.
+/// @file cuda/attention/pre_rope/attend_pre_rope.cuh  Decode attention over plain tiles whose keys
+/// are stored before their rotary embedding: rows at full rank, the tail, coefficients in f16 or
+/// bf16.
 ///
-/// As attend_plain.cuh, but that logits come from keys that are lifted and turned (cuda/attention/pre_rope/rope_on_read.cuh), and that keys and values of a tile are fetched in rope:
-/// there is more arithmetic to hide the memory behind, and less room.
+/// As attend_plain.cuh, but that logits come from keys that are lifted and turned
+/// (cuda/attention/pre_rope/rope_on_read.cuh), and that keys and values of a tile are fetched in
+/// rope: there is more arithmetic to hide the memory behind, and less room.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +21,17 @@ namespace detail {
 
 /// The rows of one list that a warp of a turning kernel attends to, and their positions.
 struct PreRopeRows {
-  int rows = 0;            ///< of the list; of a tail, places of its ring; of a prompt, up to the last that a query of the block sees
-  int first_position = 0;  ///< of row 0, if they follow each other
+  int rows = 0;  ///< of the list; of a tail, places of its ring; of a prompt, up to the last that a
+                 ///< query of the block sees
+  int first_position = 0;                ///< of row 0, if they follow each other
   const std::int32_t* listed = nullptr;  ///< else
-  const std::int32_t* others = nullptr;  ///< or those of the full rows, ascending, between which compressed ones stand
+  const std::int32_t* others =
+      nullptr;  ///< or those of the full rows, ascending, between which compressed ones stand
   int num_others = 0;
-  int before = -1;         ///< of them, those before the tile that was met last; -1: none was met yet
+  int before = -1;  ///< of them, those before the tile that was met last; -1: none was met yet
   DeviceLengths lengths;
   bool tail = false;
-  const DeviceShift* shifts = nullptr;   ///< of the sequence's positions
+  const DeviceShift* shifts = nullptr;  ///< of the sequence's positions
   int num_shifts = 0;
 
   /// The pieces in which a sequence's positions were moved.
@@ -41,17 +46,21 @@ struct PreRopeRows {
     others = listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   }
 
-  /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1 compressed ones before them.
+  /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1
+  /// compressed ones before them.
   __device__ int others_before(int row) const {
     int low = 0, high = num_others;
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (__ldg(others + middle) - middle <= row) low = middle + 1;
-      else high = middle;
+      if (__ldg(others + middle) - middle <= row)
+        low = middle + 1;
+      else
+        high = middle;
     }
     return low;
   }
-  /// Where rows [first, first + 16 steps) stand. Tiles come in ascending order. All lanes of a warp call it.
+  /// Where rows [first, first + 16 steps) stand. Tiles come in ascending order. All lanes of a warp
+  /// call it.
   template <int steps>
   __device__ __forceinline__ void find(int first, TilePlaces<steps>& tile) {
     tile.contiguous = !tail && listed == nullptr && num_shifts == 0;
@@ -66,32 +75,36 @@ struct PreRopeRows {
   template <int steps>
   __device__ __forceinline__ void find_places(int first, int (&places)[steps][2]) {
     find_tokens<steps>(first, places);
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < 2 * steps; ++i) {
       int& place = places[i / 2][i % 2];
       const int token = place;
       for (int piece = 0; piece < num_shifts; ++piece) {
-        const DeviceShift shift{__ldg(&shifts[piece].first), __ldg(&shifts[piece].offset), __ldg(&shifts[piece].divisor)};
+        const DeviceShift shift{__ldg(&shifts[piece].first), __ldg(&shifts[piece].offset),
+                                __ldg(&shifts[piece].divisor)};
         if (token >= shift.first) place = shift.position(token);
       }
       place = token < 0 ? kNoPlace : place;
     }
   }
   /// Of the full rows, the one at `at` comes behind so many compressed ones.
-  __device__ int compressed_before(int at) const { return at < num_others ? __ldg(others + at) - at : INT32_MAX; }
+  __device__ int compressed_before(int at) const {
+    return at < num_others ? __ldg(others + at) - at : INT32_MAX;
+  }
   /// Counts the full rows that stand before compressed row `first`.
   __device__ __forceinline__ void meet_others(int first) {
     before = before < 0 ? others_before(first) : before;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (int step = 32; step == 32; before += step) step = __popc(__ballot_sync(~0U, compressed_before(before + lane) <= first));
+    for (int step = 32; step == 32; before += step)
+      step = __popc(__ballot_sync(~0U, compressed_before(before + lane) <= first));
   }
   /// The tokens that the rows are of; -1: none. `before` counts already.
   template <int steps>
   __device__ __forceinline__ void find_tokens(int first, int (&places)[steps][2]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < steps; ++i) {
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int at = first + 16 * i + 8 * r + lane / 4;
         int& place = places[i][r];
@@ -99,7 +112,10 @@ struct PreRopeRows {
           const int index = at < rows ? (at - lengths.tail_first + rows) % rows : rows;
           place = index < lengths.tail_length ? lengths.tail_position + index : -1;
         } else {
-          place = at >= rows ? -1 : listed != nullptr ? __ldg(listed + at) : others != nullptr ? at : first_position + at;
+          place = at >= rows          ? -1
+                  : listed != nullptr ? __ldg(listed + at)
+                  : others != nullptr ? at
+                                      : first_position + at;
         }
       }
     }
@@ -109,58 +125,80 @@ struct PreRopeRows {
       step = __popc(__ballot_sync(~0U, mine < first + 16 * steps));
       for (int other = 0; other < step; ++other) {
         const int limit = __shfl_sync(~0U, mine, other);
-        #pragma unroll
-        for (int i = 0; i < 2 * steps; ++i) places[i / 2][i % 2] += places[i / 2][i % 2] >= 0 && first + 8 * i + lane / 4 >= limit ? 1 : 0;
+#pragma unroll
+        for (int i = 0; i < 2 * steps; ++i)
+          places[i / 2][i % 2] +=
+              places[i / 2][i % 2] >= 0 && first + 8 * i + lane / 4 >= limit ? 1 : 0;
       }
     }
-    #pragma unroll
-    for (int i = 0; i < 2 * steps; ++i) places[i / 2][i % 2] += places[i / 2][i % 2] >= 0 ? before : 0;
+#pragma unroll
+    for (int i = 0; i < 2 * steps; ++i)
+      places[i / 2][i % 2] += places[i / 2][i % 2] >= 0 ? before : 0;
   }
 };
 
-/// Logits of a plain tile of coefficients, as pre_rope_logits() gives them. @param operands  of the lifting map
+/// Logits of a plain tile of coefficients, as pre_rope_logits() gives them. @param operands  of the
+/// lifting map
 template <DType type, int max_units, bool scattered>
-__device__ __forceinline__ void plain_logits(const Rotary& rotary, const RopeShared& rope, const std::uint8_t* tile, int key_units, const uint4* operands, int head_dim, std::uint32_t* rotated,
-                                             const TilePlaces<rotated_steps(max_units)>& places, float (&s)[rotated_steps(max_units)][4]) {
+__device__ __forceinline__ void plain_logits(const Rotary& rotary, const RopeShared& rope,
+                                             const std::uint8_t* tile, int key_units,
+                                             const uint4* operands, int head_dim,
+                                             std::uint32_t* rotated,
+                                             const TilePlaces<rotated_steps(max_units)>& places,
+                                             float (&s)[rotated_steps(max_units)][4]) {
   constexpr int steps = rotated_steps(max_units), at_once = max_units <= 2 ? steps / 2 : steps;
   const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const uint4* words = reinterpret_cast<const uint4*>(tile) + lane;
-  pre_rope_logits<steps, at_once, scattered>(rotary, rope, head_dim, rotated, places, [&](int first_step, auto&& use) {
-    const auto read = [&](int i, int unit) { return half_words<type>(words[((first_step + i) * key_units + unit) * 32]); };
-    const auto key_up_block = [&](auto all, auto&& keys) {
-      use([&](int at, std::uint32_t (&x)[at_once][2], std::uint32_t (&y)[at_once][2]) {
-        up_project_pairs<at_once, max_units, decltype(all)::value == 1>(operands, head_dim, keys, key_units, at, rope.means[4 * at + t], x, y);
-      });
-    };
-    if constexpr (max_units <= 2) {  // they fit registers
-      uint4 keys[at_once][max_units];
-      #pragma unroll
-      for (int i = 0; i < at_once * max_units; ++i) keys[i / max_units][i % max_units] = i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
-      key_up_block(Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
-    } else {
-      key_up_block(Constant<0>{}, read);
-    }
-  }, s);
+  pre_rope_logits<steps, at_once, scattered>(
+      rotary, rope, head_dim, rotated, places,
+      [&](int first_step, auto&& use) {
+        const auto read = [&](int i, int unit) {
+          return half_words<type>(words[((first_step + i) * key_units + unit) * 32]);
+        };
+        const auto key_up_block = [&](auto all, auto&& keys) {
+          use([&](int at, std::uint32_t(&x)[at_once][2], std::uint32_t(&y)[at_once][2]) {
+            up_project_pairs<at_once, max_units, decltype(all)::value == 1>(
+                operands, head_dim, keys, key_units, at, rope.means[4 * at + t], x, y);
+          });
+        };
+        if constexpr (max_units <= 2) {  // they fit registers
+          uint4 keys[at_once][max_units];
+#pragma unroll
+          for (int i = 0; i < at_once * max_units; ++i)
+            keys[i / max_units][i % max_units] =
+                i % max_units < key_units ? read(i / max_units, i % max_units) : uint4{};
+          key_up_block(Constant<1>{}, [&](int i, int unit) { return keys[i][unit]; });
+        } else {
+          key_up_block(Constant<0>{}, read);
+        }
+      },
+      s);
 }
 
-/// Writes a warp's state where turned queries were, merges those of the block into one. All threads call it. @param weight  sums of weights with the gains of each scale group
+/// Writes a warp's state where turned queries were, merges those of the block into one. All threads
+/// call it. @param weight  sums of weights with the gains of each scale group
 /// @param channel  (unit, i) -> of the i-th of a lane's values of a unit
 template <int scale_groups, int max_units, class Channel>
-__device__ inline void finish_rotation(std::uint8_t* memory, float top, float sum, const float (&weight)[scale_groups], const float (&out)[max_units][4], int units, int channels, Channel&& channel, float* factors, float* target) {
+__device__ inline void finish_rotation(std::uint8_t* memory, float top, float sum,
+                                       const float (&weight)[scale_groups],
+                                       const float (&out)[max_units][4], int units, int channels,
+                                       Channel&& channel, float* factors, float* target) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   __syncthreads();  // nobody needs the queries
   float* const states = reinterpret_cast<float*>(memory);
-  float* const state = states + static_cast<std::size_t>(threadIdx.x / 32) * static_cast<std::size_t>((2 + scale_groups + channels) * kBlockColumns);
+  float* const state =
+      states + static_cast<std::size_t>(threadIdx.x / 32) *
+                   static_cast<std::size_t>((2 + scale_groups + channels) * kBlockColumns);
   if (g == 0) {
     state[t] = top;
     state[kBlockColumns + t] = sum;
     state[2 * kBlockColumns + t] = weight[0];
     if constexpr (scale_groups == 2) state[(3 + channels) * kBlockColumns + t] = weight[1];
   }
-  #pragma unroll
+#pragma unroll
   for (int unit = 0; unit < max_units; ++unit) {
     if (unit < units) {
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (channel(unit, i) >= 0) state[(3 + channel(unit, i)) * kBlockColumns + t] = out[unit][i];
       }
@@ -172,46 +210,75 @@ __device__ inline void finish_rotation(std::uint8_t* memory, float top, float su
 
 }  // namespace detail
 
-/// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences. Entries are splits (recent: the tail, then the splits of the full rows; prompt:
-/// one); a block has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
-/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values, that a tile may have  @tparam scaled  full rows in pages are in 8 bits
-/// @tparam segmented  compressed rows may be of several epochs: a split is of one  @tparam scattered  rows of lists may stand in any order
+/// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences.
+/// Entries are splits (recent: the tail, then the splits of the full rows; prompt: one); a block
+/// has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
+/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values,
+/// that a tile may have  @tparam scaled  full rows in pages are in 8 bits
+/// @tparam segmented  compressed rows may be of several epochs: a split is of one  @tparam
+/// scattered  rows of lists may stand in any order
 /// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
-/// @param  key_up_units     of lifting maps that are copied to shared memory, behind the rings; 0: they stay where they are
+/// @param  key_up_units     of lifting maps that are copied to shared memory, behind the rings; 0:
+/// they stay where they are
 template <DType type, PlainRows which, int max_units, bool scaled, bool segmented, bool scattered>
-__global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rope_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries, int first_sequence, int blocks, int stage_bytes, int ring_bytes, int key_up_units) {
+__global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
+    attend_pre_rope_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries,
+                           int first_sequence, int blocks, int stage_bytes, int ring_bytes,
+                           int key_up_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   __shared__ __align__(8) std::uint64_t barriers[pre_rope_warps(max_units)][kPreRopeStages];
   __shared__ __align__(16) float factors[pre_rope_warps(max_units) * kBlockColumns];
-  constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt, recent = which == PlainRows::recent;
+  constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt,
+                 recent = which == PlainRows::recent;
   constexpr int steps = rotated_steps(max_units), tile_rows = steps * kPlainRows;
-  constexpr bool ahead = !coded || max_units > 2;  // the next split's tiles are fetched while states are merged; where sixteen warps share registers, that costs more than it gains
-  const int first_entry = static_cast<int>(blockIdx.x) / step.blocks, block = static_cast<int>(blockIdx.x) % step.blocks;
-  const int head = static_cast<int>(blockIdx.y), sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
+  constexpr bool ahead =
+      !coded || max_units > 2;  // the next split's tiles are fetched while states are merged; where
+                                // sixteen warps share registers, that costs more than it gains
+  const int first_entry = static_cast<int>(blockIdx.x) / step.blocks,
+            block = static_cast<int>(blockIdx.x) % step.blocks;
+  const int head = static_cast<int>(blockIdx.y),
+            sequence = first_sequence + static_cast<int>(blockIdx.z),
+            slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int last_token = min((block + 1) * kBlockColumns - 1, step.columns() - 1) / step.group;
-  const int list_rows = prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head), list_splits = prompt ? 1 : segmented ? tables.list_splits(slot, head, list_rows) : splits_of(list_rows), entries = list_splits + (recent ? 1 : 0);
+  const int list_rows =
+                prompt ? step.prompt_first + last_token + 1 : tables.num_rows(list, slot, head),
+            list_splits = prompt      ? 1
+                          : segmented ? tables.list_splits(slot, head, list_rows)
+                                      : splits_of(list_rows),
+            entries = list_splits + (recent ? 1 : 0);
   if (first_entry >= entries) {
     if (!recent) wait_for_last_kernel();
     return;
   }
   static_assert((!scaled || recent) && (!segmented || coded));
-  const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
-  const std::uint8_t* const rows_of_prompt = step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) * static_cast<std::size_t>(layout.bytes);
-  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const HeadTiles layout = coded ? tables.compressed[head]
+                           : prompt
+                               ? tables.full
+                               : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
+  const std::uint8_t* const rows_of_prompt =
+      step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) *
+                        static_cast<std::size_t>(layout.bytes);
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
+            lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units;
   int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
-  TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp], stage_bytes);
-  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);  // a prompt's tiles are in no pages
+  TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp],
+                                stage_bytes);
+  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout,
+                0);  // a prompt's tiles are in no pages
   bool tail = false;
   SegmentRows rows_of{0, 0, list_rows, 0, list_splits};  // of the entry
-  int first = 0, last = 0;  // its tiles
+  int first = 0, last = 0;                               // its tiles
   const std::uint8_t* next = nullptr;
-  const auto tile_at = [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in rope
+  const auto tile_at =
+      [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in rope
     if (tile >= last) return nullptr;
     const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes);
-    return prompt ? rows_of_prompt + place : tail ? tables.tail(slot, head) + place : walk.next(warps);
+    return prompt ? rows_of_prompt + place
+           : tail ? tables.tail(slot, head) + place
+                  : walk.next(warps);
   };
   const auto begin = [&](int entry) {  // its first tiles are on their way then
     tail = recent && entry == 0;
@@ -220,9 +287,12 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rop
       tile_bytes = tail ? tables.full.bytes : layout.bytes;
     }
     [[maybe_unused]] int segment = 0;
-    if constexpr (segmented) rows_of = tables.segment_of_split(slot, head, list_rows, entry, segment);
-    const int splits = tail ? 1 : rows_of.splits, first_tile = segmented ? rows_of.begin / tile_rows : 0;
-    const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + tile_rows - 1) / tile_rows, per_split = (tiles - first_tile + splits - 1) / splits;
+    if constexpr (segmented)
+      rows_of = tables.segment_of_split(slot, head, list_rows, entry, segment);
+    const int splits = tail ? 1 : rows_of.splits,
+              first_tile = segmented ? rows_of.begin / tile_rows : 0;
+    const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + tile_rows - 1) / tile_rows,
+              per_split = (tiles - first_tile + splits - 1) / splits;
     first = tail ? 0 : first_tile + (recent ? entry - 1 : entry - rows_of.first_split) * per_split;
     last = min(tiles, first + per_split);
     walk.seek(first + warp);
@@ -234,22 +304,33 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rop
   release_next_kernel();
   const KeyUpMap key_up = coded ? tables.maps[head].key_up : KeyUpMap{};
   const uint4* map = key_up.operands;  // in global memory
-  [[maybe_unused]] int epoch = -1;   // whose it is, where there are several
+  [[maybe_unused]] int epoch = -1;     // whose it is, where there are several
   RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &key_up : nullptr);
   const int copied = coded && key_up_units > 0 ? cuda::key_up_units(false, key_units) : 0;
   if constexpr (!segmented) rope.copy_map(map, head_dim, copied);
-  std::uint8_t* const states = shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units);  // after every entry; turned queries before
-  std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
-  rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block, head_dim);
-  const float unit_of_logits = rope.largest[t] * (coded ? __ldg(key_up.scales).y : type == DType::f16 ? 1.0F : 1.0F / kRotatedBFloat);
-  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is packed behind the tail.
+  std::uint8_t* const states =
+      shared_memory + ring_bytes +
+      rope_block_bytes(head_dim, key_up_units);  // after every entry; turned queries before
+  std::uint32_t* const rotated =
+      reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
+  rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block,
+                    head_dim);
+  const float unit_of_logits = rope.largest[t] * (coded                ? __ldg(key_up.scales).y
+                                                  : type == DType::f16 ? 1.0F
+                                                                       : 1.0F / kRotatedBFloat);
+  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is
+  // packed behind the tail.
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
-  const int limit = prompt ? step.prompt_first + token + 1 : step.prompt != nullptr ? 0 : step.sees_all ? lengths.tail_length : lengths.tail_length - step.m + token + 1;
+  const int limit = prompt                   ? step.prompt_first + token + 1
+                    : step.prompt != nullptr ? 0
+                    : step.sees_all          ? lengths.tail_length
+                                             : lengths.tail_length - step.m + token + 1;
   for (int entry = first_entry; entry < entries; entry += blocks) {
     if (!ahead) begin(entry);
     [[maybe_unused]] const int first_row = rows_of.begin;
     if constexpr (segmented) {
-      if (rows_of.epoch != epoch) {  // the same for all threads, none of which reads the last map any more
+      if (rows_of.epoch !=
+          epoch) {  // the same for all threads, none of which reads the last map any more
         epoch = rows_of.epoch;
         map = tables.maps[epoch * tables.num_heads + head].key_up.operands;
         rope.copy_map(map, head_dim, copied);
@@ -278,59 +359,79 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rop
         range.find(tile * tile_rows, places);
         float s[steps][4];
         if constexpr (coded) {
-          const auto with_map = [&](const uint4* operands) { detail::plain_logits<type, max_units, scattered>(tables.rotary, rope, here, key_units, operands, head_dim, rotated, places, s); };
-          if (key_up_units > 0) with_map(rope.operands);
-          else with_map(map);
+          const auto with_map = [&](const uint4* operands) {
+            detail::plain_logits<type, max_units, scattered>(
+                tables.rotary, rope, here, key_units, operands, head_dim, rotated, places, s);
+          };
+          if (key_up_units > 0)
+            with_map(rope.operands);
+          else
+            with_map(map);
         } else {
-          pre_rope_logits<steps, steps, scattered>(tables.rotary, rope, head_dim, rotated, places, [&](int, auto&& use) {
-            use([&](int at, std::uint32_t (&x)[steps][2], std::uint32_t (&y)[steps][2]) { read_pairs<type, steps, in_bytes>(tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y); });
-          }, s);
+          pre_rope_logits<steps, steps, scattered>(
+              tables.rotary, rope, head_dim, rotated, places,
+              [&](int, auto&& use) {
+                use([&](int at, std::uint32_t(&x)[steps][2], std::uint32_t(&y)[steps][2]) {
+                  read_pairs<type, steps, in_bytes>(tables.rotary,
+                                                    here + (in_bytes ? layout.key_offset : 0),
+                                                    key_units, at, x, y);
+                });
+              },
+              s);
         }
         std::uint32_t p[steps][2];
         float logits[steps][2], best = top;
         // Steps of rows: those of keys go into logits, those of values into weights, as logarithms.
         float key_steps[steps][2], value_steps[steps][2];
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 2 * steps && in_bytes; ++i) {
           key_steps[i / 2][i % 2] = detail::step_of(layout, here, Part::key, 8 * i + g);
-          value_steps[i / 2][i % 2] = fmaxf(detail::step_of(layout, here, Part::value, 8 * i + g), kLeastStep);
+          value_steps[i / 2][i % 2] =
+              fmaxf(detail::step_of(layout, here, Part::value, 8 * i + g), kLeastStep);
         }
         __syncwarp();
         ring.fetch(next, key_bytes);
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < steps; ++i) {
-          #pragma unroll
+#pragma unroll
           for (int r = 0; r < 2; ++r) {
             logits[i][r] = (s[i][2 * r] + s[i][2 * r + 1]) * unit;
-            if constexpr (in_bytes) logits[i][r] = fmaf(logits[i][r], key_steps[i][r], __log2f(value_steps[i][r]));
+            if constexpr (in_bytes)
+              logits[i][r] = fmaf(logits[i][r], key_steps[i][r], __log2f(value_steps[i][r]));
           }
         }
-        const int seen = (prompt ? limit : range.rows) - tile * tile_rows;  // rows of the tile that the column sees
-        const int before = segmented ? first_row - tile * tile_rows : 0;  // rows of the tile that are of the epoch before
+        const int seen = (prompt ? limit : range.rows) -
+                         tile * tile_rows;  // rows of the tile that the column sees
+        const int before = segmented ? first_row - tile * tile_rows
+                                     : 0;  // rows of the tile that are of the epoch before
         if (range.tail || before > 0 || __any_sync(~0U, seen < tile_rows)) {
-          #pragma unroll
+#pragma unroll
           for (int i = 0; i < 2 * steps; ++i) {
             const int at = 8 * i + g;
-            if (at >= seen || at < before || (range.tail && (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >= limit)) logits[i / 2][i % 2] = -INFINITY;
+            if (at >= seen || at < before ||
+                (range.tail &&
+                 (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >=
+                     limit))
+              logits[i / 2][i % 2] = -INFINITY;
           }
         }
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < 2 * steps; ++i) best = fmaxf(best, logits[i / 2][i % 2]);
         best = column_max(best);
         if (__any_sync(~0U, best > top)) {
           const float correction = top == best ? 1.0F : exp2_fast(top - best);
           sum *= correction;
           top = best;
-          #pragma unroll
+#pragma unroll
           for (int unit = 0; unit < max_units; ++unit) {
-            #pragma unroll
+#pragma unroll
             for (int i = 0; i < 4; ++i) out[unit][i] *= correction;
           }
         }
         const float base = best == -INFINITY ? 0.0F : best;  // a column may see no row of this tile
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < steps; ++i) {
-          #pragma unroll
+#pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float e = exp2_fast(logits[i][r] - base);
             sum += in_bytes ? __fdividef(e, value_steps[i][r]) : e;
@@ -338,14 +439,17 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rop
           }
         }
         const std::uint8_t* values = ring.wait();
-        #pragma unroll
+#pragma unroll
         for (int i = 0; i < steps; ++i) {
-          #pragma unroll
+#pragma unroll
           for (int unit = 0; unit < max_units; ++unit) {
             if (unit >= value_units) continue;
             uint4 a;
-            if constexpr (in_bytes) a = detail::scaled_words<type>(reinterpret_cast<const uint2*>(values)[(i * value_units + unit) * 32 + lane]);
-            else a = reinterpret_cast<const uint4*>(values)[(i * value_units + unit) * 32 + lane];
+            if constexpr (in_bytes)
+              a = detail::scaled_words<type>(
+                  reinterpret_cast<const uint2*>(values)[(i * value_units + unit) * 32 + lane]);
+            else
+              a = reinterpret_cast<const uint4*>(values)[(i * value_units + unit) * 32 + lane];
             mma_plain<type>(out[unit], a, p[i][0], p[i][1]);
           }
         }
@@ -354,26 +458,39 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units)) attend_pre_rop
       }
     };
     if constexpr (scaled) {
-      if (range.tail) attend_tiles(std::false_type{});
-      else attend_tiles(std::true_type{});
+      if (range.tail)
+        attend_tiles(std::false_type{});
+      else
+        attend_tiles(std::true_type{});
     } else {
       attend_tiles(std::false_type{});
     }
-    #pragma unroll
+#pragma unroll
     for (int unit = 0; unit < max_units; ++unit) {  // the high and the low part of the weights
       out[unit][0] += out[unit][1];
       out[unit][2] += out[unit][3];
     }
-    const std::size_t row = static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) + static_cast<std::size_t>(head);
-    const int target = step.first_entry(coded ? Source::compressed : prompt ? Source::prompt : range.tail ? Source::tail : Source::full) + (range.tail || prompt ? 0 : recent ? entry - 1 : entry);
+    const std::size_t row =
+        static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) +
+        static_cast<std::size_t>(head);
+    const int target = step.first_entry(coded        ? Source::compressed
+                                        : prompt     ? Source::prompt
+                                        : range.tail ? Source::tail
+                                                     : Source::full) +
+                       (range.tail || prompt ? 0
+                        : recent             ? entry - 1
+                                             : entry);
     const float total = column_sum(sum);
     if (ahead && entry + blocks < entries) begin(entry + blocks);
     const float weights[1] = {total};
-    detail::finish_rotation(states, top, total, weights, out, value_units, layout.channels(Part::value), [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
-                          step.state(row, target, block));
+    detail::finish_rotation(
+        states, top, total, weights, out, value_units, layout.channels(Part::value),
+        [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
+        step.state(row, target, block));
     __syncthreads();  // the states were merged; queries may take their place
   }
-  if (which != PlainRows::recent) wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  if (which != PlainRows::recent)
+    wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
 }
 
 }  // namespace cuda

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/retain_rows.cuh  Rows go from among those that masses chose, whose order in their list is nobody's: those at its end, or at each segment's, take the places of those that go.
+/// @file cuda/store/compaction/retain_rows.cuh  Rows go from among those that masses chose, whose
+/// order in their list is nobody's: those at its end, or at each segment's, take the places of
+/// those that go.
 ///
-/// A launch, and one a list: one block a head, or a group of heads with one fate, finds which rows move where, and moves their numbers; a warp a row moves what is stored (cuda/store/compaction/unordered_compact.cuh). Cost: the
-/// positions twice, each moved row once.
+/// A launch, and one a list: one block a head, or a group of heads with one fate, finds which rows
+/// move where, and moves their numbers; a warp a row moves what is stored
+/// (cuda/store/compaction/unordered_compact.cuh). Cost: the positions twice, each moved row once.
 #pragma once
 
 #include <cstdint>
@@ -19,30 +22,46 @@ namespace cuda {
 struct GoingRows {
   std::int32_t first = 0, end = 0;  ///< those of positions [first, end)
   std::int32_t removed = 0;         ///< positions from `end` on are so many less then
-  std::int32_t limit = -1;          ///< of the others, all but so many with the largest masses; -1: none
-  std::int32_t pinned = 0;          ///< positions below it count as larger than any mass; where both lists are weighed, they are no part of the limit
+  std::int32_t limit = -1;  ///< of the others, all but so many with the largest masses; -1: none
+  std::int32_t pinned = 0;  ///< positions below it count as larger than any mass; where both lists
+                            ///< are weighed, they are no part of the limit
 };
 
-/// @brief Finds the moves of each head's lists; their positions, masses and residuals are those after them, and so are their lengths, where both are weighed, and segments. Grid: heads, or groups of them.
+/// @brief Finds the moves of each head's lists; their positions, masses and residuals are those
+/// after them, and so are their lengths, where both are weighed, and segments. Grid: heads, or
+/// groups of them.
 template <class = void>
-__global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
+__global__ void __launch_bounds__(kEvictThreads)
+    plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
   __shared__ typename detail::PlaceScan::TempStorage storage;
   __shared__ ScoreSelection selection;
-  const int heads = tables.num_heads / static_cast<int>(gridDim.x), leader = static_cast<int>(blockIdx.x) * heads, thread = static_cast<int>(threadIdx.x);
+  const int heads = tables.num_heads / static_cast<int>(gridDim.x),
+            leader = static_cast<int>(blockIdx.x) * heads, thread = static_cast<int>(threadIdx.x);
   const ScoredRows stored(tables, slot, leader);
   const auto key = [&](int row) {
     float accumulated = 0.0F;
-    for (int head = leader; head < leader + heads; ++head) accumulated += ScoredRows(tables, slot, head).accumulated(row);
+    for (int head = leader; head < leader + heads; ++head)
+      accumulated += ScoredRows(tables, slot, head).accumulated(row);
     return score_key(accumulated, stored.position(row), going.pinned);
   };
-  const int limit = going.limit + (tables.scores_both() && going.limit >= 0 ? stored.pinned_among(going.pinned) : 0);
-  const std::uint64_t smallest = limit < 0 || limit >= stored.count() ? 0 : smallest_kept(key, stored.count(), limit, selection);
-  const auto stays = [&](int row) { return (stored.position(row) < going.first || stored.position(row) >= going.end) && (smallest == 0 || key(row) >= smallest); };
+  const int limit =
+      going.limit +
+      (tables.scores_both() && going.limit >= 0 ? stored.pinned_among(going.pinned) : 0);
+  const std::uint64_t smallest = limit < 0 || limit >= stored.count()
+                                     ? 0
+                                     : smallest_kept(key, stored.count(), limit, selection);
+  const auto stays = [&](int row) {
+    return (stored.position(row) < going.first || stored.position(row) >= going.end) &&
+           (smallest == 0 || key(row) >= smallest);
+  };
   int kept[2] = {};
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (!tables.has_scores(list)) continue;
-    const int before = list == RowList::full ? 0 : stored.full(), rows = list == RowList::full ? stored.full() : stored.count() - stored.full();
-    kept[static_cast<int>(list)] = detail::plan_moves(tables, list, slot, leader, rows, [&](int row) { return stays(before + row); }, moves.lists[static_cast<int>(list)].of(leader), storage);
+    const int before = list == RowList::full ? 0 : stored.full(),
+              rows = list == RowList::full ? stored.full() : stored.count() - stored.full();
+    kept[static_cast<int>(list)] = detail::plan_moves(
+        tables, list, slot, leader, rows, [&](int row) { return stays(before + row); },
+        moves.lists[static_cast<int>(list)].of(leader), storage);
   }
   for (int head = leader; head < leader + heads; ++head) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
@@ -51,33 +70,46 @@ __global__ void __launch_bounds__(kEvictThreads) plan_moves_kernel(LayerEdit tab
       if (head != leader) detail::copy_moves(planned, all.of(head));
       detail::move_numbers(tables, list, slot, head, planned);
       std::int32_t* own_positions = tables.row_positions(list, slot, head);
-      for (int row = thread; row < kept[static_cast<int>(list)] && going.removed > 0; row += kEvictThreads) {
+      for (int row = thread; row < kept[static_cast<int>(list)] && going.removed > 0;
+           row += kEvictThreads) {
         if (own_positions[row] >= going.end) own_positions[row] -= going.removed;
       }
     }
-    if (tables.scores_both() && thread == 0) tables.rows[tables.index(slot, head)] = {kept[0], kept[1]};
+    if (tables.scores_both() && thread == 0)
+      tables.rows[tables.index(slot, head)] = {kept[0], kept[1]};
   }
 }
 
-/// @brief Memory for the moves of a sequence's weighed lists. Allocates it when that is asked for the first time.
+/// @brief Memory for the moves of a sequence's weighed lists. Allocates it when that is asked for
+/// the first time.
 inline ListMoves row_moves(LayerState& layer) {
   const LayerEdit& tables = layer.tables();
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
-  const auto rows_of = [&](RowList list) { return layer.is_scored(list) ? static_cast<std::size_t>(layer.max_rows(list)) : 0; };
-  const auto segments_of = [&](RowList list) { return static_cast<std::size_t>(list == RowList::full ? 1 : tables.max_segments); };
-  const auto numbers = [&](RowList list) { return heads * (2 * rows_of(list) + segments_of(list)); };
+  const auto rows_of = [&](RowList list) {
+    return layer.is_scored(list) ? static_cast<std::size_t>(layer.max_rows(list)) : 0;
+  };
+  const auto segments_of = [&](RowList list) {
+    return static_cast<std::size_t>(list == RowList::full ? 1 : tables.max_segments);
+  };
+  const auto numbers = [&](RowList list) {
+    return heads * (2 * rows_of(list) + segments_of(list));
+  };
   DeviceArray<std::int32_t>& memory = layer.moves();
-  if (memory.size() == 0) memory = DeviceArray<std::int32_t>(numbers(RowList::full) + numbers(RowList::compressed));
+  if (memory.size() == 0)
+    memory = DeviceArray<std::int32_t>(numbers(RowList::full) + numbers(RowList::compressed));
   ListMoves moves;
   std::int32_t* own = memory.data();
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    moves.lists[static_cast<int>(list)] = {own, own + heads * rows_of(list), own + 2 * heads * rows_of(list), static_cast<std::int32_t>(rows_of(list)), static_cast<std::int32_t>(segments_of(list))};
+    moves.lists[static_cast<int>(list)] = {
+        own, own + heads * rows_of(list), own + 2 * heads * rows_of(list),
+        static_cast<std::int32_t>(rows_of(list)), static_cast<std::int32_t>(segments_of(list))};
     own += numbers(list);
   }
   return moves;
 }
 
-/// @brief Enqueues what makes rows of the weighed lists go; the host's counts are those before, and so are the device's, unless both lists are weighed. Pages are the sequence's own.
+/// @brief Enqueues what makes rows of the weighed lists go; the host's counts are those before, and
+/// so are the device's, unless both lists are weighed. Pages are the sequence's own.
 template <class = void>
 void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -85,28 +117,39 @@ void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream
   if (tables.scored_rows(now.rows) == 0) return;
   const ListMoves moves = row_moves(layer);
   const bool joint = tables.scored == RowList::compressed && tables.joint_heads > 0;
-  plan_moves_kernel<><<<static_cast<unsigned>(joint ? tables.num_heads / tables.joint_heads : tables.num_heads), kEvictThreads, 0, stream>>>(tables, slot, going, moves);
+  plan_moves_kernel<>
+      <<<static_cast<unsigned>(joint ? tables.num_heads / tables.joint_heads : tables.num_heads),
+         kEvictThreads, 0, stream>>>(tables, slot, going, moves);
   check(cudaGetLastError(), "plan_moves_kernel");
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_scored(list)) move_rows(tables, list, {1, {slot}}, moves.lists[static_cast<int>(list)], layer.num_lists(list), now.num_rows(list), stream);
+    if (layer.is_scored(list))
+      move_rows(tables, list, {1, {slot}}, moves.lists[static_cast<int>(list)],
+                layer.num_lists(list), now.num_rows(list), stream);
   }
 }
 
 /// @brief Gives a sequence copies of all pages whose rows masses choose. Pages were checked.
 inline void own_scored_pages(LayerState& layer, int slot, cudaStream_t stream) {
   for (const RowList list : {RowList::full, RowList::compressed}) {
-    if (layer.is_scored(list)) layer.own_pages(slot, list, 0, layer.sequence(slot).num_rows(list), stream);
+    if (layer.is_scored(list))
+      layer.own_pages(slot, list, 0, layer.sequence(slot).num_rows(list), stream);
   }
 }
 
-/// @brief Where a sequence has more than `limit` rows that are weighed, after tokens have gone: those with the largest masses stay. Where both lists are weighed, waits for the stream if any might go.
+/// @brief Where a sequence has more than `limit` rows that are weighed, after tokens have gone:
+/// those with the largest masses stay. Where both lists are weighed, waits for the stream if any
+/// might go.
 /// @param pinned  positions below it stay in any case
 template <class = void>
-void limit_rows(LayerState& layer, int slot, std::int64_t limit, std::int64_t pinned, cudaStream_t stream) {
+void limit_rows(LayerState& layer, int slot, std::int64_t limit, std::int64_t pinned,
+                cudaStream_t stream) {
   HostSequence& now = layer.sequence(slot);
   const LayerEdit& tables = layer.tables();
-  if (limit < 0 || tables.scored_rows(now.rows) <= limit + (tables.scores_both() ? pinned : 0)) return;
-  retain_rows(layer, slot, {0, 0, 0, static_cast<std::int32_t>(limit), static_cast<std::int32_t>(pinned)}, stream);
+  if (limit < 0 || tables.scored_rows(now.rows) <= limit + (tables.scores_both() ? pinned : 0))
+    return;
+  retain_rows(layer, slot,
+              {0, 0, 0, static_cast<std::int32_t>(limit), static_cast<std::int32_t>(pinned)},
+              stream);
   if (tables.scores_both()) {
     const std::int32_t one[] = {slot};
     read_rows(layer, one, stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/split_lists.cuh  Where a position cuts the lists of every head. Counts say so, unless values chose among the rows: then positions are read from the device.
+/// @file cuda/store/compaction/split_lists.cuh  Where a position cuts the lists of every head.
+/// Counts say so, unless values chose among the rows: then positions are read from the device.
 #pragma once
 
 #include <algorithm>
@@ -15,41 +16,66 @@ namespace cuda {
 /// @brief Where positions cut the lists of a sequence's heads, while it stays as it is.
 class RowCuts {
  public:
-  /// @param chosen  values decided which rows are stored how: positions are read, if any from `first` on has left the tail, and the stream is waited for; the device, if that is null
-  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream) : now_(layer.sequence(slot)), heads_(layer.tables().num_heads), chosen_(chosen), scored_(layer.tables().tail_scores != nullptr) {
+  /// @param chosen  values decided which rows are stored how: positions are read, if any from
+  /// `first` on has left the tail, and the stream is waited for; the device, if that is null
+  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream)
+      : now_(layer.sequence(slot)),
+        heads_(layer.tables().num_heads),
+        chosen_(chosen),
+        scored_(layer.tables().tail_scores != nullptr) {
     if (!chosen || first >= now_.first_tail()) return;
-    if (stream == nullptr) check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
+    if (stream == nullptr)
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
     const LayerEdit& tables = layer.tables();
     for (const RowList list : {RowList::full, RowList::compressed}) {
       const int which = static_cast<int>(list);
       listed_[which] = tables.positions[which] != nullptr;
       for (int head = 0; listed_[which] && head < heads_; ++head) {
-        std::vector<std::int32_t>& own = positions_[which].emplace_back(static_cast<std::size_t>(now_.num_rows(list, head)));
+        std::vector<std::int32_t>& own =
+            positions_[which].emplace_back(static_cast<std::size_t>(now_.num_rows(list, head)));
         if (own.empty()) continue;
-        const std::int32_t* from = tables.positions[which] + static_cast<std::size_t>(slot * heads_ + head) * static_cast<std::size_t>(tables.max_rows[which]);
-        check(cudaMemcpyAsync(own.data(), from, own.size() * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream), "positions");
+        const std::int32_t* from =
+            tables.positions[which] + static_cast<std::size_t>(slot * heads_ + head) *
+                                          static_cast<std::size_t>(tables.max_rows[which]);
+        check(cudaMemcpyAsync(own.data(), from, own.size() * sizeof(std::int32_t),
+                              cudaMemcpyDeviceToHost, stream),
+              "positions");
       }
     }
     check(cudaStreamSynchronize(stream), "positions");
   }
-  /// @brief Rows of every head that stand before a position, which is not before `first`; all of them, if that is in the tail.
+  /// @brief Rows of every head that stand before a position, which is not before `first`; all of
+  /// them, if that is in the tail.
   std::vector<HeadRows> below(std::int64_t position) const {
     std::vector<HeadRows> rows;
-    for (int head = 0; head < heads_; ++head) rows.push_back(position >= now_.first_tail() ? now_.rows_of(head) : rows_below(head, position));
+    for (int head = 0; head < heads_; ++head)
+      rows.push_back(position >= now_.first_tail() ? now_.rows_of(head)
+                                                   : rows_below(head, position));
     return rows;
   }
 
  private:
   HeadRows rows_below(int head, std::int64_t position) const {
     const HeadRows own = now_.rows_of(head);
-    const auto listed = [&](RowList list) {  // positions ascend, unless rows took the places of others
-      const std::vector<std::int32_t>& all = positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
-      if (scored_) return static_cast<std::int32_t>(std::count_if(all.begin(), all.end(), [&](std::int32_t own_position) { return own_position < position; }));
-      return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) - all.begin());
-    };
-    // Where counts say it full rows are the first tokens; compressed ones stand where no full one does, unless others were dropped.
-    const std::int32_t full = chosen_ ? listed(RowList::full) : static_cast<std::int32_t>((std::min)(position, std::int64_t{own.num_full}));
-    return {full, listed_[1] ? listed(RowList::compressed) : (std::min)(static_cast<std::int32_t>(position) - full, own.num_compressed)};
+    const auto listed =
+        [&](RowList list) {  // positions ascend, unless rows took the places of others
+          const std::vector<std::int32_t>& all =
+              positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
+          if (scored_)
+            return static_cast<std::int32_t>(
+                std::count_if(all.begin(), all.end(),
+                              [&](std::int32_t own_position) { return own_position < position; }));
+          return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) -
+                                           all.begin());
+        };
+    // Where counts say it full rows are the first tokens; compressed ones stand where no full one
+    // does, unless others were dropped.
+    const std::int32_t full =
+        chosen_ ? listed(RowList::full)
+                : static_cast<std::int32_t>((std::min)(position, std::int64_t{own.num_full}));
+    return {full, listed_[1]
+                      ? listed(RowList::compressed)
+                      : (std::min)(static_cast<std::int32_t>(position) - full, own.num_compressed)};
   }
 
   const HostSequence& now_;

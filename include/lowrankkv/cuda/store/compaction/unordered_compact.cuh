@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/unordered_compact.cuh  How a list whose order is nobody's closes up when rows go: in every segment rows from its end take the places that are free.
+/// @file cuda/store/compaction/unordered_compact.cuh  How a list whose order is nobody's closes up
+/// when rows go: in every segment rows from its end take the places that are free.
 ///
-/// Segments keep their order, since every one is read through maps of its own; the rows of one may stand in any order. So a row moves only if it stands behind where its segment
-/// will end: of every segment as many at most as have gone from it and from those before it, not all that stand behind the first gap.
+/// Segments keep their order, since every one is read through maps of its own; the rows of one may
+/// stand in any order. So a row moves only if it stands behind where its segment will end: of every
+/// segment as many at most as have gone from it and from those before it, not all that stand behind
+/// the first gap.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -25,21 +28,30 @@ namespace detail {
 using PlaceScan = cub::BlockScan<int, kEvictThreads>;
 
 /// Segments of a list: of one epoch where rows are full, or bases do not move.
-__device__ inline int list_segments(const LayerView& tables, RowList list, int slot) { return list == RowList::full || tables.segments == nullptr ? 1 : tables.lengths[slot].num_segments; }
+__device__ inline int list_segments(const LayerView& tables, RowList list, int slot) {
+  return list == RowList::full || tables.segments == nullptr ? 1
+                                                             : tables.lengths[slot].num_segments;
+}
 
-/// Plans the moves of a head's list of `rows` rows, and lets its segments begin where they will. All threads of a block of kEvictThreads call it. Returns how many rows stay.
+/// Plans the moves of a head's list of `rows` rows, and lets its segments begin where they will.
+/// All threads of a block of kEvictThreads call it. Returns how many rows stay.
 /// @param stays  stays(row of the list)
 template <class Stays>
-__device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int head, int rows, Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
+__device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int head, int rows,
+                          Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
   const int thread = static_cast<int>(threadIdx.x), segments = list_segments(tables, list, slot);
-  DeviceSegment* own = list == RowList::full || tables.segments == nullptr ? nullptr : tables.segments_of(slot, head);
+  DeviceSegment* own = list == RowList::full || tables.segments == nullptr
+                           ? nullptr
+                           : tables.segments_of(slot, head);
   int target = 0, total = 0;  // where the segment will begin, moves before
   for (int segment = 0; segment < segments; ++segment) {
-    const int begin = own == nullptr ? 0 : own[segment].first_row, end = segment + 1 < segments ? own[segment + 1].first_row : rows;
+    const int begin = own == nullptr ? 0 : own[segment].first_row,
+              end = segment + 1 < segments ? own[segment + 1].first_row : rows;
     int kept = 0;
     for (int base = begin; base < end; base += kEvictThreads) {
       int before = 0, count = 0;
-      PlaceScan(storage).ExclusiveSum(base + thread < end && stays(base + thread) ? 1 : 0, before, count);
+      PlaceScan(storage).ExclusiveSum(base + thread < end && stays(base + thread) ? 1 : 0, before,
+                                      count);
       __syncthreads();
       kept += count;
     }
@@ -47,7 +59,9 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
     int free_places = total, came = total;
     for (int base = target; base < end; base += kEvictThreads) {
       const int place = base + thread;
-      const bool own_stays = place >= begin && place < end && stays(place), is_free = place < target_end && !own_stays, moving = own_stays && place >= target_end;
+      const bool own_stays = place >= begin && place < end && stays(place),
+                 is_free = place < target_end && !own_stays,
+                 moving = own_stays && place >= target_end;
       int rank = 0, count = 0;
       PlaceScan(storage).ExclusiveSum(is_free ? 1 : 0, rank, count);
       __syncthreads();
@@ -70,22 +84,29 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
   return target;
 }
 
-/// Another head of a group, whose values are joint, moves the same rows. All threads of a block call it.
+/// Another head of a group, whose values are joint, moves the same rows. All threads of a block
+/// call it.
 __device__ inline void copy_moves(const RowMoves& planned, const RowMoves& own) {
-  for (int i = static_cast<int>(threadIdx.x); i < planned.ends[0]; i += static_cast<int>(blockDim.x)) {  // of one segment
+  for (int i = static_cast<int>(threadIdx.x); i < planned.ends[0];
+       i += static_cast<int>(blockDim.x)) {  // of one segment
     own.from[i] = planned.from[i];
     own.to[i] = planned.to[i];
   }
   if (threadIdx.x == 0) own.ends[0] = planned.ends[0];
 }
 
-/// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call it, and are synchronised at the end.
-__device__ inline void move_numbers(const LayerEdit& tables, RowList list, int slot, int head, const RowMoves& moves) {
+/// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call
+/// it, and are synchronised at the end.
+__device__ inline void move_numbers(const LayerEdit& tables, RowList list, int slot, int head,
+                                    const RowMoves& moves) {
   std::int32_t* positions = tables.row_positions(list, slot, head);
   float* accumulated_scores = tables.row_scores(list, slot, head);
-  std::uint32_t* residuals = tables.residuals[static_cast<int>(list)] == nullptr ? nullptr : tables.row_residuals(list, slot, head);
+  std::uint32_t* residuals = tables.residuals[static_cast<int>(list)] == nullptr
+                                 ? nullptr
+                                 : tables.row_residuals(list, slot, head);
   for (int segment = 0, begin = 0; segment < list_segments(tables, list, slot); ++segment) {
-    for (int i = begin + static_cast<int>(threadIdx.x); i < moves.ends[segment]; i += static_cast<int>(blockDim.x)) {
+    for (int i = begin + static_cast<int>(threadIdx.x); i < moves.ends[segment];
+         i += static_cast<int>(blockDim.x)) {
       const int from = moves.from[i], to = moves.to[i];
       positions[to] = positions[from];
       accumulated_scores[to] = accumulated_scores[from];
@@ -98,28 +119,43 @@ __device__ inline void move_numbers(const LayerEdit& tables, RowList list, int s
 
 }  // namespace detail
 
-/// @brief Moves what is stored of the rows. Grid: pieces of as many moves as a block has warps, one where a list may have several segments, x lists, those of joint values too, x sequences.
+/// @brief Moves what is stored of the rows. Grid: pieces of as many moves as a block has warps, one
+/// where a list may have several segments, x lists, those of joint values too, x sequences.
 template <class = void>
-__global__ void __launch_bounds__(kMoveThreads) move_rows_kernel(LayerEdit tables, RowList list, Batch batch, RowMoves moves) {
-  const int index = static_cast<int>(blockIdx.y), head = index < tables.num_heads ? index : (index - tables.num_heads) * tables.joint_heads, slot = batch.slots[blockIdx.z];
+__global__ void __launch_bounds__(kMoveThreads)
+    move_rows_kernel(LayerEdit tables, RowList list, Batch batch, RowMoves moves) {
+  const int index = static_cast<int>(blockIdx.y),
+            head =
+                index < tables.num_heads ? index : (index - tables.num_heads) * tables.joint_heads,
+            slot = batch.slots[blockIdx.z];
   const HeadTiles& layout = list == RowList::full ? tables.listed : tables.compressed[index];
   const std::int32_t* table = tables.page_table(list, slot, index);
   const RowMoves own = moves.of(static_cast<int>(blockIdx.z) * tables.num_heads + head);
   for (int segment = 0, begin = 0; segment < detail::list_segments(tables, list, slot); ++segment) {
-    for (int i = begin + static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32; i < own.ends[segment]; i += static_cast<int>(gridDim.x * blockDim.x) / 32) {
-      detail::move_row(layout, tables.tile(table, layout, own.from[i] / layout.rows), own.from[i] % layout.rows, tables.tile(table, layout, own.to[i] / layout.rows), own.to[i] % layout.rows);
+    for (int i = begin + static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
+         i < own.ends[segment]; i += static_cast<int>(gridDim.x * blockDim.x) / 32) {
+      detail::move_row(
+          layout, tables.tile(table, layout, own.from[i] / layout.rows), own.from[i] % layout.rows,
+          tables.tile(table, layout, own.to[i] / layout.rows), own.to[i] % layout.rows);
     }
     begin = own.ends[segment];
     __syncthreads();
   }
 }
 
-/// @brief Enqueues move_rows_kernel. @param lists  of the kind  @param most  moves of a list, at most
+/// @brief Enqueues move_rows_kernel. @param lists  of the kind  @param most  moves of a list, at
+/// most
 template <class = void>
-void move_rows(const LayerEdit& tables, RowList list, const Batch& batch, const RowMoves& moves, int lists, std::int64_t most, cudaStream_t stream) {
-  const std::int64_t pieces = list == RowList::compressed && tables.segments != nullptr ? (std::min)(most, std::int64_t{1}) : (std::min)(std::int64_t{1024}, (most + kMoveThreads / 32 - 1) / (kMoveThreads / 32));
+void move_rows(const LayerEdit& tables, RowList list, const Batch& batch, const RowMoves& moves,
+               int lists, std::int64_t most, cudaStream_t stream) {
+  const std::int64_t pieces =
+      list == RowList::compressed && tables.segments != nullptr
+          ? (std::min)(most, std::int64_t{1})
+          : (std::min)(std::int64_t{1024}, (most + kMoveThreads / 32 - 1) / (kMoveThreads / 32));
   if (pieces == 0) return;
-  move_rows_kernel<><<<dim3(static_cast<unsigned>(pieces), static_cast<unsigned>(lists), static_cast<unsigned>(batch.count)), kMoveThreads, 0, stream>>>(tables, list, batch, moves);
+  move_rows_kernel<><<<dim3(static_cast<unsigned>(pieces), static_cast<unsigned>(lists),
+                            static_cast<unsigned>(batch.count)),
+                       kMoveThreads, 0, stream>>>(tables, list, batch, moves);
   check(cudaGetLastError(), "move_rows_kernel");
 }
 
