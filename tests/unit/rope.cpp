@@ -404,7 +404,7 @@ TEST_CASE("what cannot be rotated or moved is refused, and nothing moves") {
 
 TEST_CASE(
     "a sequence whose positions were moved is saved and loaded with them, and only by a cache that "
-    "turn alike") {
+    "turns alike") {
   Random random(7);
   constexpr int dim = 16, n = 100;
   CacheConfig config;
