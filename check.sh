@@ -16,7 +16,7 @@ declare -A parts=(
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
   [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
-  [random]="long random operation sequences, on the CPU and emulated"
+  [random]="every kernel test that runs emulated, and long random operation sequences"
 )
 order=(sanitizers headers packages architectures random)
 
@@ -24,10 +24,14 @@ jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
 [[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
-# Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler and the host's
-# compiler. The middle of nvcc does some, since the others have more to read otherwise.
+# Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler
+# and the host's compiler. The middle of nvcc does some, since the others have more to read otherwise.
 unused_gpu_code=()
-nvidia-smi -L > /dev/null 2>&1 || unused_gpu_code=("-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0")
+ptx_only=OFF
+if ! nvidia-smi -L > /dev/null 2>&1; then
+  unused_gpu_code=("-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0")
+  ptx_only=ON
+fi
 
 # build NAME [cmake arguments...]
 build() {
@@ -45,12 +49,13 @@ run_tests() {
 }
 
 build_check() {
-  install_dependencies "${build_packages[@]}" python3 doctest-dev
+  install_dependencies "${build_packages[@]}" python3 doctest-dev clang-format-14
   [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
-  build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 "${cuda[@]}" "${unused_gpu_code[@]}" "$@"
+  build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 \
+    -DLOWRANKKV_CUDA_PTX_ONLY=$ptx_only "${cuda[@]}" "${unused_gpu_code[@]}" "$@"
 }
 check() {
-  build_check -DLOWRANKKV_EMULATED_EFFORT=0
+  build_check -DLOWRANKKV_EMULATED=short -DLOWRANKKV_EMULATED_EFFORT=0
   run_tests check
 }
 
@@ -91,7 +96,7 @@ part_architectures() {
 }
 
 part_random() {  # what check has built
-  build_check -DLOWRANKKV_EMULATED_EFFORT=1
+  build_check -DLOWRANKKV_EMULATED=all -DLOWRANKKV_EMULATED_EFFORT=1
   LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws|cuda_emulated.*)$'
 }
 
