@@ -1,27 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/backend.cuh  The Cuda backend: device memory, streams. Includes every policy that it
-/// has.
+/// @file cuda/backend.cuh  The Cuda backend: device memory, streams. Includes all of its policies.
 ///
 /// What a policy offers on this backend, as an Impl<Policy, Cuda>:
 ///
-/// A basis: `static void validate(const B&, const LayerBasis&, const CacheShape&)`; with one latent
-/// for the values of several heads, `static int joint_heads(const B&, num_kv_heads)` of a group;
-/// `static constexpr bool moves` (optional): maps are those of an orthonormal basis, in a metric or
-/// not, so that updaters may move it. An updater: `static constexpr bool adapts`; one that does,
-/// Oja's rule: `static void validate(const U&)`, `static PromptSelection prompt_selection(const
-/// U&)`, `static OjaForm form(const U&)` and `static OjaRate rate(const U&, Phase)` of its steps.
-/// One whose epochs begin when values say so, FrequentDirections: `validate` and `static constexpr
-/// bool rolls`; prompts are shown to it flush_interval rows at a time. A token policy:
-/// cuda/token_policy/compose.cuh. A quantizer: `static constexpr CodedForm form`, and with codes
-/// `static PartTiles tiles(const Q&, rank, bits)`, for bases that move one of two: `static
-/// PartTiles moving_tiles(const Q&, rank)`, whole planes of 8 bits without steps, which a basis
-/// that moves reads itself, or `static constexpr bool orders_channels`: they are turned to the
-/// principal axes of rows, with `static std::vector<float> unit_steps(const Q&, bits)`, steps of
-/// coefficients of rms 1, 0 without bits, or empty; `static std::vector<float> steps(const Q&,
-/// bits, rms)`, optional `static constexpr int scale_groups` of a row and part (1 or 2; by default
-/// 1), optional `static std::vector<float> rotation(const Q&, rank)` [rank, rank] that maps take
-/// over, and, for joint values, `static PartTiles joint_tiles(const Q&, rank, bits)`; without
-/// codes, `static DType type(const Q&)`.
+/// A basis:
+/// - `static void validate(const B&, const LayerBasis&, const CacheShape&)`;
+/// - `static int joint_heads(const B&, num_kv_heads)`, if one latent holds the values of several
+///   heads: the heads of such a group;
+/// - optional `static constexpr bool moves`: the maps are those of an orthonormal basis, in a
+///   metric or not, so that updaters may move it.
+///
+/// An updater: `static constexpr bool adapts`. One that adapts by Oja's rule also has
+/// - `static void validate(const U&)`;
+/// - `static PromptSelection prompt_selection(const U&)`;
+/// - `static OjaForm form(const U&)` and `static OjaRate rate(const U&, Phase)` of its steps.
+/// FrequentDirections has `validate` and `static constexpr bool device_epochs`: the device decides
+/// when an epoch begins. It sees prompts flush_interval rows at a time.
+///
+/// A token policy: cuda/token_policy/compose.cuh.
+///
+/// A quantizer: `static constexpr CodedForm form` and `static void validate(const Q&)`. Without
+/// codes, `static DType type(const Q&)`. With codes
+/// - `static PartTiles tiles(const Q&, rank, bits)`;
+/// - `static std::vector<float> steps(const Q&, bits, rms)`;
+/// - optional `static constexpr int scale_groups` of a row of one part: 1 (default) or 2;
+/// - optional `static std::vector<float> rotation(const Q&, rank)` [rank, rank], which is folded
+///   into the maps;
+/// - for joint values, `static PartTiles joint_tiles(const Q&, rank, bits)`.
+/// For bases that move it has one of two:
+/// - `static PartTiles moving_tiles(const Q&, rank)`: whole planes of 8 bits without steps, which
+///   the moving basis itself reads;
+/// - `static constexpr bool orders_channels`: bases are aligned to the principal axes of the rows.
+///   Then `static std::vector<float> unit_steps(const Q&, bits)` gives the steps for coefficients
+///   of rms 1, with 0 for channels without bits, or is empty.
 #pragma once
 
 #include "lowrankkv/cuda/basis/joint_values.cuh"
@@ -47,8 +58,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Backend tag: everything in device memory; calls enqueue work on the caller's stream and
-/// return.
+/// @brief Backend tag: everything is in device memory. Calls enqueue work on the caller's stream
+/// and return.
 struct Cuda {
   using Pool = cuda::PagePool;
 };

@@ -2,7 +2,7 @@
 /// @file cuda/presets.cuh  The presets on NVIDIA GPUs: FullKV<Cuda>, StaticPCA<Cuda>,
 /// StaticPCAHybrid<Cuda>, OjaKV<Cuda>, OjaKVv2<Cuda>, OjaKVSnapKV<Cuda>, SubSpaceG<Cuda>,
 /// StarKV<Cuda>, Dlrp<Cuda>, SnapKVOnly<Cuda>, StreamingLLM<Cuda>, H2O<Cuda>, Budgeted<Cuda>, and
-/// any cache whose policies cuda/backend.cuh has.
+/// any cache of the policies in cuda/backend.cuh.
 #pragma once
 
 #include "lowrankkv/cuda/compressed_kv_cache.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/attend.cuh  One attention call: queries projected, lists attended to,
-/// partial states combined; which kernels, and how they are launched.
+/// @file cuda/attention/attend.cuh  Chooses and launches the kernels of one attention call.
+///
+/// The call projects the queries, attends to each list and combines the partial states.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +23,19 @@ namespace cuda {
 
 namespace detail {
 
-/// Shared memory that a block may have so that two share a multiprocessor; and the most there is.
+/// kRingBytes: shared memory per block that lets two blocks share a multiprocessor. kMaxRingBytes:
+/// the most a block may use.
 inline constexpr int kRingBytes = 103 * 1024, kMaxRingBytes = 200 * 1024;
-/// Rows of a list that is long, or may be.
+/// Row count that launches pass for a list that is long or may be long.
 inline constexpr std::int64_t kManyRows = std::int64_t{1} << 30;
 
-/// How many warps a block of an attention kernel has: as many as its shared memory has room for.
-/// @param warp_bytes  of a warp's rings and states; at least 4 warps may take more than leaves room
-/// for a second block  @throws CapacityError where not even one warp fits
+/// @brief Number of warps of a block of an attention kernel, as many as shared memory has room for.
+///
+/// More than 4 warps are used only if two blocks still fit a multiprocessor. Up to 4 warps may take
+/// more than that.
+/// @param warp_bytes  shared memory of one warp's ring and state
+/// @param most_shared  shared memory that a block may have
+/// @throws CapacityError if not even one warp fits
 template <class... Parameters>
 int warps_of(void (*kernel)(Parameters...), int warp_bytes, int most_shared) {
   const int limit = (std::min)(kMaxRingBytes, free_shared(kernel, most_shared));
@@ -43,7 +49,7 @@ int warps_of(void (*kernel)(Parameters...), int warp_bytes, int most_shared) {
   return warps;
 }
 
-/// Calls f with the number of column blocks that a warp serves at once.
+/// Calls f with the number of column blocks that a warp serves at once, as a constant.
 template <class Function>
 void with_column_blocks(int blocks, Function&& function) {
   if (blocks == 1) {
@@ -53,8 +59,11 @@ void with_column_blocks(int blocks, Function&& function) {
   }
 }
 
-/// Calls f with whether maps from tiles to rows are f32: those of codes are, steps are in them, but
-/// for a latent's where there are none, and bases that move, which are all there is.
+/// Calls f with whether the maps from tiles to rows are f32, as a constant.
+///
+/// Maps that read codes are f32, because the quantizer's steps are folded into them. There are two
+/// exceptions, for which the layer is asked: latents of joint values without steps, and bases that
+/// move, which have no separate map with steps.
 template <CodedForm form, bool joint, bool segmented, class Function>
 void with_maps(const LayerState& layer, Part part, Function&& function) {
   if constexpr (form == CodedForm::none)
@@ -65,9 +74,10 @@ void with_maps(const LayerState& layer, Part part, Function&& function) {
     with_bool(layer.wide_maps(part), function);
 }
 
-/// Attention over plain rows of one kind. @param early  whether it may begin while the kernel
-/// before it ends  @param most_rows  of a split: short ones need no deep rings, and more blocks
-/// share a multiprocessor
+/// Launches attention over plain rows of one kind.
+/// @param early  whether the kernel may begin while the kernel before it ends
+/// @param most_rows  upper bound of the rows of a split. Short splits get shallow rings, so that
+///   more blocks share a multiprocessor.
 template <PlainRows which, bool scaled = false>
 void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                   const StepQueries& queries, int first_sequence, int splits,
@@ -95,10 +105,10 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
         const auto warp_bytes = [&](int stages) {
           return (std::max)({stages * bytes, tail_bytes,
                              (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
-        };  // states lie where rings were
-        const int warps =
-            warps_of(kernel, warp_bytes(kPlainStages),
-                     layer.shared_bytes());  // the order of sums depends on it: whatever the rows
+        };  // states reuse the memory of the rings
+        // The order of sums depends on the number of warps, so that number does not depend on the
+        // rows.
+        const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());
         const int stages =
             static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
                                           std::int64_t{1}, std::int64_t{kPlainStages}));
@@ -111,7 +121,8 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
   });
 }
 
-/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own
+/// Launches attention over lists of codes.
+/// @tparam segmented  sequences may have epochs of their own
 template <int scale_groups, bool segmented>
 void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                   int first_sequence, int splits, cudaStream_t stream) {
@@ -130,8 +141,8 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
                   warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
         const int groups = (step.blocks + column_blocks - 1) / column_blocks,
                   heads = layer.tables().num_heads;
-        // As many blocks as fit the device at once, or a split a warp; more only share the work in
-        // smaller parts.
+        // As many blocks as fit the device at once, or one warp per split. More blocks would only
+        // divide the same work further.
         const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count),
                   blocks = parked == 0 || segmented
                                ? splits
@@ -158,8 +169,10 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
   });
 }
 
-/// Projects the queries for compressed rows: every kernel of a step that comes after this one waits
-/// for what comes before it in the stream, since this one does.
+/// Launches the projection of the queries onto the maps of the compressed rows.
+///
+/// This kernel is not launched early, so it waits for the work before it in the stream. Every later
+/// kernel of the step waits for this one, and so for that work too.
 template <CodedForm form, bool segmented>
 void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                      const StepQueries& queries, int first_sequence, cudaStream_t stream) {
@@ -179,7 +192,8 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
   with_maps<form, false, segmented>(layer, Part::key, [&](auto wide) {
     with_bool(together > 1, [&](auto packs) {
       if constexpr (form == CodedForm::codes)
-        project(project_query_kernel<DType::f16, form, wide(), packs()>);  // operands are integers
+        // operands of codes are integers, whatever the type
+        project(project_query_kernel<DType::f16, form, wide(), packs()>);
       else
         with_type(layer.tiles().coded_type,
                   [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
@@ -187,9 +201,11 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
   });
 }
 
-/// Attention to all rows, where keys are stored turned: compressed ones wait for projected queries.
-/// Recent ones come after them and find room where multiprocessors are left over, or are done
-/// first; before those of joint values, whose states wait to be folded.
+/// Launches attention over all rows, for post-RoPE keys.
+///
+/// Compressed rows need the projected queries. The kernel for recent rows is launched after theirs:
+/// its blocks take the multiprocessors that are left over, or finish first. With joint values it is
+/// launched before theirs, because the states of joint values must be folded afterwards.
 template <CodedForm form, int scale_groups, bool joint, bool segmented>
 void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                       const StepQueries& queries, int first_sequence, int compressed_splits,
@@ -231,19 +247,26 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 
 }  // namespace detail
 
-/// @brief Enqueues attention of a step's queries to what is stored of some sequences, and to a
-/// prompt's own rows. Two launches, four with compressed rows, five where values are joint, one
-/// more for a prompt; allocates nothing, waits for nothing.
+/// @brief Enqueues attention of a step's queries over the stored rows of some sequences and over a
+/// prompt's own rows.
 ///
-/// Compressed rows wait for the projection of the queries; recent rows and a prompt's own need
-/// nothing of either, and take what room is left (where values are joint, or keys turned when they
-/// are read, they come before).
-/// @param batch  at most kMaxBatch sequences; the first is sequence `first_sequence` of the call,
-/// its queries begin at row `first_row`
-/// @param compressed_splits, full_rows  bounds of what the sequences' lists need, or have
-/// @tparam form  of the compressed rows  @tparam scattered  rows of lists may stand in any order
-/// @tparam scale_groups  of tiles of codes  @tparam joint  values are joint  @tparam segmented
-/// sequences may have epochs of their own
+/// Post-RoPE keys: two launches; four with compressed rows; five with joint values. Pre-RoPE keys:
+/// two; three with compressed rows; five with joint values. A prompt adds one. Joint values whose
+/// columns do not fit one launch repeat theirs (fold_joint.cuh). Allocates nothing and does not
+/// wait.
+///
+/// With post-RoPE keys, compressed rows depend on the projected queries. Recent rows and a prompt's
+/// own rows do not, and use the multiprocessors that are left over. They are launched first if
+/// values are joint or keys are pre-RoPE.
+/// @param batch  at most kMaxBatch sequences. The first is sequence `first_sequence` of the call;
+///   its queries begin at row `first_row`.
+/// @param compressed_splits  upper bound of the splits of the compressed lists
+/// @param full_rows  upper bound of the rows of the full lists
+/// @tparam form  of the compressed rows
+/// @tparam scattered  rows of lists may stand in any order
+/// @tparam scale_groups  of tiles of codes
+/// @tparam joint  values are joint
+/// @tparam segmented  sequences may have epochs of their own
 template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented>
 void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                  const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row,
@@ -261,7 +284,7 @@ void attend_step(const LayerState& layer, const AttentionStep& step, const Batch
         stream);
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads),
                      static_cast<unsigned>(batch.count));
-  // Joint values come as a plain state a head: codes' centres are out.
+  // Folded joint values are one plain state per head: the centres of codes were already subtracted.
   const auto combine = [&](auto* kernel) {
     detail::launch_step_kernel(
         kernel, outputs, kStepThreads, combine_bytes((std::max)(step.width, step.joint_width)),

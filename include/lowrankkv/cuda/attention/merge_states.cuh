@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/merge_states.cuh  Partial attention: what caches that hold parts of a
-/// sequence give, and how the parts become one output.
+/// @file cuda/attention/merge_states.cuh  Merges the partial attention states of shards, caches
+/// that each hold a part of a sequence, into one output.
 ///
-/// A shard's state of a query is (M, L, A): M the largest logit it saw, L the sum of exp(logit -
-/// M), A the sum of exp(logit - M) value, over its own tokens. Shards merge as M = max_i M_i, w_i =
-/// exp(M_i - M), out = sum_i w_i A_i / sum_i w_i L_i, lse = M + log sum_i w_i L_i: over several
-/// GPUs one all-reduce of maxima, then one of sums of (w_i L_i, w_i A_i). A shard that saw nothing
-/// has M = -inf, L = 0, A = 0.
+/// The state of a query on one shard is (M, L, A), over the shard's own tokens: M = max logit, L =
+/// sum exp(logit - M), A = sum exp(logit - M) value. Shards merge as
+///   M = max_i M_i, w_i = exp(M_i - M),
+///   out = sum_i w_i A_i / sum_i w_i L_i, lse = M + log sum_i w_i L_i.
+/// Over several GPUs that is one all-reduce of the maxima, then one of the sums of (w_i L_i, w_i
+/// A_i). A shard that saw no token has M = -inf, L = 0, A = 0.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Whose tokens the queries of a partial attention are: the last ones of the tail, causal
-/// among each other; or of tokens behind everything that is stored here.
+/// @brief Which tokens the queries of a partial attention belong to.
+///
+/// `own`: the last tokens of the tail, causal among each other. `elsewhere`: tokens behind
+/// everything that is stored here.
 enum class QueryTokens : std::uint8_t { own, elsewhere };
 
 /// @brief States of queries in device memory, f32.
@@ -32,7 +35,7 @@ struct StateView {
   int num_heads = 0, head_dim = 0;
 };
 
-inline constexpr int kMaxShards = 64;  ///< states that one merge_states() takes
+inline constexpr int kMaxShards = 64;  ///< states that one merge_states() call takes
 
 namespace detail {
 
@@ -41,7 +44,7 @@ struct Shards {
   StateView items[kMaxShards];
 };
 
-/// One block a (token, head).
+/// One block per (token, head).
 template <class = void>
 __global__ void merge_states_kernel(Shards shards, OutputView out, LseView lse) {
   const std::int64_t token = blockIdx.x;
@@ -69,10 +72,14 @@ __global__ void merge_states_kernel(Shards shards, OutputView out, LseView lse) 
 
 }  // namespace detail
 
-/// @brief Merges the states of shards, in their order, into outputs. A query that nobody saw a
-/// token for becomes zeros, its lse -inf. Capturable; allocates nothing.
-/// @param out [tokens, heads, head_dim]  @param lse [tokens, heads], natural log, optional
-/// @throws ShapeError unless all have one shape, CapacityError beyond kMaxShards
+/// @brief Merges the states of shards, in their order, into outputs.
+///
+/// A query that saw no token on any shard gets a zero output and lse = -inf. Capturable; allocates
+/// nothing.
+/// @param out  [tokens, heads, head_dim]
+/// @param lse  [tokens, heads], natural log, optional
+/// @throws ShapeError unless all states and outputs have one shape, and if a state has null memory
+/// @throws CapacityError for no state, or more than kMaxShards
 inline void merge_states(std::span<const StateView> shards, const OutputView& out,
                          const LseView& lse = {}, cudaStream_t stream = nullptr) {
   using ::lowrankkv::detail::fail;

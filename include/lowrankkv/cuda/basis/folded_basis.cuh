@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/basis/folded_basis.cuh  Calibrated bases with the rotations of a quantizer folded in.
+/// @file cuda/basis/folded_basis.cuh  Folds a quantizer's rotations into the calibrated bases.
 #pragma once
 
 #include <vector>
@@ -11,12 +11,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Calibrated bases as the quantizer's codes want them: rotated, if it has rotations.
+/// @brief The calibrated bases, rotated if the quantizer has rotations. All four maps are rotated,
+/// so that attention is unchanged.
 template <class Quantizer>
 LayerBasis folded_basis(LayerBasis basis, const Quantizer& quantizer, int head_dim) {
   if constexpr (requires { Impl<Quantizer, Cuda>::rotation(quantizer, 1); }) {
     std::vector<float> keys, values;
-    int key_rank = 0, value_rank = 0;  // that they are of
+    int key_rank = 0, value_rank = 0;  // ranks of `keys` and `values`
     for (HeadBasis& head : basis.heads) {
       if (head.key_rank != key_rank)
         keys = Impl<Quantizer, Cuda>::rotation(quantizer, key_rank = head.key_rank);

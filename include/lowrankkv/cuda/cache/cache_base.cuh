@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/cache_base.cuh  Under CompressedKVCache<Cuda, ...>: its layer, what layers
-/// share, and the calls that are about which tokens a sequence has and where they stand.
+/// @file cuda/cache/cache_base.cuh  The base of CompressedKVCache<Cuda, ...>: its layer, memory
+/// that layers share, and the calls that change a sequence's tokens and positions.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief A cache's layer, and those of its calls that only count and move tokens;
-/// CompressedKVCache<Cuda, ...> is the public face.
+/// @brief A cache's layer, and the calls that only count, remove and move tokens.
+/// CompressedKVCache<Cuda, ...> is the public class.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class CacheBase {
  public:  // CompressedKVCache inherits it privately
@@ -33,13 +33,14 @@ class CacheBase {
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies,
             std::shared_ptr<PagePool> pool, const LentMemory& workspace)
       : layer_(config, basis, policies, std::move(pool), workspace) {
-    // Flushes of all sequences at once find their scratch memory there.
+    // Makes scratch memory for a flush of all sequences at once, so that flushes do not allocate.
     const std::int64_t scored = layer_.state.max_rows(layer_.state.tables().scored);
     flush_scratch(layer_, static_cast<std::size_t>(layer_.config.max_sequences), scored);
   }
 
-  /// @brief The pool that layers with these bases can ever need: pages of config.page_bytes, or of
-  /// the size that wastes least over all of them. @throws as the constructor
+  /// @brief Size of the pool that layers with these bases can ever need. Pages have
+  /// config.page_bytes bytes, or, if that is 0, the size that wastes least over all layers.
+  /// @throws as the constructor
   static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
     std::vector<LayerTiles> layers;
@@ -49,8 +50,8 @@ class CacheBase {
     }
     return pool_of(config, std::move(layers), Layer::most_rows(config, policies));
   }
-  /// @brief Makes what layers share besides pages: a workspace for the largest of them. Allocates
-  /// on the device.
+  /// @brief Makes a workspace that layers share, for the layer that needs most. Allocates on the
+  /// device.
   static LentMemory make_shared(const CacheConfig& config, std::span<const LayerBasis> bases,
                                 const PolicySet& policies) {
     std::size_t bytes = 0;
@@ -62,19 +63,20 @@ class CacheBase {
     return {memory->data(), bytes, memory};
   }
   static std::size_t bytes_of(const LentMemory& shared) { return shared.bytes; }
-  /// @brief Pages that max_sequences of max_tokens can ever need, for a pool of one's own making.
+  /// @brief Pages that max_sequences sequences of max_tokens tokens can ever need, for a caller
+  /// that makes the pool.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
     return pool_size(config, {&basis, 1}, policies).num_pages;
   }
-  /// @brief The page size that config.page_bytes = 0 stands for.
+  /// @brief Bytes of a page: config.page_bytes, or the default that 0 stands for.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
     return pool_size(config, {&basis, 1}, policies).page_bytes;
   }
 
-  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens;
-  /// copies of it too. The host's alone. @throws CapacityError beyond that, or if it has more
+  /// @brief Limits a sequence, and later forks of it, to `max_tokens` tokens. Host only.
+  /// @throws CapacityError beyond config.max_tokens, or if the sequence has more tokens
   void limit(SequenceId seq, std::int64_t max_tokens) {
     const int slot = layer_.sequences.find(seq);
     layer_.sequences.limit(slot, max_tokens, layer_.tokens_of(slot));
@@ -83,43 +85,53 @@ class CacheBase {
   void check_limit(SequenceId seq, std::int64_t max_tokens) const {
     layer_.sequences.check_limit(max_tokens, layer_.tokens_of(layer_.sequences.find(seq)));
   }
-  /// @brief Tokens that a sequence may have.
+  /// @brief The most tokens that a sequence may have.
   std::int64_t max_tokens(SequenceId seq) const {
     return layer_.sequences.max_tokens(layer_.sequences.find(seq));
   }
 
-  /// @brief The shortest length that truncate() reaches exactly.
+  /// @brief The shortest length to which truncate() is exact: the first token of the tail.
   std::int64_t rollback_limit(SequenceId seq) const {
     return layer_.state.sequence(idle_slot(layer_, seq)).first_tail();
   }
-  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, stored rows go: where
-  /// values chose among them the stream is waited for, else nothing is.
-  /// @throws ShapeError beyond the sequence; deeper than the tail, but for 0: CapacityError where a
-  /// head's outliers were so early that its full rows could outgrow their tables, or, where rows
-  /// stay by the attention that they have received, forks share pages and the pool lacks others
+  /// @brief Removes the tokens from `length` on. Exact inside the tail; deeper, stored rows are
+  /// removed, while epochs and updater state still reflect them.
+  ///
+  /// Waits for the stream if values chose among the removed rows; else for nothing. The first
+  /// removal of rows from a layer's scored lists (HeavyHitters) allocates device memory, which
+  /// waits.
+  /// @throws ShapeError beyond the sequence. If `length` is before the tail and not 0:
+  /// CapacityError if a head kept so many early outliers that its full rows could outgrow their
+  /// tables, or if rows of a scored list are in pages shared with forks and the pool lacks pages
+  /// for the copies
   TruncateResult truncate(SequenceId seq, std::int64_t length, cudaStream_t stream = nullptr) {
     refuse_capture("truncate", stream);
     std::vector<HeadRows> kept = kept_below(layer_, seq, length, stream);
     return truncate_sequence(layer_.state, layer_.sequences.find(seq), length, std::move(kept),
                              stream);
   }
-  /// @brief Raises what truncate() would raise for these arguments. Waits for the device where
-  /// values chose among the rows that would go.
+  /// @brief Raises what truncate() would raise for these arguments. Waits for the device if values
+  /// chose among the rows that would be removed.
   void check_truncate(SequenceId seq, std::int64_t length) const {
     static_cast<void>(kept_below(layer_, seq, length, nullptr));
   }
 
-  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that
-  /// the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
-  /// shift_positions() may close the gap where keys are stored unrotated. What bases learnt stays.
-  /// About ten launches, two more for every 32 MiB of rows that move, one for every 32 heads where
-  /// they differ, and one for every page that forks share; replayed steps see it. Rows that move
-  /// pass through scratch memory, which may be allocated, which waits. Waits for the stream where
-  /// values chose among rows that go or move, else for nothing.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks
-  /// others; before the tail CapacityError as of truncate(), StateError where counts say which rows
-  /// are at full rank and fewer tokens would be left than the policy keeps so, compressed ones
-  /// among them
+  /// @brief Removes tokens [first, first + count). Later tokens move up: the sequence has fewer
+  /// tokens.
+  ///
+  /// Later tokens, and tokens to come, keep their rotary positions. With pre-RoPE keys,
+  /// shift_positions() can close the gap. What bases have learnt from the removed rows stays.
+  ///
+  /// Cost: about ten launches, two more per 32 MiB of rows that move, one per 32 heads if heads
+  /// have different numbers of rows, and two per list and 400 pages shared with forks. Replayed
+  /// steps see the change. Rows move through scratch memory, which may be allocated; that waits. So
+  /// does the first removal of rows from a layer's scored lists (HeavyHitters), which allocates.
+  /// Waits for the stream if values chose among rows that are removed or move; else for nothing.
+  /// @throws ShapeError beyond the sequence; ValueError if positions could end too far from their
+  /// tokens; CapacityError beyond 32 pieces of positions with pre-RoPE keys, or if pages are shared
+  /// with forks and the pool lacks pages for the copies. If `first` is before the tail:
+  /// CapacityError as truncate(); StateError if counts determine which rows are full, and fewer
+  /// tokens would be left than the policy keeps full, compressed ones among them
   void remove(SequenceId seq, std::int64_t first, std::int64_t count,
               cudaStream_t stream = nullptr) {
     refuse_capture("remove", stream);
@@ -130,9 +142,9 @@ class CacheBase {
     layer_.state.pool().allocator().require(demand.total());
     remove_tokens(layer_.state, slot, first, count, rows, stream);
   }
-  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise, and
-  /// allocates the scratch memory that it takes. Waits for the device where values chose among rows
-  /// that go or move.
+  /// @brief Upper bound of the pages that remove() takes. Raises what remove() would raise, except
+  /// for missing pages. Allocates the scratch memory that remove() needs. Waits for the device if
+  /// values chose among rows that would be removed or move.
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
     const RemovedRows rows = removed_rows(layer_, seq, first, count, nullptr);
     PageDemand demand;
@@ -140,8 +152,8 @@ class CacheBase {
     return demand.total();
   }
 
-  /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless
-  /// positions were shifted. Queries of a token must arrive rotated to it.
+  /// @brief Rotary position of a token, or of the next token (token = num_tokens): its index,
+  /// unless positions were shifted. The engine must rotate a token's queries to this position.
   std::int64_t position(SequenceId seq, std::int64_t token) const {
     const int slot = layer_.sequences.find(seq);
     const std::int64_t tokens = layer_.tokens_of(slot);
@@ -151,10 +163,12 @@ class CacheBase {
     }
     return layer_.state.sequence(slot).shifts.position(token);
   }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two
-  /// calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
-  /// 24 bytes a piece, counted. One launch; waits for nothing; replayed steps see it.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError if
+  /// @brief Moves the tokens from `first` on, including those to come, by `delta` positions. Two
+  /// calls move a range.
+  ///
+  /// Needs pre-RoPE keys (config.rope); no stored row changes. Cost: 24 bytes per piece, counted by
+  /// memory(); one launch; waits for nothing. Replayed steps see the change.
+  /// @throws StateError with post-RoPE keys, ShapeError beyond the sequence, ValueError if
   /// positions could leave +-2^30, CapacityError beyond 32 pieces
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta,
                        cudaStream_t stream = nullptr) {
@@ -166,10 +180,10 @@ class CacheBase {
   void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
     static_cast<void>(shifted(layer_.state, idle_slot(layer_, seq), first, delta));
   }
-  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down:
-  /// several tokens share one. Else as shift_positions().
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError
-  /// unless divisors are 1 to 2^20 in all, CapacityError beyond 32 pieces
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down, so
+  /// that several tokens share a position. Otherwise as shift_positions().
+  /// @throws StateError with post-RoPE keys, ShapeError beyond the sequence, ValueError unless the
+  /// product of a token's divisors is in [1, 2^20], CapacityError beyond 32 pieces
   void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
                         std::int64_t divisor, cudaStream_t stream = nullptr) {
     refuse_capture("divide_positions", stream);
@@ -181,7 +195,7 @@ class CacheBase {
                               std::int64_t divisor) const {
     static_cast<void>(divided(layer_.state, idle_slot(layer_, seq), first, count, divisor));
   }
-  /// @brief The shifts of a sequence, valid until it changes.
+  /// @brief The position shifts of a sequence. The reference is valid until the sequence changes.
   const PositionShifts& position_shifts(SequenceId seq) const {
     return layer_.state.sequence(layer_.sequences.find(seq)).shifts;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/checks.cuh  What is checked before a call of CompressedKVCache<Cuda, ...>
-/// changes anything.
+/// @file cuda/cache/checks.cuh  The checks of CompressedKVCache<Cuda, ...> calls, made before a
+/// call changes anything.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Whether what is enqueued will run later, perhaps often.
+/// @brief Whether the stream is capturing a graph: work that is enqueued runs later, perhaps often.
 inline bool capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
 }
 
-/// @brief Raises while a graph is captured: what the call decides on the host would be replayed
-/// without it.
+/// @brief Refuses a call during capture: its decisions on the host would not be replayed.
+/// @throws StateError
 inline void refuse_capture(const char* call, cudaStream_t stream) {
   if (!capturing(stream)) return;
   ::lowrankkv::detail::fail<StateError>(
@@ -34,7 +34,8 @@ inline void refuse_capture(const char* call, cudaStream_t stream) {
       ": the stream is capturing a graph; only append, attend and accumulate can be captured");
 }
 
-/// @brief The slot of a sequence whose prompt is complete. @throws StateError if it is not
+/// @brief The slot of a sequence. @throws StateError if its prompt is unfinished, SequenceError if
+/// it does not exist
 template <class Layer>
 int idle_slot(const Layer& layer, SequenceId seq) {
   const int slot = layer.sequences.find(seq);
@@ -45,7 +46,7 @@ int idle_slot(const Layer& layer, SequenceId seq) {
   }
   return slot;
 }
-/// @brief The same of some sequences; one that is named twice is there once.
+/// @brief idle_slot() of several sequences, without duplicates.
 template <class Layer>
 std::vector<int> idle_slots(const Layer& layer, std::span<const SequenceId> seqs) {
   std::vector<int> slots;
@@ -56,7 +57,7 @@ std::vector<int> idle_slots(const Layer& layer, std::span<const SequenceId> seqs
   return slots;
 }
 
-/// @brief Raises if a sequence is named twice in a call that changes it.
+/// @brief Checks that no sequence is named twice. @throws SequenceError
 inline void check_distinct(const char* call, std::span<const SequenceId> seqs) {
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     const auto here = seqs.begin() + static_cast<std::ptrdiff_t>(i);
@@ -66,7 +67,7 @@ inline void check_distinct(const char* call, std::span<const SequenceId> seqs) {
   }
 }
 
-/// @brief Raises unless these are m keys and values of each of some sequences.
+/// @brief Checks that the views have m keys and values for each of `sequences` sequences.
 template <class Layer>
 void check_views(const Layer& layer, const KeyView& key, const ValueView& value,
                  std::int64_t sequences, std::int64_t m) {
@@ -74,7 +75,7 @@ void check_views(const Layer& layer, const KeyView& key, const ValueView& value,
   ::lowrankkv::detail::check_keys_and_values(key, value, sequences, m, shape.num_kv_heads,
                                              shape.head_dim);
 }
-/// @brief Raises unless these are queries of so many tokens, side by side in no pages.
+/// @brief Checks the shape of queries of `tokens` tokens; they must not be paged.
 template <class Layer>
 void check_query(const Layer& layer, const QueryView& query, std::int64_t tokens) {
   const CacheShape& shape = layer.config.shape;
@@ -84,15 +85,15 @@ void check_query(const Layer& layer, const QueryView& query, std::int64_t tokens
                                           " tokens, 0 expected on this backend");
   }
 }
-/// @brief Raises unless this is a log-sum-exp of so many tokens.
+/// @brief Checks the shape of a log-sum-exp of `tokens` tokens.
 template <class Layer>
 void check_lse(const Layer& layer, const LseView& lse, std::int64_t tokens) {
   const int heads = layer.config.shape.num_qo_heads;
   ::lowrankkv::detail::check_equal("num_heads", "cache", heads, "lse", lse.num_heads);
   ::lowrankkv::detail::check_equal("num_tokens", "expected", tokens, "lse", lse.num_tokens);
 }
-/// @brief The same of queries, what attention makes of them, and their log-sum-exp, if it is
-/// wanted.
+/// @brief Checks the shapes of queries, outputs and, if it has data, log-sum-exp of `tokens`
+/// tokens.
 template <class Layer>
 void check_queries(const Layer& layer, const QueryView& query, const OutputView& out,
                    const LseView& lse, std::int64_t tokens) {
@@ -102,7 +103,8 @@ void check_queries(const Layer& layer, const QueryView& query, const OutputView&
   if (lse.data != nullptr) check_lse(layer, lse, tokens);
 }
 
-/// @brief Raises unless a prompt's tokens fit their sequence. Returns the slot.
+/// @brief Checks the shapes of a prompt's rows, and that they fit the sequence. Returns the slot.
+/// @throws ShapeError, CapacityError
 template <class Layer>
 int check_prompt(const Layer& layer, SequenceId seq, const KeyView& key, const ValueView& value) {
   const int slot = layer.sequences.find(seq);
@@ -114,8 +116,9 @@ int check_prompt(const Layer& layer, SequenceId seq, const KeyView& key, const V
   }
   return slot;
 }
-/// @brief Raises unless there are queries of a prompt's last tokens to choose by: of all of them
-/// where chunks end inside the call.
+/// @brief Checks that there are enough queries to score prompt rows by: of the last tokens of the
+/// prompt, or of all tokens if a chunk ends inside the call or rows accumulate scores.
+/// @throws ShapeError
 template <class Layer>
 void check_query_window(const Layer& layer, int slot, const QueryView& window,
                         std::int64_t tokens) {
@@ -134,7 +137,8 @@ void check_query_window(const Layer& layer, int slot, const QueryView& window,
   }
 }
 
-/// @brief Rows for the tails of some sequences: how many each has.
+/// @brief Checks the views of append(). Returns the number of tokens per sequence.
+/// @throws ShapeError
 template <class Layer>
 int check_tokens(const Layer& layer, std::span<const SequenceId> seqs, const KeyView& key,
                  const ValueView& value) {
@@ -146,7 +150,8 @@ int check_tokens(const Layer& layer, std::span<const SequenceId> seqs, const Key
   check_views(layer, key, value, count, key.num_tokens / count);
   return static_cast<int>(key.num_tokens / count);
 }
-/// @brief Raises unless m more tokens fit each sequence, and its tail.
+/// @brief Checks that m more tokens fit each sequence and its tail.
+/// @throws CapacityError, SequenceError
 template <class Layer>
 void check_advance(const Layer& layer, std::span<const SequenceId> seqs, int m,
                    std::int64_t tail_capacity) {
@@ -167,8 +172,8 @@ void check_advance(const Layer& layer, std::span<const SequenceId> seqs, int m,
   }
 }
 
-/// @brief Raises unless masses are there for all sequences, in all positions; captured, in all that
-/// replays can reach.
+/// @brief Checks that the view of received attention has all sequences and enough positions: those
+/// of the longest sequence; during capture, those that replays can reach. @throws ShapeError
 template <class Layer>
 void check_scores(const Layer& layer, std::span<const SequenceId> seqs,
                   const ScoreView& accumulated, bool captured) {
@@ -181,7 +186,7 @@ void check_scores(const Layer& layer, std::span<const SequenceId> seqs,
   }
 }
 
-/// @brief Raises what certify() raises. Returns query tokens of a sequence.
+/// @brief Raises what certify() raises. Returns the number of query tokens per sequence.
 template <class Layer>
 int check_certify(const Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
                   const LseView& lse, const CertificateView& out) {

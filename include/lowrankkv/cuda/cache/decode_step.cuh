@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/decode_step.cuh  What append(), attend(), attend_partial() and accumulate() do:
-/// the calls of a decode step, for as many sequences at a time as a launch takes.
+/// @file cuda/cache/decode_step.cuh  The calls of a decode step: append(), attend(),
+/// attend_partial() and accumulate(), each for as many sequences at a time as a launch takes.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Calls f(batch, index of its first sequence) for as many sequences at a time as a launch
-/// takes.
+/// @brief Calls function(batch, index of its first sequence) for batches of at most kMaxBatch
+/// sequences.
 template <class Layer, class Function>
 void for_each_batch(const Layer& layer, std::span<const SequenceId> seqs, Function&& function) {
   for (std::size_t first = 0; first < seqs.size(); first += kMaxBatch) {
@@ -35,8 +35,8 @@ void for_each_batch(const Layer& layer, std::span<const SequenceId> seqs, Functi
   }
 }
 
-/// @brief Enqueues m rows of each sequence of a batch, from row `first` of the views on, to its
-/// tail.
+/// @brief Enqueues the append of m rows to the tail of each sequence of a batch. The batch's rows
+/// begin at row `first` of the views.
 template <class Layer>
 void enqueue_append(const Layer& layer, const Batch& batch, const KeyView& key,
                     const ValueView& value, std::int64_t first, int m, cudaStream_t stream) {
@@ -46,7 +46,7 @@ void enqueue_append(const Layer& layer, const Batch& batch, const KeyView& key,
   });
   check(cudaGetLastError(), "append_kernel");
 }
-/// @brief The host's lengths follow.
+/// @brief Advances the host's lengths by m tokens per sequence.
 template <class Layer>
 void advance_host(Layer& layer, std::span<const SequenceId> seqs, int m) {
   for (const SequenceId seq : seqs) {
@@ -58,7 +58,8 @@ void advance_host(Layer& layer, std::span<const SequenceId> seqs, int m) {
 
 namespace detail {
 
-/// Raises unless these are queries of as many tokens of each sequence. Returns how many.
+/// Checks that there are equally many query tokens for each sequence. Returns that number.
+/// @throws ShapeError, CapacityError
 template <class Layer>
 int check_attend(const Layer& layer, std::span<const SequenceId> seqs, const QueryView& query) {
   using ::lowrankkv::detail::fail;
@@ -78,8 +79,8 @@ int check_attend(const Layer& layer, std::span<const SequenceId> seqs, const Que
   return m;
 }
 
-/// The rows that lists of some sequences have, at most; captured, those that they can ever have.
-/// Raises unless `own` query tokens of each are in its tail.
+/// The most rows of the sequences' lists; during capture, the most that lists can ever have.
+/// @throws ShapeError unless each tail has at least `own` tokens (not checked during capture)
 template <class Layer>
 HeadRows most_attended(const Layer& layer, std::span<const SequenceId> seqs, int own,
                        bool captured) {
@@ -102,9 +103,10 @@ HeadRows most_attended(const Layer& layer, std::span<const SequenceId> seqs, int
 
 }  // namespace detail
 
-/// @brief Attention of the queries of some sequences, which were checked but for their numbers, and
-/// what positions receive from them, if `mass` has data. Raises before anything changes.
-/// @tparam weighs  whether masses can be asked for: kernels that nobody asks for are not compiled
+/// @brief Enqueues the attention of the queries of some sequences, and, if `accumulated` has data,
+/// the attention that positions receive from them. The caller has checked the views, except for the
+/// number of query tokens. Raises before anything changes.
+/// @tparam has_scores  whether `accumulated` may have data; if not, its kernels are not compiled
 template <bool has_scores, class Layer>
 void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
                       const DeviceOutput& target, QueryTokens tokens, cudaStream_t stream,
@@ -143,7 +145,7 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
   });
 }
 
-/// @brief Adds attention received to what rows have received before.
+/// @brief Enqueues the addition of received attention to the rows' accumulated scores.
 template <class Layer>
 void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
                        const ScoreView& accumulated, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/prefill.cuh  What prefill(), ingest() and finish_prompt() do: a prompt is cut
-/// into chunks, which are packed, attended to and stored one after the other.
+/// @file cuda/cache/prefill.cuh  The calls prefill(), ingest() and finish_prompt(): a prompt is
+/// divided into chunks, which are packed, attended to and stored one after the other.
 #pragma once
 
 #include <algorithm>
@@ -20,17 +20,17 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Queries of a prompt that attend at a time: the partial states of more would be large.
+/// @brief Prompt queries per attention step. More would need large partial states.
 inline constexpr std::int64_t kQueriesAtOnce = 256;
 
-/// @brief Some tokens of a prompt. Outputs without data are not wanted; queries may be of its last
-/// tokens alone.
+/// @brief Some tokens of a prompt. Outputs without data are not written. Queries may cover only the
+/// last tokens.
 struct PromptTokens {
   KeyView key;
   ValueView value;
   QueryView query;
-  DeviceOutput out;  ///< with the rows of `key`
-  bool attends = false;
+  DeviceOutput out;      ///< rows as those of `key`
+  bool attends = false;  ///< the queries attend to the prompt
 
   std::int64_t count() const { return key.num_tokens; }
   /// @brief Tokens [first, first + count).
@@ -47,7 +47,8 @@ struct PromptTokens {
 
 namespace detail {
 
-/// Rows of a chunk that leave at a time, of so many: scores and masses choose among all of them.
+/// How many of a chunk's `flushed` rows are compressed at a time: all, if prompt scores or
+/// accumulated scores choose among them; flush_interval rows for sketches without such a choice.
 template <class Layer>
 std::int64_t leaving_at_once(const Layer& layer, std::int64_t flushed) {
   using Rows = typename Layer::Rows;
@@ -55,20 +56,21 @@ std::int64_t leaving_at_once(const Layer& layer, std::int64_t flushed) {
              ? layer.config.flush_interval
              : flushed;
 }
-/// Rows of a chunk that can wait.
+/// The most rows of a chunk that can be staged.
 template <class Layer>
 std::int64_t most_waiting(const Layer& layer) {
   return (std::min)(layer.chunk_limit(), layer.config.max_tokens);
 }
-/// Queries of a chunk that are kept while it waits.
+/// Queries of a chunk that are kept while it is staged.
 template <class Layer>
 std::int64_t kept_queries(const Layer& layer) {
   return Layer::Rows::accumulates_scores ? most_waiting(layer)
                                          : std::int64_t{layer.scoring_window()};
 }
 
-/// All the memory that a call works in: nothing is allocated once it has begun.
-/// @param after  rows that lists will have
+/// Reserves all the memory that a call works in, so that nothing is allocated once it has begun.
+/// May allocate, which waits.
+/// @param after  the most rows that lists will have
 template <class Layer>
 void reserve_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prompt,
                     const HeadRows& after, cudaStream_t stream) {
@@ -87,7 +89,7 @@ void reserve_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt p
     OpenPrompt& waiting = layer.prompts.begin(slot);
     waiting.reserve(shape, chunk, tokens.query.num_tokens, kept_queries(layer), most_waiting(layer),
                     accumulates_scores, stream);
-    rows = tail + waiting.room(shape);  // as much as will be asked for before more has to wait
+    rows = tail + waiting.room(shape);  // enough until the staging buffers grow again
   }
   const int columns = static_cast<int>((std::min)(window, chunk)) * shape.group_size();
   const std::int64_t scored = rows_in(after, layer.state.tables().scored);
@@ -99,7 +101,7 @@ void reserve_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt p
   if (accumulates_scores) layer.state.workspace().prompt_lse(chunk);
 }
 
-/// What scores a chunk of n tokens, packed behind its sequence's tail.
+/// The queries that score a chunk of n tokens, packed behind its sequence's tail.
 template <class Layer>
 ScoreQueries score_queries(const Layer& layer, int slot, const QueryView& window, std::int64_t n) {
   const CacheConfig& config = layer.config;
@@ -111,7 +113,8 @@ ScoreQueries score_queries(const Layer& layer, int slot, const QueryView& window
           static_cast<std::int32_t>(rows), config.scale() * 1.44269504F};
 }
 
-/// Packs rows of a prompt behind those that are still in its sequence's tail. Returns where.
+/// Packs prompt rows into plain tiles behind the rows of the sequence's tail. Returns the scratch
+/// memory that holds them.
 template <class Layer>
 CompressScratch pack_chunk(const Layer& layer, int slot, const KeyView& key, const ValueView& value,
                            int columns, cudaStream_t stream) {
@@ -130,7 +133,7 @@ CompressScratch pack_chunk(const Layer& layer, int slot, const KeyView& key, con
   });
   return scratch;
 }
-/// Packs the rows that wait.
+/// Packs the staged rows.
 template <class Layer>
 CompressScratch pack_waiting(const Layer& layer, int slot, cudaStream_t stream) {
   const OpenPrompt& waiting = layer.prompts.of(slot);
@@ -141,8 +144,8 @@ CompressScratch pack_waiting(const Layer& layer, int slot, cudaStream_t stream) 
                     waiting.values(config.shape, config.full_type), queries.columns(), stream);
 }
 
-/// Attention of queries of a packed chunk, of its tokens from `first_token` on; where compressed
-/// rows are kept by it, what they receive.
+/// Enqueues the attention of queries of a packed chunk; the queries are those of its tokens from
+/// `first_token` on. If compressed rows are kept by accumulated score, adds what they receive.
 template <class Layer>
 void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t first_token,
                   const CompressScratch& scratch, const DeviceOutput& out, cudaStream_t stream) {
@@ -168,7 +171,8 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
     }
   }
 }
-/// What full rows, those of the tail and of a packed chunk receive from the queries of its tokens.
+/// Adds the attention that full rows, the tail's rows and a packed chunk's rows receive from the
+/// chunk's queries to their accumulated scores.
 template <class Layer>
 void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
                      const CompressScratch& scratch, cudaStream_t stream) {
@@ -185,7 +189,7 @@ void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
   measure_scores(layer.state, batch, queries, prompt, {}, 0, now.rows.num_full, stream);
 }
 
-/// The tail becomes rows [leaving, leaving + kept) of a packed chunk.
+/// Makes rows [flushed, flushed + kept) of a packed chunk the tail.
 template <class Layer>
 void renew_tail(const Layer& layer, int slot, const RowSource& source,
                 const CompressScratch& scratch, int flushed, int kept, cudaStream_t stream) {
@@ -197,7 +201,8 @@ void renew_tail(const Layer& layer, int slot, const RowSource& source,
     renew_scores(layer.state, slot, scratch, flushed, kept, stream);
   }
 }
-/// The rows of a packed chunk leave full rank, but for the last `recent`, which become the tail.
+/// Stores the rows of a packed chunk: all but the last `recent` leave full rank, and these become
+/// the tail.
 template <class Layer>
 void store_chunk(Layer& layer, int slot, std::int64_t n, const CompressScratch& scratch,
                  const ScoreQueries& queries, cudaStream_t stream) {
@@ -211,16 +216,16 @@ void store_chunk(Layer& layer, int slot, std::int64_t n, const CompressScratch& 
     const RowSource next{source.packed, source.tiles, static_cast<std::int32_t>(done)};
     compress(layer, std::span<const int>(&slot, 1), count, next, scratch, Phase::prefill, queries,
              stream);
-    now.num_tokens += count;  // those after them stand behind
+    now.num_tokens += count;  // moves first_tail(), the position of the next rows
   }
   const int kept = static_cast<int>(rows - flushed);
   renew_tail(layer, slot, source, scratch, static_cast<int>(flushed), kept, stream);
   now.tail_length = kept;
   now.num_tokens = tokens + n;
-  // Pages that lists might have taken.
+  // Release pages that the lists might have taken but did not.
   if (counts_vary(layer, Phase::prefill)) layer.state.release_and_upload(slot, stream);
 }
-/// Stores the rows that wait, which were packed; the next chunk begins.
+/// Stores the staged rows, which have been packed, and clears them for the next chunk.
 template <class Layer>
 void store_waiting(Layer& layer, int slot, const CompressScratch& scratch, cudaStream_t stream) {
   OpenPrompt& waiting = layer.prompts.of(slot);
@@ -235,7 +240,7 @@ void store_waiting(Layer& layer, int slot, const CompressScratch& scratch, cudaS
   waiting.clear();
 }
 
-/// A chunk that has come at once.
+/// Attends to and stores a chunk that comes in one call.
 template <class Layer>
 void take_chunk(Layer& layer, int slot, const PromptTokens& tokens, cudaStream_t stream) {
   const ScoreQueries queries = score_queries(layer, slot, tokens.query, tokens.count());
@@ -257,7 +262,7 @@ void take_chunk(Layer& layer, int slot, const PromptTokens& tokens, cudaStream_t
   }
   store_chunk(layer, slot, tokens.count(), scratch, queries, stream);
 }
-/// Copies the log-sum-exp of some tokens from where it is kept to where it is wanted.
+/// Copies the log-sum-exp of some tokens to the caller's output.
 inline void copy_lse(const DeviceOutput& from, const DeviceOutput& to, std::int64_t tokens,
                      int heads, cudaStream_t stream) {
   const std::size_t width = sizeof(float) * static_cast<std::size_t>(heads);
@@ -267,7 +272,8 @@ inline void copy_lse(const DeviceOutput& from, const DeviceOutput& to, std::int6
                           cudaMemcpyDeviceToDevice, stream),
         "lse");
 }
-/// A part of a chunk that comes in several calls.
+/// Stages a part of a chunk that comes in several calls. Attends, if wanted; stores the chunk if
+/// this part ends it.
 template <class Layer>
 void take_part(Layer& layer, int slot, const PromptTokens& tokens, bool ends, cudaStream_t stream) {
   OpenPrompt& waiting = layer.prompts.of(slot);
@@ -292,13 +298,13 @@ void take_part(Layer& layer, int slot, const PromptTokens& tokens, bool ends, cu
 
 }  // namespace detail
 
-/// @brief Raises unless the pool has the pages for so many more rows of a prompt, those that wait
-/// included. Returns how many rows lists will have.
+/// @brief Checks that the pool has the pages for `rows` more prompt rows, staged ones included.
+/// Returns the most rows that lists will have. @throws CapacityError
 template <class Layer>
 HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
   PageDemand demand;
   const HostSequence& sequence = layer.state.sequence(slot);
-  std::int64_t tail = sequence.tail_length, left = rows, flushed = 0;  // of a chunk
+  std::int64_t tail = sequence.tail_length, left = rows, flushed = 0;  // flushed: of a chunk
   const SequenceRows after = demand_rows(layer, slot, Phase::prefill, demand, [&] {
     while (left > 0 && flushed == 0) {
       const std::int64_t count = (std::min)(left, layer.chunk_limit());
@@ -317,7 +323,7 @@ HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
           (std::max)(now.num_compressed, after.rows.num_compressed)};
 }
 
-/// @brief Stores what is left of a prompt as its last chunk.
+/// @brief Stores the staged rows of a prompt as its last chunk, and ends the prompt.
 template <class Layer>
 void finish_prompt(Layer& layer, int slot, cudaStream_t stream) {
   if (layer.prompts.of(slot).rows() > 0) {
@@ -327,9 +333,9 @@ void finish_prompt(Layer& layer, int slot, cudaStream_t stream) {
   layer.prompts.end(slot);
 }
 
-/// @brief Takes what has come of a prompt. Chunks that are complete are stored; what is left waits,
-/// if the prompt goes on. Raises, before anything changes, unless the pool has the pages for all
-/// that has come, and there is memory to work in.
+/// @brief Takes the next tokens of a prompt. Complete chunks are stored; the remaining rows are
+/// staged if the prompt continues, else stored. Raises before anything changes if the pool lacks
+/// the pages for all rows so far, or if working memory cannot be allocated.
 template <class Layer>
 void take_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prompt,
                  cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/reconstruct_waiting.cuh  K and V of the rows of a prompt chunk that is not
-/// complete yet (cuda/layer/open_prompt.cuh).
+/// @file cuda/cache/reconstruct_waiting.cuh  Reconstructs K and V of the staged rows of an
+/// unfinished prompt chunk (cuda/layer/open_prompt.cuh).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Copies rows [token, head, channel] that wait to tokens [first, first + count) of the
+/// @brief Copies staged rows [token, head, channel] to tokens [first, first + count) of the
 /// targets. Grid: tokens x KV heads.
 template <class = void>
 __global__ void copy_waiting_kernel(DType type, const std::uint16_t* keys,
@@ -41,8 +41,8 @@ __global__ void copy_waiting_kernel(DType type, const std::uint16_t* keys,
   }
 }
 
-/// @brief Enqueues rows [skipped, skipped + count) of those that wait as tokens [first, first +
-/// count) of the targets. Cost: they are read and written once.
+/// @brief Enqueues the copy of staged rows [skipped, skipped + count) to tokens [first, first +
+/// count) of the targets. Cost: reads and writes the rows once.
 template <class = void>
 void reconstruct_waiting(const CacheConfig& config, const OpenPrompt& prompt, std::int64_t skipped,
                          std::int64_t first, std::int64_t count, const DeviceTarget& key,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/token_edits.cuh  Which rows are left when truncate() or remove() takes tokens
-/// from a sequence, and whether a sequence can go on with the rows that it is left with, or that
-/// load() gives it.
+/// @file cuda/cache/token_edits.cuh  Finds the rows that truncate() and remove() leave, and checks
+/// that a sequence can continue with the rows that these calls or load() give it.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +16,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Full rows that a head may have of `stored` tokens that have left the tail. Where errors
-/// alone choose, heads may differ: so many that what is to come finds room in the tables.
+/// @brief The most full rows that a head may have when `stored` tokens have left the tail. If
+/// errors choose, but not accumulated scores, heads may differ: then as many as leave room in the
+/// tables for the full rows to come.
 template <class Layer>
 std::int64_t most_full_rows(const Layer& layer, std::int64_t stored) {
   using Rows = typename Layer::Rows;
@@ -34,7 +34,8 @@ std::int64_t most_full_rows(const Layer& layer, std::int64_t stored) {
 
 namespace detail {
 
-/// Raises unless heads that keep such rows of `stored` tokens can go on.
+/// Checks that a sequence of `stored` tokens that have left the tail can continue with these rows
+/// [heads]. @throws CapacityError
 template <class Layer>
 void check_left(const Layer& layer, const char* call, const std::vector<HeadRows>& rows,
                 std::int64_t stored) {
@@ -51,8 +52,9 @@ void check_left(const Layer& layer, const char* call, const std::vector<HeadRows
 
 }  // namespace detail
 
-/// @brief Rows of every head that are left of the first `length` tokens. Raises what truncate()
-/// raises.
+/// @brief Rows of every head [heads] that are left after truncation to `length` tokens. Raises what
+/// truncate() raises. Waits for the stream (for the device, if it is null) if values chose among
+/// rows that go.
 template <class Layer>
 std::vector<HeadRows> kept_below(const Layer& layer, SequenceId seq, std::int64_t length,
                                  cudaStream_t stream) {
@@ -73,7 +75,9 @@ std::vector<HeadRows> kept_below(const Layer& layer, SequenceId seq, std::int64_
   return rows;
 }
 
-/// @brief The rows that these tokens are. Raises what remove() raises, but for want of pages.
+/// @brief The rows of tokens [first, first + count). Raises what remove() raises, except for
+/// missing pages. Waits for the stream (for the device, if it is null) if values chose among rows
+/// that go or move.
 template <class Layer>
 RemovedRows removed_rows(const Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
                          cudaStream_t stream) {
@@ -95,8 +99,8 @@ RemovedRows removed_rows(const Layer& layer, SequenceId seq, std::int64_t first,
   return removed;
 }
 
-/// @brief Raises unless this cache's token policy keeps as many rows of `stored` tokens as a saved
-/// state has.
+/// @brief Checks that this cache's token policy can keep the rows of a saved state in which
+/// `stored` tokens have left the tail. @throws FormatError
 template <class Layer>
 void check_saved_rows(const Layer& layer, const HeadRows& saved, std::int64_t stored) {
   const LayerState& state = layer.state;
@@ -106,7 +110,7 @@ void check_saved_rows(const Layer& layer, const HeadRows& saved, std::int64_t st
                                            stored, ", this cache's token policy keeps at most ",
                                            most_rows);
   };
-  // Of weighed rows more may be left than will be.
+  // After tokens were removed, a scored list may have more rows than the policy keeps.
   const auto& policy = layer.policies.token_policy;
   const bool any_full = state.is_scored(RowList::full),
              any_compressed = state.is_scored(RowList::compressed);

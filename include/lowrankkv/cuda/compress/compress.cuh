@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/compress.cuh  Rows leave full rank: what is decided of them, by what, and in
-/// which order; then they are stored (cuda/compress/store_flushed.cuh).
+/// @file cuda/compress/compress.cuh  Moves rows out of full rank: the decisions about flushed rows
+/// in their order, then the stores (cuda/compress/store_flushed.cuh).
 #pragma once
 
 #include <algorithm>
@@ -27,19 +27,20 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Rows that leave together, and what has been decided of them so far.
+/// Rows that are flushed together, and the decisions made about them so far.
 struct FlushedBatch {
   FlushBatch flushed;
-  std::int64_t most_full = 0, most_compressed = 0;  ///< rows that come to a list, at most
-  std::int64_t most_candidates = 0;      ///< FlushBatch::candidates() of a sequence, at most
-  RowOrder full, compressed;             ///< which rows go to the lists
-  std::int64_t replacing = 0;            ///< rows of a sequence that take places of others, at most
-  bool in_parts = false;                 ///< compressed rows are stored part by part of a prompt
-  bool counted = false;                  ///< so are full ones; the device has counted them
-  const std::int32_t* counts = nullptr;  ///< of rows that lists get, where only the device knows
+  std::int64_t most_full = 0, most_compressed = 0;  ///< the most rows added to a list
+  std::int64_t most_candidates = 0;  ///< the largest FlushBatch::candidates() of a sequence
+  RowOrder full, compressed;         ///< which rows go to the lists
+  std::int64_t replacing = 0;        ///< the most rows of a sequence that replace stored rows
+  bool in_parts = false;             ///< compressed rows are stored part by part of a prompt
+  bool counted = false;  ///< full rows are stored by parts too, and the device has counted both
+  /// Device memory: rows added to the lists, if only the device knows them; else null.
+  const std::int32_t* counts = nullptr;
 };
 
-/// Describes the rows that leave some slots, and gives the sequences the pages for them.
+/// Describes the rows that are flushed from some slots, and gives the sequences pages for them.
 template <class Layer>
 FlushedBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const int> slots,
                          std::int64_t count) {
@@ -73,7 +74,7 @@ FlushedBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const
   return batch;
 }
 
-/// Scores choose among the rows of a prompt.
+/// Chooses which rows of a prompt are kept, by their scores.
 template <class Layer>
 void choose_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
@@ -87,7 +88,8 @@ void choose_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch
       choose_kept(layer.state, batch.flushed, call.scratch, scores, !Rows::compresses, call.stream);
 }
 
-/// Masses choose among stored rows and those that leave, of which scores may have chosen some.
+/// Chooses which stored and flushed rows are kept, by their accumulated scores. Prompt scores may
+/// have dropped some of the flushed rows before.
 template <class Layer>
 void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
@@ -104,8 +106,9 @@ void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch
                              call.source, call.scratch, batch.replacing, call.stream);
 }
 
-/// Stores the compressed rows of a part of a prompt, and those that stay full: the pinned ones of
-/// the first part, and `exempt` more for their errors. Returns what for_each_part() wants to know.
+/// Stores the rows of a part of a prompt: its compressed rows, `exempt` rows that stay full for
+/// their errors, and with the first part the pinned rows. Returns the row counts that
+/// for_each_part() needs.
 template <class Layer>
 const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call,
                                     const FlushBatch& part, const RowOrder& order,
@@ -139,8 +142,8 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
   return nullptr;
 }
 
-/// Rows of a prompt that scores or masses chose go under epochs that begin when values say so, part
-/// by part; where errors choose too, the host is told how many rows lists have then.
+/// Stores the rows that scores or accumulated scores kept of a prompt, part by part, under
+/// device-managed epochs. Where errors choose too, the device counts the rows of the lists.
 template <class Layer>
 void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
   const std::int32_t length = layer.config.flush_interval;
@@ -149,7 +152,7 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatc
     const std::int64_t first = std::int64_t{order.part} * length;
     const std::int64_t rows = (std::min)(std::int64_t{length}, part.rows[0] - first);
     const std::int64_t exempt = exempt_rows(policy, part.position[0] + first, rows, Phase::prefill);
-    // Where errors must exceed a threshold, it may turn out that all rows are compressed.
+    // With a threshold on errors, all rows may turn out to be compressed.
     const int surely_exempt = least_error(policy) > 0.0F ? 0 : static_cast<int>(exempt);
     roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, part, 0, 1, call.source,
                                    order, surely_exempt, before, call.scratch, call.stream);
@@ -159,7 +162,7 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatc
                 store);
 }
 
-/// Rows enter sketches, which may begin epochs.
+/// Adds rows to the sketches, which may begin epochs.
 template <class Layer>
 void sketch_leaving(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
                     const FlushBatch& publishing) {
@@ -174,7 +177,7 @@ void sketch_leaving(Layer& layer, const CompressCall& call, const FlushedBatch& 
   }
 }
 
-/// The updater observes rows, and bases may move.
+/// Shows rows to the updater, which may move bases. Then opens segments for new epochs.
 template <class Layer>
 void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                    const RowOrder& kept) {
@@ -206,8 +209,8 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
   }
   if constexpr (!Layer::device_epochs) {
     for (int i = 0; i < flushed.count; ++i) {
-      // Where it might turn out that all rows stay full, too: release_and_upload() closes a segment
-      // of none.
+      // A segment is opened even if all rows may turn out to stay full: release_and_upload() erases
+      // an empty one.
       if (most_compressed(layer, flushed, i, call.phase) <= 0) continue;
       open_segment<Layer::coded_groups>(state, flushed.slots[i], scratch, layer.statistics,
                                         call.stream);
@@ -215,12 +218,12 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
   }
 }
 
-/// Bases adapt to the rows that leave; new epochs may begin.
+/// Adapts bases to the flushed rows. New epochs may begin.
 template <class Layer>
 void adapt_bases(Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
   FlushBatch publishing = batch.flushed;
   if (Layer::device_epochs && least_error(layer.policies.token_policy) > 0.0F) {
-    for (int i = 0; i < publishing.count; ++i) {  // it may turn out that all of them are compressed
+    for (int i = 0; i < publishing.count; ++i) {  // all candidates may turn out to be compressed
       publishing.full[i] = batch.flushed.pinned[i];
       publishing.compressed[i] = batch.flushed.candidates(i);
     }
@@ -232,7 +235,7 @@ void adapt_bases(Layer& layer, const CompressCall& call, const FlushedBatch& bat
   }
 }
 
-/// Errors choose which of the rows that could be compressed stay full.
+/// Chooses which of the rows that could be compressed stay full, by their errors.
 template <class Layer>
 void choose_by_errors(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   const FlushBatch& flushed = batch.flushed;
@@ -246,8 +249,8 @@ void choose_by_errors(const Layer& layer, const CompressCall& call, FlushedBatch
   batch.counts = batch.full.ends;
 }
 
-/// Stores the rows of a batch that are not stored yet, and notes on the device how long lists and
-/// tails are.
+/// Stores the rows of a batch that are not stored yet, and updates the device's lengths of lists
+/// and tails.
 template <class Layer>
 void store_batch(const Layer& layer, const CompressCall& call, const FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
@@ -279,14 +282,14 @@ void store_batch(const Layer& layer, const CompressCall& call, const FlushedBatc
   check(cudaGetLastError(), "note_stored_kernel");
 }
 
-/// The host follows: it knows how many rows lists have then, or asks for it. What was lost is
-/// noted.
+/// Updates the host's row counts: from what it knows, or read from the device, which waits for the
+/// stream. With config.keep_residuals, notes what compression lost.
 template <class Layer>
 void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
                   std::int64_t count) {
   LayerState& state = layer.state;
   const FlushBatch& flushed = batch.flushed;
-  // Whether the host does not know how many rows came.
+  // Only the device knows how many rows were added.
   const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::scores_both;
   if (asks) read_rows(state, {flushed.slots, static_cast<std::size_t>(flushed.count)}, call.stream);
   for (int i = 0; i < flushed.count; ++i) {
@@ -302,7 +305,7 @@ void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& ba
           state, left, flushed.full[i], most_compressed(layer, flushed, i, call.phase),
           call.scratch.decoded, call.stream);
     }
-    // Pages that lists might have taken; of a prompt, at its end.
+    // Release pages that the lists might have taken but did not. A prompt does so at its end.
     if (asks && call.of_tails()) state.release_and_upload(slot, call.stream, true);
   }
   layer.statistics.flushes += flushed.count;
@@ -310,9 +313,9 @@ void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& ba
 
 }  // namespace detail
 
-/// @brief Moves the `count` oldest rows of each slot out of full rank: of its tail, or of a packed
-/// prompt (one slot). Pages were checked (cuda/compress/flushed_rows.cuh).
-/// @param queries  the last of the prompt's, if any are known
+/// @brief Moves the `count` oldest rows of each slot out of full rank: from its tail, or from a
+/// packed prompt (one slot). The caller has checked the pages (cuda/compress/flushed_rows.cuh).
+/// @param queries  the prompt's last queries, if known
 template <class Layer>
 void compress(Layer& layer, std::span<const int> slots, std::int64_t count, const RowSource& source,
               const CompressScratch& scratch, Phase phase, const ScoreQueries& queries,
@@ -334,7 +337,7 @@ void compress(Layer& layer, std::span<const int> slots, std::int64_t count, cons
   }
 }
 
-/// @brief Flushes every tail of these slots that is longer than Layer::kept_rows().
+/// @brief Flushes every tail of these slots that is longer than Layer::kept_rows(), until none is.
 /// @throws CapacityError if the pool lacks the pages for all of it, before anything changes
 template <class Layer>
 void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {

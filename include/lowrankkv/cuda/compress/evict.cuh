@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/evict.cuh  Rows leave the tail where masses decide: of stored and leaving
-/// rows the largest stay (cpu/evict.hpp, cpu/token_policy/heavy_hitters.hpp).
+/// @file cuda/compress/evict.cuh  Eviction by accumulated attention score (H2O): of the stored and
+/// the flushed rows, those with the largest scores stay (cpu/evict.hpp,
+/// cpu/token_policy/heavy_hitters.hpp).
 ///
-/// How many stay, the host knows from counts; which, is decided here. A leaving row that stays
-/// takes the place of a stored one that goes, or stands at the list's end; nothing else moves.
-/// Where bases move, places of an epoch's rows are no others': lists close up
-/// (cuda/store/compaction/unordered_compact.cuh), and all rows that come stand at the end. So they
-/// do where errors say which of the rows that stay are full: masses choose among the rows of both
-/// lists then, and how many each has only the device knows. Either way positions of a list do not
-/// ascend, and pages that are shared with forks must be the sequence's own before. Heads with joint
-/// values have one fate, by the sum of their masses.
+/// The host knows from counts how many rows stay; the device decides which. A flushed row that
+/// stays takes the place of a stored row that is dropped, or goes to the list's end. No other row
+/// moves.
+///
+/// If bases move, the place of a dropped row belongs to that row's epoch and cannot be reused. Then
+/// the lists go through unordered compaction (cuda/store/compaction/unordered_compact.cuh), and all
+/// flushed rows go to the end. The same is done if errors decide which of the kept rows are full:
+/// rows of both lists are then kept by score, and only the device knows how many each list has.
+///
+/// In either case the positions of a list do not ascend, and pages that are shared with forks must
+/// have been copied before. Heads with joint values share one decision, by the sum of their scores.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -25,33 +29,37 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kReplaceRows = 8;  ///< of a block of replace_rows_kernel
+inline constexpr int kReplaceRows = 8;  ///< rows per block of replace_rows_kernel
 
-/// @brief What is known of leaving rows besides FlushBatch, and where the decision goes.
+/// @brief Inputs of an eviction besides FlushBatch, and its outputs.
 struct Eviction {
-  const float* accumulated_scores =
-      nullptr;  ///< of leaving rows, [heads, stride], negative ones of those that are dropped
-                ///< whatever their mass; null: those of the tails
-  std::int32_t* chosen =
-      nullptr;  ///< [sequence of the batch, head, stride]: leaving rows that stay, ascending
-  std::int32_t* freed = nullptr;  ///< the same: places of stored rows that go, ascending
+  /// Scores of flushed rows [heads, stride], negative for rows that are dropped whatever their
+  /// score; null: those of the tails.
+  const float* accumulated_scores = nullptr;
+  /// Output [sequence of the batch, head, stride]: flushed rows that stay, ascending.
+  std::int32_t* chosen = nullptr;
+  /// Output [sequence of the batch, head, stride]: places of stored rows that are dropped,
+  /// ascending.
+  std::int32_t* freed = nullptr;
   std::int32_t stride = 0;
-  std::int32_t pinned = 0;         ///< positions below it stay in any case, and take nobody's place
-  std::int32_t* counts = nullptr;  ///< [sequence of the batch, head]: how many places are freed;
-                                   ///< where lists close up, how many leaving rows stay
-  const float* group_scores =
-      nullptr;  ///< [sequence of the batch, group of heads, group_stride] of group_scores_kernel;
-                ///< null: every head has a fate of its own
+  std::int32_t pinned = 0;  ///< rows at positions below it stay in any case, and replace no row
+  /// Output [sequence of the batch, head]: number of freed places; with compaction, number of
+  /// flushed rows that stay.
+  std::int32_t* counts = nullptr;
+  /// [sequence of the batch, group of heads, group_stride], from group_scores_kernel; null: every
+  /// head decides by itself.
+  const float* group_scores = nullptr;
   std::int64_t group_stride = 0;
-  ListMoves moves;  ///< where lists close up
+  ListMoves moves;  ///< output: moves of stored rows, with compaction
 };
 
-/// @brief The stored rows and the leaving ones among which masses decide.
+/// @brief The stored and flushed rows of a head among which scores decide.
 struct ScoredList {
-  int slot, stored, rows,
-      added;     ///< rows: leaving ones; added: by which the list grows, if it is one
-  int first;     ///< the first leaving row that is weighed: those before it are pinned, and full
-  int position;  ///< of that one
+  /// stored: scored rows in the lists; rows: flushed rows that are scored; added: rows by which the
+  /// list grows, if only one list is scored.
+  int slot, stored, rows, added;
+  int first;     ///< the first flushed row that is scored; those before it are pinned, and full
+  int position;  ///< position of that row
   __device__ ScoredList(const LayerView& tables, const FlushBatch& flushed, int sequence, int head)
       : slot(flushed.slots[sequence]),
         stored(tables.scored_rows(tables.rows[tables.index(slot, head)])),
@@ -62,7 +70,8 @@ struct ScoredList {
   }
 };
 
-/// @brief Masses of leaving rows of a head: of a packed prompt's [heads, stride], or the tail's.
+/// @brief Accumulated score of a flushed row of a head: from `packed` [heads, stride] for a prompt,
+/// or, if that is null, from the tail.
 __device__ inline float flushed_score(const LayerView& tables, const float* packed,
                                       std::int64_t stride, int slot, int head, int row) {
   if (packed != nullptr) return packed[head * stride + row];
@@ -70,8 +79,9 @@ __device__ inline float flushed_score(const LayerView& tables, const float* pack
   return tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];
 }
 
-/// @brief Sums of the masses of a group's heads, of stored rows, then of leaving ones: [sequence,
-/// group, stride]. Grid: rows x groups x sequences.
+/// @brief Sums the accumulated scores over the heads of each group, for stored rows, then flushed
+/// rows. Grid: rows x groups x sequences.
+/// @param sums  output [sequence, group, stride]
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     group_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed,
@@ -91,16 +101,17 @@ __global__ void __launch_bounds__(kStoreThreads)
        static_cast<std::size_t>(row)] = sum;
 }
 
-/// @brief Decides which of the stored and the leaving rows stay: as many as are stored and so many
-/// more as the list grows by, those with the largest masses, of equal ones those that came first.
-/// Writes chosen, freed and counts, and gives rows that stay their masses and positions: the first
-/// ones at the list's end, the others in freed places. Lengths are those before. Grid: heads, or
-/// groups of them, x sequences. The smallest key that stays (cuda/scores/select_by_score.cuh), then
-/// one pass that writes.
-/// @tparam closes  lists close up, and leaving rows that stay stand behind them: writes chosen,
-/// counts and moves, and the lists' lengths and segments are those before they are stored. Where
-/// both lists are weighed, note_scores_kernel gives leaving rows their masses: to which they go
-/// nobody knows yet
+/// @brief Decides which stored and flushed rows stay: those with the largest scores, of equal
+/// scores the earlier ones. As many stay as are stored, plus as many as the list grows by.
+///
+/// Writes chosen, freed and counts. Gives the flushed rows that stay their scores and positions:
+/// the first of them at the list's end, the others in freed places. Lengths are those before. Finds
+/// the smallest key that stays (cuda/scores/select_by_score.cuh), then writes in one pass. Grid:
+/// heads, or groups of heads with joint values, x sequences.
+/// @tparam closes  unordered compaction; flushed rows that stay go behind the compacted rows.
+/// Writes chosen, counts and moves. Sets the lists' lengths and segments to those before the
+/// flushed rows are stored. If both lists are scored, note_scores_kernel writes the flushed rows'
+/// scores, since their lists are not decided yet
 template <bool closes>
 __global__ void __launch_bounds__(kEvictThreads)
     evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
@@ -140,7 +151,7 @@ __global__ void __launch_bounds__(kEvictThreads)
     return score_key(accumulated, leaves ? scored.position + row - stored : before.position(row),
                      eviction.pinned);
   };
-  const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);  // that stays
+  const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);
   [[maybe_unused]] int places = 0, kept[2] = {};
   int stay = 0;
   [[maybe_unused]] const auto moves_of = [&](RowList list, int head) {
@@ -173,7 +184,7 @@ __global__ void __launch_bounds__(kEvictThreads)
     if (stays) chosen[stay + place] = scored.first + base + thread;
     stay += count;
   }
-  __syncthreads();  // the lists are written, and no key is read any more
+  __syncthreads();  // chosen and freed are written; no key is read from here on
   if constexpr (closes) {
     for (int head = leader; head < leader + heads; ++head) {
       for (const RowList list : {RowList::full, RowList::compressed}) {
@@ -189,9 +200,9 @@ __global__ void __launch_bounds__(kEvictThreads)
             score_of(head, chosen[i] - scored.first);
         tables.row_positions(RowList::compressed, slot, head)[place] =
             flushed.position[sequence] + chosen[i];
+        // The row may be re-projected to another epoch before its residual is noted.
         if (tables.residuals[static_cast<int>(RowList::compressed)] != nullptr)
-          tables.row_residuals(RowList::compressed, slot, head)[place] =
-              0;  // the row may go to another epoch before what it lost is noted
+          tables.row_residuals(RowList::compressed, slot, head)[place] = 0;
       }
       if (thread > 0) continue;
       eviction.counts[sequence * tables.num_heads + head] = stay;
@@ -217,7 +228,7 @@ __global__ void __launch_bounds__(kEvictThreads)
   }
 }
 
-/// @brief Writes the keys and values of leaving rows that stay to freed places of the full list.
+/// @brief Writes the keys and values of flushed rows that stay to freed places of the full list.
 /// Grid: pieces of kReplaceRows places x heads x sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
@@ -241,7 +252,7 @@ __global__ void __launch_bounds__(kStoreThreads)
     if (layout.scaled) {
       const int part_warp = static_cast<int>(threadIdx.x) / 32,
                 lane = static_cast<int>(threadIdx.x) % 32;
-      if (part_warp > 1) continue;  // a warp the key, one the value
+      if (part_warp > 1) continue;  // one warp writes the key, one the value
       const Part part = part_warp == 0 ? Part::key : Part::value;
       const auto number = [&](int channel) { return rows.element(part, chosen[i], channel); };
       const __half step = detail::row_step(dim, number);
@@ -260,10 +271,11 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief Where both lists are weighed: rows that are about to be stored at the lists' ends get
-/// their masses. Lengths are those before. Grid: heads x sequences.
-/// @param masses  of leaving rows, [heads, stride]; null: those of the tails  @param full,
-/// compressed  which rows these are; without an order, the first leaving.full ones, and none
+/// @brief If both lists are scored: writes the accumulated scores of rows that are about to be
+/// stored at the lists' ends. Lengths are those before. Grid: heads x sequences.
+/// @param accumulated_scores  scores of flushed rows [heads, stride]; null: those of the tails
+/// @param full, compressed  the rows that go to each list. Without an order, the first flushed.full
+/// rows go to the full list, and none to the compressed list
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     note_scores_kernel(LayerEdit tables, FlushBatch flushed, const float* accumulated_scores,
@@ -280,9 +292,9 @@ __global__ void __launch_bounds__(kStoreThreads)
       const int place = stored + i - active.x;
       tables.row_scores(list, slot, head)[place] = flushed_score(
           tables, accumulated_scores, stride, slot, head, rows == nullptr ? i : rows[i]);
+      // The row may be re-projected to another epoch before its residual is noted.
       if (tables.residuals[static_cast<int>(list)] != nullptr)
-        tables.row_residuals(list, slot, head)[place] =
-            0;  // the row may go to another epoch before what it lost is noted
+        tables.row_residuals(list, slot, head)[place] = 0;
     }
   }
 }
@@ -299,8 +311,8 @@ void note_scores(const LayerState& layer, const FlushBatch& flushed,
   check(cudaGetLastError(), "note_scores_kernel");
 }
 
-/// @brief The tail's masses become those of rows [first, first + count) of a prompt [heads,
-/// stride]. Grid: heads.
+/// @brief Sets the tail's accumulated scores to those of rows [first, first + count) of a prompt
+/// [heads, stride]. Grid: heads.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     renew_scores_kernel(LayerEdit tables, int slot, const float* accumulated_scores, int stride,
@@ -315,21 +327,25 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief Of stored and leaving rows, those with the largest masses stay. Returns the order of
-/// leaving ones that do: first those that go to the list's end, then, `replacing` a sequence at
-/// most, those that take the places of others, of which full rows are stored here. The pages of the
-/// lists are the sequences' own. Up to five launches. @param pinned  positions below it stay @param
-/// masses  Eviction::masses
-/// @tparam closes  bases move, or both lists are weighed: none takes another's place, and the
-/// device alone knows where lists end until the rows are stored
+/// @brief Keeps the stored and flushed rows with the largest accumulated scores, and drops the
+/// others. Up to five launches.
+///
+/// Returns the order of the flushed rows that stay: first those that go to the list's end, then
+/// those that replace stored rows, `replacing` per sequence at most. Full rows that replace others
+/// are stored here. Pages of the scored lists must be the sequences' own.
+/// @param pinned  rows at positions below it stay
+/// @param accumulated_scores  Eviction::accumulated_scores
+/// @param replacing  output
+/// @tparam closes  bases move, or both lists are scored: lists are compacted, no flushed row
+/// replaces another, and only the device knows where lists end until the rows are stored
 template <bool closes>
 RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int64_t pinned,
                     const float* accumulated_scores, const RowSource& source,
                     const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const bool full = tables.scored == RowList::full, joint = !full && tables.joint_heads > 0;
-  std::int32_t* const chosen =
-      tables.scores_both() ? scratch.kept : scratch.chosen;  // errors choose among them next
+  // If both lists are scored, errors choose among these rows next and write scratch.chosen.
+  std::int32_t* const chosen = tables.scores_both() ? scratch.kept : scratch.chosen;
   Eviction eviction{accumulated_scores,
                     chosen,
                     scratch.rest,
@@ -391,8 +407,8 @@ RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int
   return {scratch.chosen, scratch.rows, nullptr, 0, 0};
 }
 
-/// @brief Enqueues renew_scores_kernel: the tail is rows [first, first + count) of a packed prompt
-/// now.
+/// @brief Enqueues renew_scores_kernel, when rows [first, first + count) of a packed prompt have
+/// become the tail.
 template <class = void>
 void renew_scores(const LayerState& layer, int slot, const CompressScratch& scratch, int first,
                   int count, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/flushed_rows.cuh  Rows that are about to leave full rank: how many of them
-/// go to which list, as far as the host knows, and the pages and the scratch memory that it takes.
+/// @file cuda/compress/flushed_rows.cuh  Plans a flush on the host: how many rows go to each list,
+/// as far as counts tell, and the pages and scratch memory that it takes.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Describes the rows that leave a slot as sequence `i` of a batch.
-/// @param before  so many leave before them
+/// @brief Describes `count` flushed rows of a slot as sequence `i` of a batch.
+/// @param before  number of rows that are flushed before them
 template <class Layer>
 void describe_flushed(const Layer& layer, FlushBatch& flushed, int i, int slot, std::int64_t count,
                       Phase phase, std::int64_t before = 0) {
@@ -31,8 +31,8 @@ void describe_flushed(const Layer& layer, FlushBatch& flushed, int i, int slot, 
   flushed.limit[i] = static_cast<std::int32_t>(counts.limit);
 }
 
-/// @brief Whether leaving rows may take places of stored ones: in the head whose list has the most,
-/// so that the fewest go to its end.
+/// @brief Whether flushed rows may replace stored rows of a scored list. Decided for the head with
+/// the longest list, to whose end the fewest rows go.
 template <class Layer>
 bool replaces_rows(const Layer& layer, const FlushBatch& flushed, int i, const SequenceRows& now) {
   using Rows = typename Layer::Rows;
@@ -44,21 +44,22 @@ bool replaces_rows(const Layer& layer, const FlushBatch& flushed, int i, const S
           flushed.added(scored, scored, i, stored) < flushed.offered(scored, i));
 }
 
-/// @brief Whether how many rows stay full for their errors, only values say: of no part of a prompt
-/// might a head keep one, none might have a large enough error, and masses might keep none.
+/// @brief Whether only values determine how many rows stay full for their errors. This is so if
+/// rows are kept by accumulated score, if errors choose in parts of a prompt, of which a head may
+/// keep no row, and if errors must exceed a threshold, which none may.
 template <class Layer>
 bool counts_vary(const Layer& layer, Phase phase) {
   return Layer::Rows::scores_both || (Layer::exempts_in_parts && phase == Phase::prefill) ||
          least_error(layer.policies.token_policy) > 0.0F;
 }
 
-/// @brief How many rows of a head come to the compressed list, at most.
+/// @brief The most rows that are added to a head's compressed list.
 template <class Layer>
 std::int32_t most_compressed(const Layer& layer, const FlushBatch& flushed, int i, Phase phase) {
   return counts_vary(layer, phase) ? flushed.candidates(i) : flushed.compressed[i];
 }
 
-/// @brief Adds the rows that leave sequence `i` of a batch, as many as lists may get.
+/// @brief Adds the flushed rows of sequence `i` of a batch to `after`: as many as lists may get.
 template <class Layer>
 void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed, int i,
               Phase phase) {
@@ -70,8 +71,9 @@ void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed
   after.rows.num_compressed += most_compressed(layer, flushed, i, phase) - flushed.compressed[i];
 }
 
-/// @brief Adds the pages for rows that leave in turns. Returns the rows of the lists then.
-/// @param turn  gives how many leave next; 0: no more do
+/// @brief Adds to `demand` the pages for several flushes in a row. Returns the rows of the lists
+/// afterwards, at most.
+/// @param turn  turn() returns the number of rows of the next flush; 0: no more flushes
 template <class Layer, class Turn>
 SequenceRows demand_rows(const Layer& layer, int slot, Phase phase, PageDemand& demand,
                          Turn&& turn) {
@@ -89,7 +91,7 @@ SequenceRows demand_rows(const Layer& layer, int slot, Phase phase, PageDemand& 
   return after;
 }
 
-/// @brief Upper bound of the pages for the flushes that are due when each slot has `added` more
+/// @brief Upper bound of the pages for the flushes that are due once each slot has `added` more
 /// tokens.
 template <class Layer>
 std::int64_t pages_to_flush(const Layer& layer, std::span<const int> slots, std::int64_t added) {
@@ -105,8 +107,8 @@ std::int64_t pages_to_flush(const Layer& layer, std::span<const int> slots, std:
   return demand.total();
 }
 
-/// @brief Lists of rows that are chosen on the device: of the heads of one prompt, or of all
-/// sequences that are maintained at once. 0: none are.
+/// @brief Number of lists whose rows the device chooses at once: KV heads x sequences of a launch;
+/// 0: the device chooses none.
 template <class Layer>
 std::size_t chosen_lists(const Layer& layer, std::size_t sequences, Phase phase) {
   using Rows = typename Layer::Rows;
@@ -117,17 +119,18 @@ std::size_t chosen_lists(const Layer& layer, std::size_t sequences, Phase phase)
          (std::min)(sequences, std::size_t{kMaxBatch});
 }
 
-/// @brief Scratch memory of a flush of so many sequences.
-/// @param weighed  rows of their lists that masses choose, at most
+/// @brief Scratch memory for a flush of `sequences` sequences.
+/// @param scored  the most rows of a scored list
 template <class Layer>
 CompressScratch flush_scratch(const Layer& layer, std::size_t sequences, std::int64_t scored) {
   return compress_scratch(layer.state, 0, 0, chosen_lists(layer, sequences, Phase::decode),
                           layer.config.flush_interval, scored, layer.ever_pinned());
 }
 
-/// @brief Scratch memory of a chunk of a prompt. @param rows  packed ones, the tail's included
-/// @param columns  of the queries that score them  @param weighed  rows of the list that masses
-/// choose, at most
+/// @brief Scratch memory for a chunk of a prompt.
+/// @param rows  packed rows, those of the tail included
+/// @param columns  columns of the queries that score them
+/// @param scored  the most rows of the scored list
 template <class Layer>
 CompressScratch prompt_scratch(const Layer& layer, std::int64_t rows, int columns,
                                std::int64_t scored) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/prompt_parts.cuh  Rows of a prompt that scores or masses chose go under
-/// epochs that begin when values say so: part by part of the prompt, of which every head keeps
-/// other rows, and another number of them.
+/// @file cuda/compress/prompt_parts.cuh  Stores the kept rows of a prompt part by part under
+/// device-managed epochs.
 ///
-/// Only the device knows how many; the host knows how many rows lists will have, and has their
-/// pages ready. Where errors choose among the rows of a part, it learns in the end how many of them
-/// are compressed.
+/// Rows are kept by prompt scores or accumulated scores, so every head keeps different rows of a
+/// part, and a different number. Only the device knows the number per part. The host knows how many
+/// rows the lists will have, and has taken pages for them. Where errors choose among the rows of a
+/// part, the host reads at the end how many are compressed.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Where the parts of every head's order end: part i has those of rows [i length, (i + 1)
-/// length) of the source. Grid: heads. @param count  rows of an order, if heads have the same
-/// number
+/// @brief Finds where the parts of every head's order end. Part i holds rows [i length, (i + 1)
+/// length) of the source. Grid: heads.
+/// @param count  rows of an order, if all heads have the same number
+/// @param ends  output [heads, parts]
 template <class = void>
 __global__ void part_ends_kernel(RowOrder order, int count, int parts, int length,
                                  std::int32_t* ends) {
@@ -44,8 +45,8 @@ __global__ void part_ends_kernel(RowOrder order, int count, int parts, int lengt
   }
 }
 
-/// @brief The lists have the rows of a part. One block. @param counts  [2, heads]: how many are
-/// full, and how many are compressed; null: all are compressed
+/// @brief Adds the rows of a part to the lists' row counts. One block.
+/// @param counts  [2, heads]: full rows, then compressed rows; null: all are compressed
 template <class = void>
 __global__ void note_part_kernel(LayerEdit tables, int slot, RowOrder order,
                                  const std::int32_t* counts) {
@@ -59,12 +60,15 @@ __global__ void note_part_kernel(LayerEdit tables, int slot, RowOrder order,
   }
 }
 
-/// @brief Calls store(leaving, order, before) for the parts of the rows that leave a prompt, which
-/// is alone, and that scores or masses chose, `before` of them at most having been stored; then the
-/// device knows that the part's are. A launch, and one a part; where residuals are kept of rows
-/// that scores chose, one a head. store() returns null, or counts of full rows and compressed ones
-/// as note_part_kernel takes them. @param length  rows of the prompt in a part  @param order  of
-/// all rows that are compressed
+/// @brief Calls store(part, order, before) for each part of a prompt's kept rows, then adds the
+/// part's rows to the device's row counts.
+///
+/// The prompt is the only sequence of the batch. `before` is an upper bound of the rows that were
+/// stored in earlier parts. store() returns the counts that note_part_kernel takes, or null. Cost:
+/// one launch, and one per part; with config.keep_residuals and rows kept by prompt scores, one
+/// memset per head.
+/// @param order  all rows that are compressed
+/// @param length  rows of the prompt in a part
 template <class Store>
 void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder order,
                    std::int32_t length, const CompressScratch& scratch, cudaStream_t stream,
@@ -77,9 +81,9 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
   check(cudaGetLastError(), "part_ends_kernel");
   order.ends = scratch.part_ends;
   order.parts = parts;
-  if (layer.config().keep_residuals &&
-      flushed.limit[0] < 0) {  // evict_rows_kernel does so itself; rows may go to another epoch
-                               // before what they lost is noted
+  // Clear the residuals: rows may be re-projected to another epoch before their residuals are
+  // noted. Where rows are kept by accumulated score, evict_rows_kernel does it.
+  if (layer.config().keep_residuals && flushed.limit[0] < 0) {
     for (int head = 0; head < tables.num_heads; ++head) {
       std::uint32_t* first = tables.residuals[1] +
                              static_cast<std::size_t>(slot * tables.num_heads + head) *
@@ -91,7 +95,7 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
   }
   for (; order.part < parts; ++order.part) {
     FlushBatch part = flushed;
-    part.compressed[0] = (std::min)(kept, length);  // of a head at most
+    part.compressed[0] = (std::min)(kept, length);  // the most of any head
     part.full[0] = part.pinned[0];
     const std::int32_t* counts = store(part, order, (std::min)(kept, order.part * length));
     note_part_kernel<><<<1, 128, 0, stream>>>(tables, slot, order, counts);
@@ -99,11 +103,14 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
   }
 }
 
-/// @brief Of the rows of a part, those with the largest errors under the maps that would store them
-/// stay full, so many of the prompt's as `wanted` says, as far as a head keeps any and they exceed
-/// `least`, if that is above 0. Returns the orders of the full list, the prompt's pinned rows
-/// before those of the first part, and of the compressed one; how many there are stands in
-/// scratch.exempt. @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
+/// @brief Chooses the rows of a part that stay full: those with the largest errors under the maps
+/// that would store them.
+///
+/// A head keeps `wanted` rows full, or fewer if it keeps fewer rows of the part, or if fewer errors
+/// exceed `least` (> 0). Returns the orders of the full list and of the compressed list. In the
+/// first part the prompt's pinned rows come first in the order of the full list. The counts of both
+/// are written to scratch.exempt [2, heads].
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
 template <int coded_groups>
 std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const FlushBatch& part,
                                              const RowOrder& order, std::int32_t length,

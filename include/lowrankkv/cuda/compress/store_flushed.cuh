@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/compress/store_flushed.cuh  The launches that store leaving rows, full or compressed.
+/// @file cuda/compress/store_flushed.cuh  The launches that store flushed rows, full or compressed.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What a call of compress() was given.
+/// The arguments of a call of compress().
 struct CompressCall {
   const RowSource& source;
   const CompressScratch& scratch;
@@ -26,14 +26,13 @@ struct CompressCall {
   cudaStream_t stream;
 
   bool of_tails() const { return source.packed == nullptr; }
-  /// Masses of the rows of a prompt; null: those of the tails.
+  /// Accumulated scores of a prompt's rows; null: use those of the tails.
   const float* accumulated_scores() const {
     return of_tails() ? nullptr : scratch.accumulated_scores;
   }
 };
 
-/// Stores leaving rows of a list, at most so many of a sequence: those at its end, or those that
-/// wait in loose tiles.
+/// Stores flushed rows, at most `most` per sequence: at their list's end, or in staging tiles.
 template <StoreForm form, RowPath path, class Layer>
 void launch_store(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                   const RowOrder& order, const StagingTiles& staging, std::int64_t most,
@@ -43,7 +42,7 @@ void launch_store(const Layer& layer, const CompressCall& call, const FlushBatch
   const int dim = layer.config.shape.head_dim;
   const std::size_t bytes =
       store_bytes(form, path, dim, layer.state.most_rank(), tile_bytes, groups);
-  // A piece more, since lists go on inside a tile.
+  // One piece more, since a list may end inside a tile.
   const dim3 grid(static_cast<unsigned>((most + kStoreRows - 1) / kStoreRows + 1),
                   static_cast<unsigned>(layer.config.shape.num_kv_heads),
                   static_cast<unsigned>(flushed.count));
@@ -52,7 +51,7 @@ void launch_store(const Layer& layer, const CompressCall& call, const FlushBatch
                 staging, type);
 }
 
-/// The same of full rows at their lists' ends.
+/// Stores flushed rows at the ends of the full lists.
 template <class Layer>
 void store_full(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                 const RowOrder& order, std::int64_t most) {
@@ -60,7 +59,7 @@ void store_full(const Layer& layer, const CompressCall& call, const FlushBatch& 
                                                 layer.config.full_type);
 }
 
-/// The same of compressed rows.
+/// Stores flushed rows, compressed, at the ends of the compressed lists or in staging tiles.
 template <class Layer>
 void store_compressed(const Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                       const RowOrder& order, const StagingTiles& staging, std::int64_t most) {

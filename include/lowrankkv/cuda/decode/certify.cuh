@@ -2,10 +2,10 @@
 /// @file cuda/decode/certify.cuh  Upper bounds on what compression changed in attention outputs
 /// (diagnostics/certificate.hpp). The counterpart of certify_block() in cpu/residuals.hpp.
 ///
-/// Keys are decoded to f32, some thousand rows at a time, turned if they are stored before their
-/// rotary embedding, and meet the queries; weights and sums are f64. Every sum has one order. Cost:
-/// a reconstruction of the keys, 8 head_dim bytes and 2 columns head_dim flops a row and KV head: a
-/// check, not a part of every step.
+/// Keys are decoded to f32, 2048 rows at a time; pre-RoPE keys are rotated. Then they are
+/// multiplied with the queries. Weights and sums are f64. Every sum has one order. Cost: a
+/// reconstruction of the keys, and 8 head_dim bytes and 2 columns head_dim flops a row and KV head.
+/// It is a check, not a part of every step.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kCertifyColumns = 16;   ///< queries that rows in shared memory meet at a time
-inline constexpr int kCertifyThreads = 128;  ///< of certify_kernel
+/// Queries that are multiplied with the rows in shared memory at a time.
+inline constexpr int kCertifyColumns = 16;
+inline constexpr int kCertifyThreads = 128;  ///< of a block of certify_kernel
 
-/// @brief Sums over rows for one query: what diagnostics/certificate.hpp makes bounds of.
+/// @brief Sums over rows for one query, of which diagnostics/certificate.hpp makes bounds. With w a
+/// row's softmax weight, and delta a bound on the change of its logit: largest delta, sum of w
+/// (e^delta - 1), sum of w (1 - e^-delta), sum of w ||v - v^||.
 struct CertificateSums {
   double largest = 0.0, growth = 0.0, decay = 0.0, value = 0.0;
 
@@ -39,9 +42,9 @@ inline std::size_t certify_bytes(int head_dim) {
   return sizeof(float) * static_cast<std::size_t>((kStoreRows + kCertifyColumns) * (head_dim + 4));
 }
 
-/// @brief sums[piece, head, column] of rows [first, first + count) of a list, decoded in keys
-/// [count, heads, head_dim]. Grid: pieces of 64 rows x KV heads.
-/// @param first_piece  of `sums`
+/// @brief sums[piece, head, column] over rows [first, first + count) of a list, whose keys are
+/// decoded in keys [count, heads, head_dim]. Grid: pieces of 64 rows x KV heads.
+/// @param first_piece  where the pieces of this launch begin in `sums`
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     certify_rows_kernel(LayerView tables, int slot, RowList list, int first, int count,
@@ -97,11 +100,11 @@ __global__ void __launch_bounds__(kStoreThreads)
                lost_value = static_cast<double>(
                    from_bits(DType::f16, static_cast<std::uint16_t>(lost >> 16)));
   const double scale = static_cast<double>(queries.factor) / 1.4426950408889634;
-  // Log-sum-exp come from keys and queries of some 16 bits: weights are taken as much larger as
-  // that may have made them smaller.
+  // The lse comes from keys and queries of some 16 bits, which may have made weights smaller. The
+  // slack makes them larger by as much.
   const double slack = tables.rotary.pre_rope() ? 4e-3 : 1e-3;
   for (int base = 0; base < columns; base += kCertifyColumns) {
-    __syncthreads();  // the queries before these are done with
+    __syncthreads();  // the queries before these are no longer read
     for (int column = warp; column < kCertifyColumns; column += kWarps) {
       const detail::WeightColumn own = detail::weight_column(queries, 0, head, base + column);
       float energy = 0.0F;
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kStoreThreads)
                      weight = exp(exponent),
                      delta = ::lowrankkv::detail::bound_product(norms[column], lost_key);
         own.largest = delta;
-        // A weight too small for a number may grow to one that is not.
+        // A weight that underflows may grow to one that does not.
         own.growth = weight > 1e-290 ? ::lowrankkv::detail::bound_product(weight, expm1(delta))
                                      : exp(exponent + delta);
         own.decay = weight * -expm1(-delta);
@@ -170,7 +173,8 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 /// @brief Certificates [tokens, query heads] of a sequence's queries, from the sums of all pieces.
 /// Grid: columns x KV heads.
-/// @param exceeding  how many exceed what is allowed in some bound is added there; null: nowhere
+/// @param exceeding  incremented for every certificate that exceeds `allowed` in some bound; null:
+/// not counted
 template <class = void>
 __global__ void __launch_bounds__(kCertifyThreads)
     certify_kernel(LayerView tables, int slot, WeightQueries queries, const CertificateSums* sums,
@@ -205,8 +209,8 @@ __global__ void __launch_bounds__(kCertifyThreads)
   }
   if (thread != 0) return;
   all = parts[0];
-  Certificate found{INFINITY, 2.0F,
-                    INFINITY};  // rows or queries that are not finite: anything may have changed
+  // Rows or queries that are not finite: anything may have changed.
+  Certificate found{INFINITY, 2.0F, INFINITY};
   if (const double any = all.growth + all.decay + all.value; !bad && any == any) {
     const double softmax = fmin(::lowrankkv::detail::weighted_bound(all.growth, all.decay),
                                 ::lowrankkv::detail::plain_bound(all.largest));
@@ -223,7 +227,8 @@ __global__ void __launch_bounds__(kCertifyThreads)
 
 /// @brief Enqueues the certificates of a sequence's queries. The pool's scratch may grow, which
 /// waits for the device.
-/// @tparam scale_groups  of tiles of codes
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param exceeding  as of certify_kernel
 template <int scale_groups>
 void certify_sequence(const LayerState& layer, int slot, const WeightQueries& queries,
                       const CertificateView& out, const Certificate& allowed,
@@ -238,9 +243,10 @@ void certify_sequence(const LayerState& layer, int slot, const WeightQueries& qu
                               sizeof(float);
   const std::size_t all_pieces = static_cast<std::size_t>(
       (now.num_rows(RowList::full) + now.num_rows(RowList::compressed)) / kStoreRows + 2);
+  // The sums are aligned: decoded rows are a multiple of 64 bytes.
   std::uint8_t* const scratch = layer.pool().scratch(
       decoded + all_pieces * static_cast<std::size_t>(tables.num_heads * queries.columns()) *
-                    sizeof(CertificateSums));  // rows are a multiple of 64 bytes
+                    sizeof(CertificateSums));
   float* const keys = reinterpret_cast<float*>(scratch);
   CertificateSums* const sums = reinterpret_cast<CertificateSums*>(scratch + decoded);
   const DeviceTarget target = detail::decoded_target(tables, keys);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/decode/decode_rows.cuh  Compressed rows back as K and V, in the engine's own tensors.
 ///
-/// Coefficients, and levels of codes, are exact 16-bit operands; maps are sums of two such numbers
-/// (three of bf16), so that products are those of f32. No warp waits for another but where a
-/// block's maps outgrow shared memory. Floor: the tiles' bytes once, the written rows once; on
-/// tensor cores 2 x parts x channels x head_dim products a row.
+/// Coefficients, and levels of codes, are exact 16-bit operands. Maps are split into two such
+/// numbers (bf16: three), so that products are those of f32. Warps of a block synchronise only
+/// where its maps change or outgrow shared memory. Floor: the tiles' bytes once, the written rows
+/// once; on tensor cores 2 x parts x channels x head_dim products a row.
 #pragma once
 
 #include <algorithm>
@@ -23,28 +23,28 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kDecodeRows =
-    256;  ///< of a list, of which a block decodes a multiple with maps that it has in shared
-          ///< memory: thirty-two a warp at a time
-inline constexpr int kMostDecodeRows = 2048;  ///< that it decodes at most
-inline constexpr int kDecodeChannels = 64;    ///< of rows, that it has them for, at most
+/// Rows of a list that a block decodes at a time, 32 a warp, with maps in shared memory; it decodes
+/// a multiple of them.
+inline constexpr int kDecodeRows = 256;
+inline constexpr int kMostDecodeRows = 2048;  ///< rows of a list that a block decodes, at most
+inline constexpr int kDecodeChannels = 64;    ///< row channels that a block decodes, at most
 inline constexpr int kDecodeBlocks = kDecodeChannels / 8;
-inline constexpr int kDecodeShared =
-    3072;  ///< bytes of shared memory of decode_rows_kernel besides, at most
+/// Static shared memory of decode_rows_kernel, in bytes, at most.
+inline constexpr int kDecodeShared = 3072;
 
 namespace detail {
 
-/// What is known of a unit of codes, or of a block of joint values, in shared memory.
+/// Where a unit of codes, or a block of joint values, stands in a tile; in shared memory.
 template <bool joint>
 using UnitOfRows = std::conditional_t<joint, JointBlock, UnitPlace>;
 
-/// The least that a second scale group's gain is taken for, so that the first one's can be divided
-/// by it: what levels make of it is nothing.
+/// The least that a second scale group's gain is taken for, so that the first group's gain can be
+/// divided by it. Levels times this gain are nothing.
 inline constexpr float kLeastGain = 0x1p-60F;
 
-/// Where the gains of rows stand in a tile of codes, and what they are.
+/// Reads the gains of rows from a tile of codes.
 struct RowGains {
-  int at = 0, bytes = 0;  // of the first row; of a gain
+  int at = 0, bytes = 0;  // where the first row's gain stands; bytes of a gain
   __device__ RowGains(const HeadTiles& layout, Part part)
       : at(layout.gain_place(part, 0)), bytes(layout.gain_bytes()) {}
   __device__ __forceinline__ std::uint32_t bits(const std::uint8_t* tile, int row,
@@ -58,22 +58,24 @@ struct RowGains {
   }
 };
 
-/// How a call of decode_rows_kernel is laid out.
+/// How a launch of decode_rows_kernel is laid out.
 struct DecodeCall {
-  int block_rows = 0;  ///< of a list, a block's
-  int chunk = 0;       ///< steps of 16 channels of tiles whose maps are in shared memory at a time
-  int stage_at = 0;    ///< bytes of shared memory before the rows' stages
-  int units_at = 0;    ///< before what is known of units
+  int block_rows = 0;  ///< rows of a list that a block decodes
+  /// Steps of 16 channels of tiles whose maps are in shared memory at a time.
+  int chunk = 0;
+  int stage_at = 0;  ///< byte of shared memory at which the rows' stages begin
+  int units_at = 0;  ///< byte at which the places of units begin
 };
 
 }  // namespace detail
 
 /// @brief Writes K and V (K alone, if there is no target for V) of the compressed rows of a range;
-/// of joint values V alone. A warp multiplies thirty-two rows with maps that its block has in
-/// shared memory. Grid: (pieces of `block_rows` rows of a list x slices of kDecodeChannels
-/// channels) x KV heads x (keys, then values).
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam type  of the operands: that of
-/// plain coefficients; f16 for codes  @tparam joint  the latents that heads share
+/// of joint values V alone. A warp multiplies 32 rows with maps that its block has in shared
+/// memory. Grid: (pieces of `block_rows` rows of a list x slices of kDecodeChannels channels) x KV
+/// heads x (keys, then values).
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam type   of the operands: that of plain coefficients; f16 for codes
+/// @tparam joint  decodes the latents that heads share
 template <int scale_groups, DType type, bool joint>
 __global__ void __launch_bounds__(kStoreThreads, 2)
     decode_rows_kernel(LayerView tables, int slot, TokenRange range, detail::DecodeCall call,
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim,
             thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
             g = lane / 4, t = lane % 4;
-  // Slices of the same rows stand side by side, so that what they read is in the cache.
+  // Slices of the same rows are neighbouring blocks, so that what they read is in the cache.
   const int slices = (dim + kDecodeChannels - 1) / kDecodeChannels,
             piece = static_cast<int>(blockIdx.x) / slices,
             first_channel = static_cast<int>(blockIdx.x) % slices * kDecodeChannels;
@@ -97,7 +99,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   const Part part = !joint && blockIdx.z == 0 ? Part::key : Part::value;
   const HeadTiles& layout = tables.compressed[list];
   if (part == Part::value && !layout.values) return;
-  // What is asked for over and over: stores to shared memory would have it read again each time.
+  // Copies of members that are used often: the compiler would reload those after every store to
+  // shared memory.
   const int tile_rows = layout.rows, tile_bytes = layout.bytes,
             tiles_per_page = layout.tiles_per_page, part_offset = layout.offset(part);
   DeviceTarget target = key;
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
                                    : layout.units(part);
   const int steps = codes ? units * (kCodeUnit / 16) : units;
   [[maybe_unused]] const detail::RowGains row_gains(layout, part);
-  const bool whole = steps <= call.chunk;  // all maps are there at a time
+  const bool whole = steps <= call.chunk;  // all maps fit shared memory at a time
   const int begin = range.first_piece(RowList::compressed) * kStoreRows + piece * call.block_rows,
             end = min(begin + call.block_rows, min(num_rows, static_cast<int>(range.end[1])));
   const int first_tile = begin / tile_rows, first_page = first_tile / tiles_per_page,
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       }
     }
   }
-  int loaded = -1;  // epoch whose maps, or means, are there
+  int loaded = -1;  // epoch whose means, and maps if all fit, are loaded
   for (int index = 0; index < segments; ++index) {
     const SegmentRows segment = tables.segment(slot, head, num_rows, index, 0);
     const int from = max(begin, segment.begin), until = min(end, segment.end);
@@ -157,7 +160,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
                      maps_of_block);
     };
     if (loaded != segment.epoch) {
-      __syncthreads();  // nobody reads those before
+      __syncthreads();  // the maps before these are no longer read
       if (whole) load_maps(0, steps);
       if (thread < 8 * blocks)
         means[thread] = maps.mean == nullptr ? 0.0F : maps.mean[first_channel + thread];
@@ -167,10 +170,10 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
     const float inverse = 1.0F / *maps.reader_scale;  // a power of two
     for (int base = begin + (from - begin) / kDecodeRows * kDecodeRows; base < until;
          base += kDecodeRows) {
-      const int first = base + 32 * warp;  // of the warp's
+      const int first = base + 32 * warp;  // the warp's first row
       __syncwarp();                        // the rows before these are written
       const int own_row = first + lane;
-      // Of rows that are not there, others are multiplied, and written nowhere.
+      // In place of rows that do not exist others are multiplied, and written nowhere.
       [[maybe_unused]] const std::uint8_t* tile =
           tile_of(first < num_rows ? first : begin);     // of codes
       [[maybe_unused]] const int half = first / 32 % 2;  // of its rows
@@ -194,30 +197,29 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       if (whole && !wanted) continue;
       __syncwarp();
       float sums[2][kDecodeBlocks][4] = {};
-      const auto multiply =
-          [&](int k, const uint4(&a)[2]) {  // with the maps of step k of those that are there
-            const uint2* own = maps_of_block + k * blocks * Operands::parts * 32;
-            const auto with_blocks = [&](auto all) {
+      // Multiplies with the maps of step k of the loaded chunk.
+      const auto multiply = [&](int k, const uint4(&a)[2]) {
+        const uint2* own = maps_of_block + k * blocks * Operands::parts * 32;
+        const auto with_blocks = [&](auto all) {
 #pragma unroll
-              for (int n = 0; n < kDecodeBlocks; ++n) {
-                if (!decltype(all)::value && n >= blocks) break;
-                uint2 b[Operands::parts];
-                Operands::read(own, n, lane, b);
+          for (int n = 0; n < kDecodeBlocks; ++n) {
+            if (!decltype(all)::value && n >= blocks) break;
+            uint2 b[Operands::parts];
+            Operands::read(own, n, lane, b);
 #pragma unroll
-                for (int i = Operands::parts - 1; i >= 0; --i) {
+            for (int i = Operands::parts - 1; i >= 0; --i) {
 #pragma unroll
-                  for (int m = 0; m < 2; ++m) mma_plain<type>(sums[m][n], a[m], b[i].x, b[i].y);
-                }
-              }
-            };
-            if (blocks == kDecodeBlocks)
-              with_blocks(std::true_type{});
-            else
-              with_blocks(std::false_type{});
-          };
-      [[maybe_unused]] float
-          gain = row_gains.of(gain_bits[0]),
-          ratio = 0.0F;  // of the lane's row: of the last scale group, and the first one's in it
+              for (int m = 0; m < 2; ++m) mma_plain<type>(sums[m][n], a[m], b[i].x, b[i].y);
+            }
+          }
+        };
+        if (blocks == kDecodeBlocks)
+          with_blocks(std::true_type{});
+        else
+          with_blocks(std::false_type{});
+      };
+      // Of the lane's row: the last scale group's gain, and the first group's gain over it.
+      [[maybe_unused]] float gain = row_gains.of(gain_bits[0]), ratio = 0.0F;
       if (two_groups && first_units < units) {
         const float last = fmaxf(row_gains.of(gain_bits[1]), detail::kLeastGain);
         ratio = gain / last;
@@ -289,8 +291,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
           uint4 a[2], next[2];
           load(from_step, next);
 #pragma unroll 2
-          for (int k = from_step; k < until_step;
-               ++k) {  // keys are rows x channels, values channels x rows
+          for (int k = from_step; k < until_step; ++k) {
+            // Units of keys are rows x channels, units of values channels x rows.
 #pragma unroll
             for (int m = 0; m < 2; ++m)
               a[m] = part == Part::key ? next[m]
@@ -332,11 +334,12 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
 
 namespace detail {
 
-/// Rows that a block of decode_rows_kernel has: so many that the fewest are waited for, of blocks
-/// that run side by side, two on a multiprocessor, and that load their maps first. @param lists
-/// that have `rows` rows
+/// How many rows of a list a block of decode_rows_kernel decodes: minimises rounds of blocks times
+/// the rows of a block, and the loading of its maps in rows. Two blocks run on a multiprocessor at
+/// a time.
+/// @param lists  lists of `rows` rows, counted once for each slice and part
 inline int decode_block_rows(std::int64_t rows, int lists, int multiprocessors) {
-  constexpr int kLoad = 128;  // maps, in rows
+  constexpr int kLoad = 128;  // what loading maps costs, in rows
   int best = kDecodeRows;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   for (int own = kDecodeRows; own <= kMostDecodeRows; own += kDecodeRows) {
@@ -352,7 +355,8 @@ inline int decode_block_rows(std::int64_t rows, int lists, int multiprocessors) 
 }  // namespace detail
 
 /// @brief Enqueues the stored K and V, or K alone, of the compressed rows of a range of a sequence.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam joint  V of joint values alone
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam joint  V of joint values alone
 template <int scale_groups, bool joint = false>
 void decode_rows(const LayerState& layer, int slot, const TokenRange& range,
                  const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {

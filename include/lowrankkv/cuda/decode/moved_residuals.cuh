@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/decode/moved_residuals.cuh  What moving rows to another epoch adds to their
-/// residuals: a row may lose more, and what it loses adds up. The counterpart of MoveLosses in
-/// cpu/segments.hpp.
+/// residuals: the distance that each row moves. A row may lose more by it, and losses add up. The
+/// counterpart of MoveLosses in cpu/segments.hpp.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The rows of a merge from plans.begin on have been rewritten: they are the next segment's.
-/// One block.
+/// @brief Gives the rows of a merge from plans.begin on, which have been rewritten, to the next
+/// segment. One block.
 template <class = void>
 __global__ void narrow_merge_kernel(LayerEdit tables, MergePlans plans) {
   const MergePlan plan = plans.of(0);
@@ -26,10 +26,9 @@ __global__ void narrow_merge_kernel(LayerEdit tables, MergePlans plans) {
   }
 }
 
-/// @brief Adds to the residuals of the rows of the compressed lists that plans.begin and plans.end
-/// are about how far their keys and values [count, heads, head_dim] are from those they had before.
-/// Rows that did not move stay as they are, and so do their residuals. Grid: rows in eights x KV
-/// heads, a warp a row.
+/// @brief Adds to the residuals of rows [plans.begin, plans.end) of the compressed lists the
+/// distances of their keys and values [count, heads, head_dim] from the old ones. Residuals of rows
+/// that did not move stay. Grid: pieces of eight rows x KV heads, a warp a row.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     add_moves_kernel(LayerEdit tables, MergePlans plans, const float* keys, const float* values,
@@ -70,14 +69,14 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (lane == 0) *residual = norms;
 }
 
-/// @brief Rewrites the rows of one merge, those at its end first, and adds what that moves to their
-/// residuals. The device has both segments; the older one is left empty. Cost: two reconstructions
-/// of the rows; of a plan that the device decides and that turns out to be none, launches.
-/// Allocates nothing, waits for nothing.
-/// @param first, end  rows of the lists among which those of the merge are, in every head  @param
-/// decoded  scratch for kDecodedRows rows twice: keys and values before, keys and values after
-/// @param merge  merge(plans) enqueues the merge of the rows from plans.begin to plans.end  @tparam
-/// scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rewrites the rows of one merge, the last rows first, and adds the distances that they
+/// move to their residuals. The device has both segments; the older one is empty afterwards. Cost:
+/// two reconstructions of the rows; if the device decides on the merge and there is none, launches
+/// alone. Allocates nothing, does not wait.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param first, end  rows of the lists among which the rows of the merge are, in every head
+/// @param decoded  scratch for kDecodedRows rows twice: keys and values before, then after
+/// @param merge    merge(plans) enqueues the merge of rows [plans.begin, plans.end)
 template <int scale_groups, class Merge>
 void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std::int32_t first,
                         std::int32_t end, float* decoded, cudaStream_t stream, Merge&& merge) {

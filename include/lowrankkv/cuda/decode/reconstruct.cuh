@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/decode/reconstruct.cuh  Stored rows back as K and V, in the engine's own tensors.
 ///
-/// Rows are taken list by list, as they lie, and written to where their positions belong: full ones
-/// here, compressed ones in cuda/decode/decode_rows.cuh. Floor: the tiles' bytes once, the written
-/// rows once.
+/// Rows are read list by list, in the order in which they are stored, and written to the places of
+/// their positions: full rows here, compressed rows in cuda/decode/decode_rows.cuh. Floor: the
+/// tiles' bytes once, the written rows once.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Writes K and V (K alone, if there is no target for V) of the full rows and of the tail's
-/// rows of a range, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x
+/// @brief Writes K and V (K alone, if there is no target for V) of a range's full rows and of its
+/// rows in the tail, as they are stored. Grid: 64-row pieces of the full list, then of the tail, x
 /// KV heads x (keys, then values).
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim, units = dim / kPlainUnit,
             thread = static_cast<int>(threadIdx.x);
   const Part part = blockIdx.z == 0 ? Part::key : Part::value;
-  DeviceTarget target = key;  // a reference to either would be to a copy in local memory
+  DeviceTarget target = key;  // a reference to key or value would put a copy into local memory
   if (part == Part::value) target = value;
   const bool tail = static_cast<int>(blockIdx.x) >= full_pieces;
   const int begin =
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kStoreThreads)
       const uint4 words = *reinterpret_cast<const uint4*>(
           tiles[row / tables.listed.rows] + tables.listed.offset(part) +
           (row % tables.listed.rows / kPlainRows * units + unit) * kPlainUnitBytes + 16 * lane);
-      // Keys are rows x channels, values channels x rows; whole warps are here.
+      // Units of keys are rows x channels, units of values channels x rows. Whole warps take part.
       const std::uint32_t all[4] = {part == Part::key ? words.x : transposed(words.x),
                                     part == Part::key ? words.y : transposed(words.z),
                                     part == Part::key ? words.z : transposed(words.y),
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kStoreThreads)
       .template write<kStoreRows>(places);
 }
 
-/// @brief Zeros, where rows may have been dropped. Grid: tokens of the range, as many as a block
-/// has rows at a time, x KV heads.
+/// @brief Writes zeros, where rows may have been dropped. Grid: tokens of the range, as many a
+/// block as it has rows at a time, x KV heads.
 template <class = void>
 __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key,
                                  DeviceTarget value) {
@@ -122,8 +122,8 @@ __global__ void zero_rows_kernel(std::int64_t count, int dim, DeviceTarget key,
   }
 }
 
-/// @brief Enqueues the stored K and V, or K alone, of the full rows of a range, and of those that
-/// are in the tail.
+/// @brief Enqueues the stored K and V, or K alone, of a range's full rows and of its rows in the
+/// tail.
 template <class = void>
 void copy_rows(const LayerState& layer, int slot, const TokenRange& range, const DeviceTarget& key,
                const DeviceTarget& value, cudaStream_t stream) {
@@ -143,8 +143,10 @@ void copy_rows(const LayerState& layer, int slot, const TokenRange& range, const
                         tables, slot, range, full, key, value);
 }
 
-/// @brief Enqueues the stored K and V of a range of a sequence's tokens. @param drops  some of them
-/// may be stored nowhere  @tparam joint  values are
+/// @brief Enqueues the stored K and V of a range of a sequence's tokens.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam joint  whether values are joint
+/// @param drops  some of the tokens may be stored nowhere: their rows become zeros
 template <int scale_groups, bool joint>
 void reconstruct_rows(const LayerState& layer, int slot, const TokenRange& range, bool drops,
                       const DeviceTarget& key, const DeviceTarget& value, cudaStream_t stream) {

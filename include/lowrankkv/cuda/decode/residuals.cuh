@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/decode/residuals.cuh  What compression lost of rows that have just been stored: they
-/// are decoded, and compared with what they were. The counterpart of cpu/residuals.hpp.
+/// @file cuda/decode/residuals.cuh  Residuals of rows: what compression lost of rows that have just
+/// been stored. They are decoded and compared with what they were. The counterpart of
+/// cpu/residuals.hpp.
 ///
-/// Kept of a row: ||k - k^|| and ||v - v^||, as f16 that are not below them; of a head the largest
-/// ||v||. Norms cover the rounding of f32 arithmetic: 1.001 (||k - k^|| + 1e-6 ||k||). Cost: a
-/// reconstruction of the rows (of the whole list, where rows take the places of others), 16
-/// head_dim bytes a row and KV head written and read once more.
+/// Stored of a row: ||k - k^|| and ||v - v^||, rounded up to f16. Stored of a head: at least the
+/// largest ||v||. Norms cover the rounding of f32 arithmetic: 1.001 (||k - k^|| + 1e-6 ||k||).
+/// Cost: a reconstruction of the rows (of the whole list, where rows take the places of evicted
+/// rows), and 16 head_dim bytes a row and KV head written and read once more.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +18,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of a sequence that have left full rank, and lie where they did.
+/// @brief Flushed rows of a sequence, which are still in their source.
 struct LeftRows {
   RowSource source;
   std::int32_t slot = 0, count = 0;
-  std::int32_t first =
-      0;  ///< row of the source that the first is: of a tail's ring, behind its end
-  std::int32_t position = 0;  ///< of the first
+  /// Row of the source at which they begin. In a tail's ring the flushed rows stand behind the last
+  /// row.
+  std::int32_t first = 0;
+  std::int32_t position = 0;  ///< of the first flushed row
 };
 
 namespace detail {
@@ -34,13 +36,13 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// A norm as an f16 that is not below it. Beyond the largest one, or not a number: anything may
-/// have been lost.
+/// A norm rounded up to f16. Infinity, if it is beyond the largest f16 or not a number: anything
+/// may have been lost.
 __device__ __forceinline__ std::uint32_t residual_bits(float norm) {
   return norm <= 65504.0F ? __half_as_ushort(__float2half_ru(norm)) : std::uint16_t{0x7c00};
 }
 
-/// At least the norm of the value of a row. A warp calls it.
+/// At least the norm of a row's value. A warp calls it.
 __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim) {
   float energy = 0.0F;
   for (int channel = static_cast<int>(threadIdx.x) % 32; channel < head_dim; channel += 32) {
@@ -50,11 +52,12 @@ __device__ inline float value_norm(const SourceRows& rows, int row, int head_dim
   return 1.001F * sqrtf(warp_sum(energy));
 }
 
-/// Rows decoded to f32, [rows, heads, head_dim].
+/// The target for rows that are decoded to f32, [rows, heads, head_dim].
 inline DeviceTarget decoded_target(const LayerView& tables, float* rows) {
   return {rows, DType::f32, std::int64_t{tables.num_heads} * tables.head_dim, tables.head_dim, {}};
 }
-/// A grid of rows in eights x KV heads: a warp a row.
+
+/// A grid of pieces of eight rows x KV heads; a warp takes a row.
 inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) {
   return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)),
               static_cast<unsigned>(tables.num_heads));
@@ -62,8 +65,8 @@ inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) {
 
 }  // namespace detail
 
-/// @brief Raises the heads' largest values to those of the rows that left. Grid: rows in eights x
-/// KV heads, a warp a row.
+/// @brief Raises each head's largest norm of a value to that of the flushed rows. Grid: pieces of
+/// eight rows x KV heads, a warp a row.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     largest_values_kernel(LayerEdit tables, LeftRows left) {
@@ -79,8 +82,8 @@ __global__ void __launch_bounds__(kStoreThreads)
               __float_as_int(norm));
 }
 
-/// @brief Notes the residuals of those of rows [first, first + count) of a list, decoded in keys
-/// and values [count, heads, head_dim], that are among the rows that left. Grid: rows in eights x
+/// @brief Notes the residuals of flushed rows that are among rows [first, first + count) of a list.
+/// These rows are decoded in keys and values [count, heads, head_dim]. Grid: pieces of eight rows x
 /// KV heads, a warp a row.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   const HeadRows lists = tables.rows[tables.index(left.slot, head)];
   if (index >= count || listed >= rows_in(lists, list)) return;
   const int row = detail::position_of(tables, list, left.slot, head, lists, listed) - left.position;
-  if (row < 0 || row >= left.count) return;  // it was there before
+  if (row < 0 || row >= left.count) return;  // the row was stored before
   const SourceRows rows(tables, left.source, left.slot, head);
   const std::size_t at =
       (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) +
@@ -116,12 +119,14 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (lane == 0) tables.row_residuals(list, left.slot, head)[listed] = norms;
 }
 
-/// @brief Enqueues the residuals of rows that have just been stored, `full` and `compressed` of
-/// them at most at the ends of every head's lists; the host and the device know so. Allocates
-/// nothing, waits for nothing.
-/// @param decoded  scratch for kDecodedRows rows: keys, then values  @tparam scale_groups  of tiles
-/// of codes; 0: plain ones  @tparam joint  values are  @tparam replaces  rows may stand anywhere in
-/// their list, since they take the places of others: all of it is decoded
+/// @brief Enqueues the residuals of rows that have just been stored: at most `full` and
+/// `compressed` rows, at the ends of every head's lists. The row counts of host and device include
+/// them. Allocates nothing, does not wait.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam joint     whether values are joint
+/// @tparam replaces  rows may stand anywhere in their list, since they take the places of evicted
+/// rows: the whole list is decoded
+/// @param decoded  scratch for kDecodedRows rows: keys, then values
 template <int scale_groups, bool joint, bool replaces>
 void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full,
                     std::int64_t compressed, float* decoded, cudaStream_t stream) {
@@ -138,8 +143,7 @@ void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t 
     if (tables.residuals[static_cast<int>(list)] == nullptr || (added == 0 && !replaces)) continue;
     std::int64_t begin = replaces ? 0 : rows;
     for (int head = 0; head < tables.num_heads; ++head)
-      begin =
-          (std::min)(begin, now.num_rows(list, head) - added);  // of the head that has the fewest
+      begin = (std::min)(begin, now.num_rows(list, head) - added);  // of the head with the fewest
     for (std::int64_t first = (std::max)(begin, std::int64_t{0}); first < rows;
          first += kDecodedRows) {
       const TokenRange range = row_range(list, first, (std::min)(kDecodedRows, rows - first));

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/decode/row_operands.cuh  Operands of the products that give rows back: codes as
-/// levels about their centre, straight from their words, and the maps that read them.
+/// @file cuda/decode/row_operands.cuh  Operands of the products that decode rows: levels of codes,
+/// made straight from the words of a tile, and the maps that read them.
 ///
-/// A level is what a code says before its row's gain: exact in f16. Masked in its byte a code
-/// counts 2^p times; put behind a byte of 0x64 it is the number 1024 + 2^p code, and one fused
-/// multiply-add takes 1024, 2^p and the centre away, without rounding. Keys' words hold four
-/// neighbouring channels of a row, so that maps which meet them have their channels in that order
-/// (MapOperands); values' words are transposed as they are, two bytes an element, before they are
-/// taken apart.
+/// A level is a code minus its centre, without its row's gain: exact in f16. A code that stands at
+/// bit p of its byte, and is masked there, is 2^p times as large. With 0x64 as the high byte it
+/// becomes the f16 number 1024 + 2^p code; one fused multiply-add takes 1024, 2^p and the centre
+/// away without rounding. Words of keys hold four neighbouring channels of a row, so maps for keys
+/// have their channels in that order (MapOperands). Words of values are transposed as they are, two
+/// bytes an element, before they are unpacked.
 #pragma once
 
 #include <cstddef>
@@ -21,13 +21,14 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Maps, in shared memory: sums of `parts` numbers of 16 bits, larger ones first. f16: [step of 16
-/// channels of tiles, block of eight row channels, lane, part]; bf16: [step, block, part, lane].
+/// Maps in shared memory, each element split into `parts` 16-bit numbers, the larger ones first.
+/// f16: [step of 16 channels of tiles, block of eight row channels, lane, part]; bf16: [step,
+/// block, part, lane].
 template <DType type>
 struct MapOperands {
   static constexpr int parts = type == DType::f16 ? 2 : 3;
 
-  /// Of so many steps and channels.
+  /// Bytes of the maps of so many steps and row channels.
   static __host__ __device__ std::size_t bytes(int steps, int channels) {
     return sizeof(uint2) * static_cast<std::size_t>(steps * channels / 8 * parts * 32);
   }
@@ -35,8 +36,9 @@ struct MapOperands {
     return static_cast<std::uint32_t>(to_bits(type, low)) |
            static_cast<std::uint32_t>(to_bits(type, high)) << 16;
   }
-  /// Elements of a lane, before their transposition: two row channels of channel g of a step, and
-  /// of g + 8; or, of `neighbours`, of channels 4 (g / 2) + g % 2 and the second after it.
+  /// A lane's elements before their transposition: two row channels of channel g (lane / 4) of a
+  /// step, and of channel g + 8. If `neighbours`, of channels 4 (g / 2) + g % 2 and 4 (g / 2) + g %
+  /// 2 + 2 instead.
   __device__ static float4 elements(const MapElements& map, int first, int lane, bool neighbours) {
     if (!neighbours) return map.quad(first + lane);
     const int g = lane / 4, channel = 4 * (g / 2) + g % 2,
@@ -44,8 +46,9 @@ struct MapOperands {
     const float4 one = map.quad(place), other = map.quad(place + 8);
     return g < 4 ? float4{one.x, one.y, other.x, other.y} : float4{one.z, one.w, other.z, other.w};
   }
-  /// Steps [first_step, first_step + steps) of `blocks` blocks from `first_block` on. All threads
-  /// of the block call it. @param neighbours  lanes of rows have four neighbouring channels
+  /// Loads the maps of steps [first_step, first_step + steps), of `blocks` blocks from
+  /// `first_block` on. All threads of the block call it.
+  /// @param neighbours  lanes of rows have four neighbouring channels
   __device__ static void load(const PartMaps& maps, int first_step, int steps, int first_block,
                               int blocks, int dim, bool neighbours, uint2* target) {
     const float scale = __ldg(maps.reader_scale);
@@ -73,7 +76,8 @@ struct MapOperands {
       }
     }
   }
-  /// Those of a block of a step, for a lane. @param own  of the step
+  /// A lane's maps of a block of a step.
+  /// @param own  the maps of the step
   __device__ __forceinline__ static void read(const uint2* own, int block, int lane,
                                               uint2 (&map)[parts]) {
     if constexpr (parts == 2) {
@@ -87,18 +91,18 @@ struct MapOperands {
   }
 };
 
-/// Where a unit of codes begins in its tile, and their bits.
+/// Where a unit of codes begins in its tile, and how many bits its codes have.
 struct UnitPlace {
   int bits = 0;
   int at = 0;
 };
 
-/// Words of a unit that a lane has of 32 rows.
+/// A lane's words of 32 rows of a unit.
 struct UnitWords {
   uint4 words[2];
 };
 
-/// Those of rows [32 half, 32 half + 32) of a unit of codes of so many bits.
+/// The words of rows [32 half, 32 half + 32) of a unit whose codes have so many bits.
 template <Part part, int bits>
 __device__ __forceinline__ UnitWords unit_words(const std::uint8_t* unit, int half, int lane) {
   UnitWords own{};
@@ -130,7 +134,7 @@ __device__ __forceinline__ UnitWords unit_words(const std::uint8_t* unit, int bi
 }
 
 __device__ __forceinline__ __half2 two_halves(float number) { return __float2half2_rn(number); }
-/// Two masked bytes of a word, each b as the number 1024 + b.
+/// Two masked bytes of a word, each byte b as the f16 number 1024 + b.
 __device__ __forceinline__ __half2 raised_bytes(std::uint32_t word, std::uint32_t selector) {
   const std::uint32_t words = __byte_perm(word, 0x64646464U, selector);
   return *reinterpret_cast<const __half2*>(&words);
@@ -139,7 +143,8 @@ __device__ __forceinline__ std::uint32_t word_of(const __half2& both) {
   return *reinterpret_cast<const std::uint32_t*>(&both);
 }
 
-/// Two codes that stand at bit `shift` of their bytes as levels; times `weight`, 1 or 2^shift.
+/// Two codes that stand at bit `shift` of their bytes, as levels times `weight`, which is 1 or
+/// 2^shift.
 template <int bits, int shift, int weight>
 __device__ __forceinline__ std::uint32_t level_pair(std::uint32_t word, std::uint32_t selector) {
   constexpr float centre = 0.5F * static_cast<float>((1 << bits) - 1) * static_cast<float>(weight),
@@ -148,15 +153,16 @@ __device__ __forceinline__ std::uint32_t level_pair(std::uint32_t word, std::uin
       raised_bytes(word & 0x01010101U * (((1U << bits) - 1U) << shift), selector);
   if constexpr (shift == 0)
     return word_of(__hsub2(__hsub2(raised, two_halves(1024.0F)),
-                           two_halves(centre)));  // 1024 and a half is no number of f16
+                           two_halves(centre)));  // 1024 and a half is not an f16 number
   else if constexpr (weight == 1)
     return word_of(__hfma2(raised, two_halves(factor), two_halves(-1024.0F * factor - centre)));
   else
     return word_of(__hsub2(raised, two_halves(1024.0F + centre)));
 }
 
-/// Levels of a unit as operands a[half of the channels][half of the rows], values as often as sums
-/// count them. @param half  of the tile's rows
+/// Levels of a unit as operands a[half of the channels][half of the rows]. Levels of values stay
+/// multiplied by 2^p, which their maps take back.
+/// @param half  of the tile's rows
 template <Part part, int bits>
 __device__ __forceinline__ void unit_levels(UnitWords own, int half, uint4 (&a)[2][2]) {
   if (bits == 1 || (part == Part::key && bits == 2)) {  // rows share their words
@@ -222,8 +228,8 @@ __device__ __forceinline__ void unit_levels(const UnitWords& own, int bits, int 
     unit_levels<part, 1>(own, half, a);
 }
 
-/// Adds a plane of a block of joint values, whose lowest bit is bit `lowest` of the codes, to
-/// operands as unit_levels() has them.
+/// Adds a plane of a block of joint values to operands in the order of unit_levels().
+/// @param lowest  bit of the codes that is the plane's lowest
 template <int bits>
 __device__ __forceinline__ void add_plane(UnitWords own, int half, int lowest, uint4 (&a)[2][2]) {
   const auto add = [&](std::uint32_t word, auto shift, std::uint32_t selector, std::uint32_t& sum) {
@@ -231,8 +237,9 @@ __device__ __forceinline__ void add_plane(UnitWords own, int half, int lowest, u
     const __half2 code =
         __hsub2(raised_bytes(word & 0x01010101U * (((1U << bits) - 1U) << at), selector),
                 two_halves(1024.0F));
+    // 2^(lowest - at), twice.
     const std::uint32_t factor = static_cast<std::uint32_t>(15 + lowest - at) << 10 |
-                                 static_cast<std::uint32_t>(15 + lowest - at) << 26;  // powers of 2
+                                 static_cast<std::uint32_t>(15 + lowest - at) << 26;
     sum = word_of(__hfma2(code, *reinterpret_cast<const __half2*>(&factor),
                           *reinterpret_cast<const __half2*>(&sum)));
   };
@@ -254,7 +261,7 @@ __device__ __forceinline__ void add_plane(UnitWords own, int half, int lowest, u
     add(second, Second{}, 0x4341U, a[deep][m].w);
   });
 }
-/// Levels of a block of joint values of a tile.
+/// Levels of a block of joint values of a tile, in the order of unit_levels().
 __device__ __forceinline__ void block_levels(const std::uint8_t* tile, const JointBlock& block,
                                              int half, int lane, uint4 (&a)[2][2]) {
   const std::uint32_t centre =

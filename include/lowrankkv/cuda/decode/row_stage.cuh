@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/decode/row_stage.cuh  Rows that a block, or a warp, has made, on their way to an
-/// engine's own tensor: in shared memory first, then 16 bytes at a time.
+/// @file cuda/decode/row_stage.cuh  Stages rows in shared memory, and writes them to an engine's
+/// own tensor 16 bytes at a time.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Rows in shared memory as the target has them, before they go there 16 bytes at a time.
+/// Rows in shared memory, in the target's type. RowWriter writes them to the target.
 struct RowStage {
   std::uint8_t* base;
   DType dtype;
   int channels;
-  int stride;  ///< bytes from a row to the next: no two rows of a product meet in a bank
+  int stride;  ///< bytes from a row to the next: no two rows of a fragment hit one bank
 
   __device__ RowStage(std::uint8_t* memory, DType type, int row_channels)
       : base(memory),
@@ -29,7 +29,8 @@ struct RowStage {
   static __host__ __device__ std::size_t bytes(DType type, int channels) {
     return static_cast<std::size_t>(channels) * (type == DType::f32 ? 4 : 2) + 16;
   }
-  /// Two neighbouring channels of a row, the first even, as a type that is `dtype`.
+  /// Stores two neighbouring channels of a row, the first even.
+  /// @tparam type  equal to `dtype`
   template <DType type>
   __device__ void put_as(int row, int channel, float first, float second) const {
     std::uint8_t* at = base + row * stride;
@@ -51,7 +52,7 @@ struct RowStage {
     else
       function(std::integral_constant<DType, DType::bf16>{});
   }
-  /// The same of two numbers of a type of 16 bits.
+  /// put() of a word of two 16-bit numbers of a type.
   __device__ void put_word(int row, int channel, DType type, std::uint32_t word) const {
     if (dtype == type)
       *reinterpret_cast<std::uint32_t*>(base + row * stride + 2 * channel) = word;
@@ -61,12 +62,12 @@ struct RowStage {
   }
 };
 
-/// Writes rows of a stage to a target, of which a thread has the same 16 bytes of every
-/// `at_once`-th row: what it needs for that is found once.
+/// Writes rows of a stage to a target. A thread writes the same 16 bytes of every at_once-th row;
+/// the constructor computes what that needs.
 class RowWriter {
  public:
-  /// @param first  channel that the stage's rows begin at  @param thread  number of this thread of
-  /// so many
+  /// @param first  row channel at which the stage's rows begin
+  /// @param thread, threads  the number of this thread, and how many threads write
   __device__ RowWriter(const RowStage& stage, const DeviceTarget& target, int head, int first,
                        int thread, int threads)
       : size_(stage.dtype == DType::f32 ? 4 : 2), wide_(target.wide()) {
@@ -79,10 +80,10 @@ class RowWriter {
     target_ = static_cast<std::uint8_t*>(target.data) +
               (head * target.head_stride + first) * size_ + byte;
   }
-  /// Row i to its place places[i], if it has one.
+  /// Writes row i to places[i]; nothing, where that is kNowhere.
   template <int rows>
   __device__ void write(const std::int64_t* places) const {
-#pragma unroll 1  // registers are what its callers are short of
+#pragma unroll 1  // callers are short of registers
     for (int row = row_; row < rows; row += at_once_) {
       const std::int64_t place = places[row];
       if (place == kNowhere) continue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/axis_scales.cuh  What codes of principal axes know of them beforehand, for
-/// bases that move: how large calibrated coefficients are, steps, rotations.
+/// @file cuda/epochs/axis_scales.cuh  Constants of codes whose channels are principal axes of
+/// moving bases: sizes of calibrated coefficients, steps, rotations.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +15,24 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The axes of a layer's heads, as kernels see them.
+/// @brief The axis constants of a layer's heads, passed to kernels by value.
 struct AxisScales {
-  const float* rms = nullptr;    ///< [heads, 2, most]: root mean square of calibrated coefficients;
-                                 ///< null: nothing is known
-  const float* units = nullptr;  ///< [heads, 2, most]: the quantizer's step of a coefficient of rms
-                                 ///< 1; 0: its step is 1, since it has no bits; null: no steps
-  const float* rotations =
-      nullptr;  ///< [heads, 2, most, most]: of turned axes into the channels of codes; null: none
-  const float* longest = nullptr;  ///< [heads, 2]: the longest that a row of a decoder can be
+  /// [heads, 2, most]: root mean squares of calibrated coefficients; null: unknown.
+  const float* rms = nullptr;
+  /// [heads, 2, most]: the quantizer's step of a coefficient of rms 1; 0: the coefficient has no
+  /// bits, and its step is 1; null: no steps.
+  const float* units = nullptr;
+  /// [heads, 2, most, most]: rotations from principal axes to the channels of codes; null: none.
+  const float* rotations = nullptr;
+  const float* longest = nullptr;  ///< [heads, 2]: bound of the norms of a decoder's rows
   std::int32_t most = 0;           ///< the largest rank
 
-  /// @brief Of a head's keys, or values.
+  /// @brief Index of a head's keys, or of its values, in [heads, 2].
   __device__ static int which(Part part, int head) { return 2 * head + static_cast<int>(part); }
 };
 
-/// @brief The axes of a layer's heads, owned. Empty where channels need no order.
+/// @brief The axis constants of a layer's heads, owned. Empty unless channels must be principal
+/// axes of moving bases.
 class AxisStore {
  public:
   AxisStore() = default;

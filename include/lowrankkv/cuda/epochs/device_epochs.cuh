@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/device_epochs.cuh  Epochs that begin when values say so: what the device knows
-/// of a sequence's epochs and sketches, and how it decides.
+/// @file cuda/epochs/device_epochs.cuh  Device-managed epochs: the device's record of a sequence's
+/// epochs and sketches, and the kernels that decide when an epoch begins.
 ///
-/// Elsewhere the host decides from counts when an epoch is published (cuda/epochs/epoch_store.cuh).
-/// Here a kernel sets a flag where a chunk of rows has ended, or where so many have been stored of
-/// those that masses choose; the next one takes a free epoch, opens a segment, chooses the segments
-/// that merge, and says so to those that write maps and rewrite rows. The host never learns of it,
-/// unless a sequence is saved or measured.
+/// Without them, the host decides from counts when an epoch is published
+/// (cuda/epochs/epoch_store.cuh). With them, a kernel sets a flag where a chunk of rows has ended,
+/// or, for rows kept by accumulated score, where enough of them have been stored. roll_over_kernel
+/// then takes a free epoch, opens a segment and chooses the segments that merge. It passes these
+/// decisions in device memory to the kernels that write maps and re-project rows. The host reads
+/// them only to save or measure a sequence.
 #pragma once
 
 #include <algorithm>
@@ -24,57 +25,58 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kMaxSketchBuffer = 640;  ///< rows that are buffered at most
-inline constexpr int kSketchShared =
-    22528;  ///< shared memory of sketch_kernel besides its buffer, at most
+inline constexpr int kMaxSketchBuffer = 640;  ///< most rows of a sketch's buffer
+/// Most bytes of shared memory of sketch_kernel besides its buffer.
+inline constexpr int kSketchShared = 22528;
 
 namespace detail {
 
-/// The most rows of a sketch of a basis of so many columns.
+/// Most rows of the sketch of a basis with `rank` columns.
 __host__ __device__ inline int sketch_rows(float share, int rank) {
   return static_cast<int>(ceilf(share * static_cast<float>(rank)));
 }
 
 }  // namespace detail
 
-/// @brief Epochs of one sequence, as the device knows them; its segments are in
-/// LayerView::segments.
+/// @brief The device's record of a sequence's epochs. Its segments are in LayerView::segments.
 struct DeviceEpochState {
-  std::int32_t current = 0;  ///< the epoch that rows are written under, in LayerView::maps
-  std::uint32_t used = 0;    ///< which of the sequence's own epochs are
-  std::int64_t rows_since_publication = 0;  ///< of the head that had the most each time, where an
-                                            ///< updater of rows that masses choose moves bases
-  std::int32_t unpublished = 0;             ///< whether bases have moved since, there
-  std::int32_t levels[kMaxSegments] = {};   ///< of segments
+  std::int32_t current = 0;  ///< index in LayerView::maps of the epoch under which rows are written
+  std::uint32_t used = 0;    ///< bit i: the sequence's own epoch i is in use
+  /// For updaters that see rows kept by accumulated score: rows since the last publication,
+  /// counting in every batch the head with the most rows.
+  std::int64_t rows_since_publication = 0;
+  /// For the same updaters: whether bases have moved since the last publication.
+  std::int32_t unpublished = 0;
+  std::int32_t levels[kMaxSegments] = {};  ///< rounds of merging, by segment
 };
 
-/// @brief The sketches of a layer, of all sequences.
+/// @brief The sketches of all sequences of a layer.
 struct Sketches {
   float* rows = nullptr;              ///< [slots, heads, 2, capacity, head_dim]
   SketchState* states = nullptr;      ///< [slots, heads, 2]
-  const float* thresholds = nullptr;  ///< [heads, 2]: residuals beyond them end a chunk
-  std::int32_t capacity = 0;          ///< rows of one, at most
+  const float* thresholds = nullptr;  ///< [heads, 2]: larger residuals end a chunk
+  std::int32_t capacity = 0;          ///< most rows of a sketch
 };
 
-/// @brief What a flush of some sequences decides, in device memory: by sequence of the batch.
+/// @brief The device's decisions of a flush, in device memory, by sequence of the batch.
 struct Rollover {
-  std::int32_t* begun = nullptr;   ///< whether a chunk has ended
-  std::int32_t* epochs = nullptr;  ///< whose maps are to be written; -1: none
-  MergePlan* plans = nullptr;      ///< of merges that end_merges_kernel ends
+  std::int32_t* begun = nullptr;   ///< whether a new epoch begins
+  std::int32_t* epochs = nullptr;  ///< epochs whose maps are to be written; -1: none
+  MergePlan* plans = nullptr;      ///< merges, which end_merges_kernel completes
 };
 
-/// @brief What has happened in a layer since it was made.
+/// @brief Counters of a layer since it was made.
 struct DeviceEpochCounts {
   unsigned long long publications = 0, merges = 0;
 };
 
-/// @brief How many epochs there are, for roll_over_kernel.
+/// @brief Limits of device-managed epochs, for roll_over_kernel.
 struct DeviceEpochLimits {
   std::int32_t own = 0, slots_per_sequence = 0;
   bool rotates_calibrated_rows = false;
 };
 
-/// @brief Which of a sequence's own epochs have rows, or will have: bits.
+/// @brief Bits of a sequence's own epochs that have rows, or are current.
 __device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, std::int32_t current,
                                             int slots_per_sequence) {
   const auto bit = [&](std::int32_t epoch) {
@@ -86,23 +88,24 @@ __device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, s
   return used;
 }
 
-/// @brief Takes epochs where chunks have ended; opens segments and chooses merges where rows are to
-/// be written under another epoch than the last ones, or are the first. Lengths are those before.
-/// Grid: sequences.
-/// @param order  of the rows that scores or masses chose, of prompts and of tails, those that the
-/// sequence's counts know as full for their errors included, if heads have different numbers @param
-/// exempt  of a head's rows, so many more stay full
-/// @param reprojected  [heads]: rows of merges are added
+/// @brief Takes a free epoch for every sequence that begins one. Opens a segment, and chooses the
+/// segments that merge, where rows are to be written under another epoch than the last segment's,
+/// or are the first rows. Row counts are those before the flush. Grid: sequences.
+/// @param order  the flushed rows, of prompts and of tails, that prompt scores or accumulated
+/// scores chose. If heads have different numbers of rows, it includes the rows that the sequence's
+/// counts take as full for their errors
+/// @param exempt  further rows of every head that stay full
+/// @param reprojected  [heads]: numbers of rows that merges re-project are added
 template <class = void>
 __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder order, int exempt,
                                  int first_sequence, DeviceEpochLimits limits,
                                  DeviceEpochState* states, Rollover rollover,
                                  DeviceEpochCounts* counts, unsigned long long* reprojected) {
-  __shared__ int opened, merged;  // segments; -1: none
+  __shared__ int opened, merged;  // numbers of segments; -1: none
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index,
             slot = flushed.slots[sequence];
   DeviceEpochState& state = states[slot];
-  bool any = false;  // row to be stored
+  bool any = false;  // whether some row is to be compressed
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
        head += static_cast<int>(blockDim.x)) {
     const int2 active = order.active(index, tables.num_heads, head, flushed.compressed[sequence]);
@@ -118,12 +121,10 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
     opened = merged = rollover.epochs[index] = -1;
     rollover.plans[index] = {};
     if (rollover.begun[index] != 0) {
-      state.used = used_epochs(
-          tables, slot, 0,
-          limits
-              .slots_per_sequence);  // the one that ends is not, unless rows were written under it
+      // The epoch that ends is in use only if rows were written under it.
+      state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);
       int own = 0;
-      while ((state.used >> own & 1U) != 0) ++own;  // one more than segments can need
+      while ((state.used >> own & 1U) != 0) ++own;  // there is one more epoch than segments need
       state.used |= 1U << own;
       state.current = rollover.epochs[index] = slot * limits.slots_per_sequence + own + 1;
       atomicAdd(&counts->publications, 1ULL);
@@ -157,8 +158,8 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
   }
 }
 
-/// @brief Ends the merges of plans, whose rows have been rewritten: two segments become one. Grid:
-/// sequences.
+/// @brief Completes planned merges after their rows were re-projected: two segments become one.
+/// Grid: sequences.
 template <class = void>
 __global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits,
                                   DeviceEpochState* states, const MergePlan* plans) {
@@ -180,8 +181,8 @@ __global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits,
   state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
 }
 
-/// @brief A new sequence's state: no segment, empty sketches. One block. What sketches held is
-/// zeroed apart from it.
+/// @brief Initialises a new sequence: no segment, empty sketches. One block. The rows of sketches
+/// are zeroed separately.
 template <class = void>
 __global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpochState* states,
                                            Sketches sketches) {
@@ -194,11 +195,12 @@ __global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpo
     sketches.states[slot * tables.num_heads * 2 + i] = {};
 }
 
-/// @brief HostSequence::trim_segments() where the device alone knows them. Grid: sequences.
+/// @brief Drops segments without rows, as HostSequence::trim_segments() does on the host. Grid:
+/// sequences.
 template <class = void>
 __global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceEpochLimits limits,
                                           DeviceEpochState* states) {
-  __shared__ std::uint32_t filled;  // segments that have rows in some head: bits
+  __shared__ std::uint32_t filled;  // bits of segments that have rows in some head
   const int slot = batch.slots[blockIdx.x], count = tables.lengths[slot].num_segments,
             thread = static_cast<int>(threadIdx.x);
   if (thread == 0) filled = 0;
@@ -230,8 +232,8 @@ __global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceE
   states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
 }
 
-/// @brief Segments and epochs of `source` for `target`, whose own epochs stand elsewhere in
-/// LayerView::maps. One block.
+/// @brief Copies segments and epochs from slot `source` to `target`, with epoch indices of `target`
+/// in LayerView::maps. One block.
 template <class = void>
 __global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int target,
                                           DeviceEpochLimits limits, DeviceEpochState* states) {
@@ -251,45 +253,46 @@ __global__ void fork_device_epochs_kernel(LayerEdit tables, int source, int targ
   states[target].current = moved(states[source].current);
 }
 
-/// @brief The device memory of a layer whose epochs begin when values say so; empty elsewhere.
+/// @brief Device memory of a layer with device-managed epochs. Empty in other layers.
 class DeviceEpochStore {
  public:
   DeviceEpochStore() = default;
-  /// @param most_rows  of a sketch, as its rank asks for; it holds no more than head_dim  @param
-  /// thresholds  [heads, 2]  @param batch  rows that enter it at a time
+  /// @brief Allocates the memory.
+  /// @param most_rows  of a sketch, from its rank; a sketch holds no more than head_dim rows
+  /// @param thresholds  [heads, 2]
+  /// @param batch  rows that enter a sketch at a time
   DeviceEpochStore(int max_sequences, int heads, int head_dim, int most_rows, int batch,
                    const std::vector<float>& thresholds, DeviceEpochLimits limits)
       : DeviceEpochStore(max_sequences, heads, head_dim, (std::min)(most_rows, head_dim),
                          thresholds, limits) {
+    // Room for a full sketch and a batch, or for as many rows as make the sketch step in between.
     buffer_rows_ = detail::buffered_rows(
-        (std::min)({kMaxSketchBuffer, 2 * most_rows,
-                    sketches_.capacity +
-                        batch}));  // a full sketch, and a batch; or what makes it step in between
+        (std::min)({kMaxSketchBuffer, 2 * most_rows, sketches_.capacity + batch}));
     buffer_bytes_ =
         sizeof(float) * static_cast<std::size_t>(buffer_rows_ * detail::sketch_stride(head_dim));
   }
 
   bool used() const { return limits_.own > 0; }
-  /// @brief Whether there are sketches: else an updater of another kind sees rows that masses
-  /// choose.
+  /// @brief Whether there are sketches. If not, an updater of another kind sees rows kept by
+  /// accumulated score.
   bool sketches_rows() const { return sketches_.capacity > 0; }
-  /// @brief Rows that sketch_kernel buffers of a sketch, and their bytes.
+  /// @brief Rows of a sketch's buffer in sketch_kernel, and their bytes.
   int buffer_rows() const { return buffer_rows_; }
   std::size_t buffer_bytes() const { return buffer_bytes_; }
   const DeviceEpochLimits& limits() const { return limits_; }
   const Sketches& sketches() const { return sketches_; }
   DeviceEpochState* states() const { return states_.data(); }
   DeviceEpochCounts* counts() const { return counts_.data(); }
-  /// @brief [heads]: rows that merges rewrote.
+  /// @brief [heads]: numbers of rows that merges re-projected.
   unsigned long long* reprojected() const { return reprojected_.data(); }
   std::size_t bytes() const {
     return states_.bytes() + counts_.bytes() + reprojected_.bytes() + sketch_rows_.bytes() +
            sketch_states_.bytes() + thresholds_.bytes();
   }
-  /// @brief Bytes of a sequence's sketches, full ones.
+  /// @brief Bytes reserved for a sequence's sketches.
   std::size_t sketch_bytes() const { return sketch_size_ * sizeof(float); }
-  /// @brief Device memory of a slot's sketches: sketch_bytes(), and that of their states:
-  /// state_bytes().
+  /// @brief Device memory of a slot's sketches, sketch_bytes() bytes, and of their states,
+  /// state_bytes() bytes.
   float* rows_of(int slot) const {
     return sketch_rows_.data() + static_cast<std::size_t>(slot) * sketch_size_;
   }

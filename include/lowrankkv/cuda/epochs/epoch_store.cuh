@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/epoch_store.cuh  Epochs of sequences on the device: memory for their maps and
-/// working bases, which of it is used, merges.
+/// @file cuda/epochs/epoch_store.cuh  Device memory of the sequences' epochs: their maps, their
+/// working bases, and which epochs are in use.
 ///
-/// The host decides from counts when an epoch is published, which segments merge, and where maps
-/// go; kernels fill them in.
+/// From counts of rows, the host decides when an epoch is published, which segments merge, and
+/// which memory maps get. Kernels write the maps.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The maps of all epochs of a layer, and the bases that updaters move.
+/// @brief The maps of all epochs of a layer, and the working bases that updaters move.
 class EpochStore {
  public:
   EpochStore() = default;
@@ -86,7 +86,7 @@ class EpochStore {
             const std::size_t size = key_up_bytes(maps.key_up, tiles.orders);
             maps.key_up.operands = reinterpret_cast<const uint4*>(next);
             next += size;
-            if (tiles.orders) {  // else scale and means are everybody's
+            if (tiles.orders) {  // else all epochs share scale and means
               maps.key_up.means = reinterpret_cast<const uint2*>(next - mean_words());
               maps.key_up.scales = reinterpret_cast<const float2*>(next - mean_words() - 16);
             }
@@ -104,28 +104,30 @@ class EpochStore {
 
   const HeadMaps* maps() const { return maps_.data(); }
   bool adapts() const { return limits_.own > 0; }
-  /// @brief Segments that a sequence can have.
+  /// @brief Most segments of a sequence.
   int max_segments() const { return limits_.segments(); }
   const WorkingBases& bases() const { return bases_; }
-  /// @brief Metrics that bases move in.
+  /// @brief The metrics in which bases move.
   BasisMetrics metrics() const { return metrics_.get(); }
   const MetricStore& metric_store() const { return metrics_; }
-  /// @brief Principal axes that codes want of bases that move; any(): whether they do.
+  /// @brief Data for codes whose channels must be principal axes of moving bases; any(): whether
+  /// there are such codes.
   const AxisStore& axis_store() const { return axes_; }
   const AxisScales& axes() const { return axes_.get(); }
   int most() const { return most_; }
-  /// @brief Units of 16 of the maps that lift a head's keys, at most.
+  /// @brief Most units of 16 of a head's key up-projection.
   int most_key_up_units() const { return most_key_up_units_; }
-  /// @brief Numbers of a map that reads codes, at most.
+  /// @brief Most elements of a reader of codes.
   int most_reader() const { return most_reader_; }
-  /// @brief Bytes of an epoch's maps over all heads: what rows must outweigh, as on the CPU, which
-  /// has nothing else to lift keys.
+  /// @brief Bytes of one epoch's maps over all heads: compressed rows must outweigh them before it
+  /// is published. Counted as on the CPU, which needs no further maps to up-project keys.
   std::size_t epoch_bytes() const { return map_bytes_ + mean_bytes_; }
-  /// @brief Bytes of a sequence's own epochs, what reads codes and lifts keys that are stored
-  /// unrotated included, and of its working bases.
+  /// @brief Bytes of a sequence's own epochs, with the readers of codes and the up-projections of
+  /// pre-RoPE keys.
   std::size_t epoch_bytes(const HostEpochs& epochs) const {
     return (map_bytes_ + code_bytes_ + key_up_bytes_) * static_cast<std::size_t>(count_own(epochs));
   }
+  /// @brief Bytes of a sequence's working bases; 0 until they move.
   std::size_t updater_bytes(const HostEpochs& epochs) const {
     return epochs.moved ? basis_bytes_ : 0;
   }
@@ -135,21 +137,22 @@ class EpochStore {
 
   bool device_epochs() const { return limits_.device_epochs; }
   int slots_per_sequence() const { return slots_per_sequence_; }
-  /// @brief The i-th epoch of a slot's own.
+  /// @brief Index in LayerView::maps of a slot's i-th own epoch.
   std::int32_t epoch_of(int slot, int i) const { return slot * slots_per_sequence_ + i + 1; }
-  /// @brief Device memory of a slot's own epochs: all_own_size() bytes.
+  /// @brief Device memory of all own epochs of a slot, all_own_size() bytes.
   std::uint8_t* all_own(int slot) const { return own_epoch(epoch_of(slot, 0)); }
   std::size_t all_own_size() const {
     return own_size_ * static_cast<std::size_t>(slots_per_sequence_);
   }
-  /// @brief Enqueues the calibrated bases as those that a slot works with.
+  /// @brief Enqueues a copy that makes the calibrated bases a slot's working bases.
   void begin_bases(int slot, cudaStream_t stream) const {
     check(cudaMemcpyAsync(bases_of(slot), start_.data(), bases_size(), cudaMemcpyDeviceToDevice,
                           stream),
           "bases");
   }
 
-  /// @brief A free epoch of a slot.
+  /// @brief Reserves a free epoch of a slot. @return its index in LayerView::maps
+  /// @throws CapacityError if all are in use
   std::int32_t take(int slot) {
     for (int i = 0; i < slots_per_sequence_; ++i) {
       const std::size_t index = static_cast<std::size_t>(slot * slots_per_sequence_ + i);
@@ -161,7 +164,8 @@ class EpochStore {
                                              ", all in use");
     return 0;
   }
-  /// @brief Frees the epochs of a slot that no segment uses and no row will be written under.
+  /// @brief Frees the epochs of a slot that no segment uses, except the one under which rows are
+  /// written.
   void free_unused(int slot, const HostEpochs& epochs) {
     for (int i = 0; i < slots_per_sequence_; ++i) {
       const std::int32_t epoch = slot * slots_per_sequence_ + i + 1;
@@ -172,8 +176,10 @@ class EpochStore {
       if (!needed) used_[static_cast<std::size_t>(epoch - 1)] = false;
     }
   }
-  /// @brief Epochs and bases of a sequence, for a copy of it: its own ones are copied, and `epochs`
-  /// becomes those of `target`.
+  /// @brief Enqueues copies of a sequence's own epochs and working bases for a fork, and makes
+  /// `epochs` refer to the copies of slot `target`. Does nothing if bases never move, or epochs are
+  /// device-managed.
+  /// @throws CapacityError if `target` has no free epoch
   void fork(HostEpochs& epochs, int source, int target, cudaStream_t stream) {
     if (!adapts() || device_epochs()) return;
     std::vector<std::pair<std::int32_t, std::int32_t>> copies{{0, 0}};
@@ -195,18 +201,18 @@ class EpochStore {
                             cudaMemcpyDeviceToDevice, stream),
             "fork");
   }
-  /// @brief Device memory of an epoch of a sequence's own: own_size() bytes.
+  /// @brief Device memory of one own epoch of a sequence, own_size() bytes.
   std::uint8_t* own_epoch(std::int32_t epoch) const {
     return own_.data() + static_cast<std::size_t>(epoch - 1) * own_size_;
   }
   std::size_t own_size() const { return own_size_; }
-  /// @brief Device memory of the bases that updaters have moved of a slot: bases_size() bytes.
+  /// @brief Device memory of a slot's working bases, bases_size() bytes.
   std::uint8_t* bases_of(int slot) const {
     return moved_.data() + static_cast<std::size_t>(slot) * bases_size();
   }
   std::size_t bases_size() const { return start_.bytes(); }
-  /// @brief Which segment a new one would push over the edge: cuda::merge_for_new_segment(); -1:
-  /// none.
+  /// @brief The segment that must merge to make room for a new one, as
+  /// cuda::merge_for_new_segment() chooses it; -1: none.
   int merge_for_new_segment(const HostEpochs& epochs) const {
     return cuda::merge_for_new_segment(static_cast<int>(epochs.segments.size()), limits_.own,
                                        limits_.rotates_calibrated_rows,
@@ -216,8 +222,8 @@ class EpochStore {
   }
 
  private:
-  /// Of a basis, which encodes rows and reads tiles: their channels are its columns. In a metric
-  /// there are two such maps.
+  /// Bytes of one map of a basis. It encodes rows and reads tiles, whose channels are its columns.
+  /// In a metric, there are two such maps.
   std::size_t map_bytes(const PartMaps& part) const {
     return (static_cast<std::size_t>(map_size((std::max)(part.rank, part.width), head_dim_)) *
                 size_of(type_) +
@@ -230,11 +236,11 @@ class EpochStore {
   static std::size_t rank_bytes(const PartMaps& part) {
     return (static_cast<std::size_t>(part.rank) * sizeof(float) + 15) / 16 * 16;
   }
-  /// Whether codes are read by a map of their own.
+  /// Whether codes have a reader apart from the decoder.
   static bool has_reader(const PartMaps& part) {
     return part.channels != nullptr && part.reader.data != part.decoder.data;
   }
-  /// Of steps, the reader and its scale.
+  /// Bytes of the steps, the reader and its scale.
   std::size_t code_bytes(const PartMaps& part) const {
     return !has_reader(part)
                ? 0

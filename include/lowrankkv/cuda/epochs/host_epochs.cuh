@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/host_epochs.cuh  What the host knows of the epochs of sequences.
+/// @file cuda/epochs/host_epochs.cuh  The host's record of sequences' epochs and segments, and the
+/// plans of merges.
 #pragma once
 
 #include <algorithm>
@@ -14,40 +15,44 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Sequences whose bases move in one launch: their moments, and transitions, are large.
+/// @brief Most sequences whose bases move in one launch. It is small because moments and
+/// transitions are large.
 inline constexpr int kAdaptBatch = 16;
 
-/// @brief How many epochs of its own a sequence may have, as the cache's EpochPolicy says; 0: bases
-/// never move.
+/// @brief How many own epochs a sequence may have, from the cache's EpochPolicy. 0: bases never
+/// move.
 struct EpochLimits {
   int own = 0;
   bool rotates_calibrated_rows = false;
-  bool device_epochs = false;  ///< epochs begin when values say so (cuda/epochs/device_epochs.cuh):
-                               ///< the host does not know which there are
-  float sketch_share = 0.0F;   ///< then, rows of a sketch per rank
-  /// @brief Segments that a sequence can have.
+  /// Device-managed epochs (cuda/epochs/device_epochs.cuh): the device decides from values when an
+  /// epoch begins, and the host does not know which epochs exist.
+  bool device_epochs = false;
+  float sketch_share = 0.0F;  ///< with device-managed epochs: rows of a sketch per rank
+  /// @brief Most segments of a sequence.
   constexpr int segments() const { return own == 0 ? 1 : own + 2; }
 };
 
-/// @brief Rows of a sequence's compressed lists that one epoch wrote, as the host knows them.
+/// @brief The host's record of a segment: the rows of a sequence's compressed lists that one epoch
+/// wrote.
 struct HostSegment {
   std::int32_t epoch = 0;                ///< in LayerView::maps
-  std::int32_t level = 0;                ///< how many rounds of merging it went through
-  std::vector<std::int32_t> first_rows;  ///< [heads]: from these to the next segment's, or the end
+  std::int32_t level = 0;                ///< rounds of merging that it went through
+  std::vector<std::int32_t> first_rows;  ///< [heads]; it ends where the next segment begins
 };
 
-/// @brief What a sequence has published, as the host knows it.
+/// @brief The host's record of a sequence's epochs.
 struct HostEpochs {
   std::vector<HostSegment> segments;
-  std::int32_t current = 0;  ///< the epoch that rows are written under
+  std::int32_t current = 0;  ///< the epoch under which rows are written
   std::int64_t rows_since_publication = 0;
-  std::int64_t decode_steps = 0;  ///< of an updater; where epochs begin when values say so, batches
-                                  ///< of rows so far: there are no more of its own
-  bool moved = false;             ///< the working bases are no longer the calibrated ones
-  bool unpublished = false;       ///< they have moved since they were published
+  /// Decode steps of the updater. With device-managed epochs: batches of rows so far, an upper
+  /// bound of the number of own epochs.
+  std::int64_t decode_steps = 0;
+  bool moved = false;        ///< the working bases differ from the calibrated ones
+  bool unpublished = false;  ///< the working bases moved since they were published
 };
 
-/// @brief Tells the device where the segments of heads begin that differ from the first one's.
+/// @brief Enqueues the upload of the segments' first rows, if heads differ in them.
 inline void write_first_rows(const LayerEdit& tables, int slot,
                              const std::vector<HostSegment>& segments, cudaStream_t stream) {
   const bool differ = std::any_of(segments.begin(), segments.end(), [](const HostSegment& segment) {
@@ -68,10 +73,13 @@ inline void write_first_rows(const LayerEdit& tables, int slot,
   }
 }
 
-/// @brief Which of `count` segments a new one would push over the edge of `own` epochs: it is
-/// merged into its successor; -1: none. As cpu/segments.hpp: neighbours of equal level first (the
-/// newest such pair), else the two newest. Rows under the calibrated epoch stay there, unless they
-/// are rotated. @param segment_at  gives what has an epoch and a level by its number
+/// @brief Chooses the segment that must merge into its successor so that, with a new segment, at
+/// most `own` own epochs have rows. Like cpu/segments.hpp, it merges neighbours of equal level
+/// first (the newest such pair), else the two newest; a single own segment merges into the new one.
+/// Rows under the calibrated epoch stay there, unless rotates_calibrated_rows.
+/// @param count  number of segments
+/// @param segment_at  gives an object with `epoch` and `level` by the segment's number
+/// @return the segment's number; -1: none has to merge
 #pragma nv_exec_check_disable
 template <class SegmentAt>
 __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_calibrated_rows,
@@ -86,26 +94,25 @@ __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_c
   return count - first_own >= 2 ? count - 2 : count - 1;
 }
 
-/// @brief A segment of a sequence that is to be re-projected: its rows, written under `from`, are
-/// to be under `into`, as those of the next segment are. The layer has both segments until all rows
-/// have been.
+/// @brief A merge of one segment into the next: its rows, written under `from`, are re-projected to
+/// `into`, the epoch of the next segment. The layer keeps both segments until all rows are
+/// re-projected.
 struct MergePlan {
-  std::int32_t slot = 0, from = 0, into = 0;  ///< epochs in LayerView::maps
-  std::int32_t segment = -1;                  ///< none, if negative
+  std::int32_t slot = 0, from = 0, into = 0;  ///< from, into: epochs in LayerView::maps
+  std::int32_t segment = -1;                  ///< negative: no merge
 };
-/// @brief Where kernels find the plans of a launch: one that the host made, or, where values
-/// decide, those of its sequences in device memory.
+/// @brief The merge plans of a launch: one plan from the host, or, with device-managed epochs, one
+/// plan per sequence in device memory.
 struct MergePlans {
   MergePlan one;
   const MergePlan* decided = nullptr;
-  std::int32_t
-      begin = 0,
-      end = std::numeric_limits<std::int32_t>::max();  ///< only rows of the lists between them
+  /// Only rows [begin, end) of the lists are re-projected.
+  std::int32_t begin = 0, end = std::numeric_limits<std::int32_t>::max();
 
   __device__ MergePlan of(int sequence) const {
     return decided == nullptr ? one : decided[sequence];
   }
-  /// @brief The rows [x, y) of a head that a plan is about.
+  /// @brief The rows [x, y) of a head that a plan re-projects.
   __device__ int2 rows_of(const LayerView& tables, const MergePlan& plan, int head) const {
     if (plan.segment < 0) return {0, 0};
     const SegmentRows own = tables.segment(

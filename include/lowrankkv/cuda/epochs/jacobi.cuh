@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/jacobi.cuh  Rows in shared memory become orthogonal: one-sided Jacobi
-/// rotations, eight rows against eight at a time.
+/// @file cuda/epochs/jacobi.cuh  One-sided Jacobi orthogonalisation of rows in shared memory, eight
+/// rows against eight rows at a time.
 ///
-/// Rows in blocks of eight meet block by block, everybody everybody once a sweep. Of two blocks a
-/// round takes the 16 x 16 products (tensor cores, three products of tf32 for one of f32), finds
-/// the rotations that make them diagonal in one pass over their pairs (one warp, in registers), and
-/// applies these to the rows, again on tensor cores. All sums are f32: rows become orthogonal to
-/// 1e-5 of their lengths, small ones as large ones. What products lose is lost of what a rotation
-/// changes, not of the rows: D = (Q - 1)' X is added to X.
+/// Rows are in blocks of eight. In a sweep, every block meets every other block once. For two
+/// blocks, a round computes the 16 x 16 products of their rows (tensor cores, three tf32 products
+/// for one f32 product). One warp finds, in registers, the rotations that make the products
+/// diagonal in one pass over the pairs. The rotations are then applied to the rows, again on tensor
+/// cores. All sums are f32. Rows become orthogonal to 1e-5 of their lengths, short rows as well as
+/// long ones. Products lose precision only in what a rotation changes, not in the rows: D = (Q -
+/// 1)' X is added to X.
 ///
-/// Cost of n rows of d numbers: seven to ten sweeps of n / 8 - 1 rounds. Floor of a round: eight
-/// rotations, each of which waits for the last one (170 cycles of latencies: three exchanges
-/// between lanes, two roots), and three passes of the rows through shared memory (12 n d / 128
-/// cycles); docs/log/2026-11-24-gpu-sketches.md says what it takes.
+/// Cost for n rows of d numbers: seven to ten sweeps of n / 8 - 1 rounds. Lower bound of a round:
+/// eight rotations, each of which waits for the one before (170 cycles of latency: three lane
+/// exchanges, two roots), and three passes of the rows through shared memory (12 n d / 128 cycles).
+/// docs/log/2026-11-24-gpu-sketches.md has measured times.
 #pragma once
 
 #include <cstdint>
@@ -23,42 +24,43 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kSketchThreads = 384;  ///< of a block whose rows become orthogonal
-inline constexpr int kMaxSweeps = 20;       ///< of rotations; half are enough for most
-inline constexpr float kNothing =
-    1e-11F;  ///< of the longest row's squared length: rows of less are what rounding leaves of rows
-             ///< that depend on others, and have no direction
-inline constexpr float kOrthogonal = 1e-5F;  ///< cosine of rows that need no rotation: f32 leaves
-                                             ///< about 1e-6, a basis in f16 has 5e-4
-inline constexpr float kConverged =
-    1e-3F;  ///< a sweep that met no larger cosine was the last: what it leaves are their products
+/// Threads of a thread block that orthogonalises rows.
+inline constexpr int kSketchThreads = 384;
+inline constexpr int kMaxSweeps = 20;  ///< of rotations; half as many are enough for most
+/// Rows of a smaller squared length, relative to that of the longest row, are what rounding leaves
+/// of linearly dependent rows, and have no direction.
+inline constexpr float kNothing = 1e-11F;
+/// Rows whose cosine is at most this need no rotation. f32 leaves about 1e-6, a basis in f16 has
+/// 5e-4.
+inline constexpr float kOrthogonal = 1e-5F;
+/// A sweep that met no larger cosine is the last: the cosines that it leaves are products of these.
+inline constexpr float kConverged = 1e-3F;
 
 namespace detail {
 
-inline constexpr int kRowBlock = 8;       ///< rows that meet others together
-inline constexpr int kChannelSlices = 2;  ///< warps that share the channels of a pair
-inline constexpr int kBlockPairs =
-    kSketchThreads / 32 /
-    kChannelSlices;  ///< pairs of blocks of a round that are worked on at a time
+inline constexpr int kRowBlock = 8;       ///< rows of a block
+inline constexpr int kChannelSlices = 2;  ///< warps that share the channels of a pair of blocks
+/// Pairs of blocks of a round that are processed at a time.
+inline constexpr int kBlockPairs = kSketchThreads / 32 / kChannelSlices;
 
-/// Elements from a row to the next: 8 or 24 more than a multiple of 32, so that neither reading
-/// four channels of rows nor one channel of many meets a bank twice.
+/// Row stride in elements: 8 or 24 more than a multiple of 32. Then neither reading four channels
+/// of several rows nor one channel of many rows has bank conflicts.
 __host__ __device__ constexpr int sketch_stride(int head_dim) { return head_dim + 8; }
-/// Rows that a buffer of so many has room for: pairs of blocks.
+/// Rows of a buffer for so many rows: rounded up to pairs of blocks.
 __host__ __device__ constexpr int buffered_rows(int rows) {
   return (rows + 2 * kRowBlock - 1) / (2 * kRowBlock) * (2 * kRowBlock);
 }
 
-/// What the warps of a block share while rows become orthogonal.
+/// Shared memory of the warps of a thread block while rows become orthogonal.
 struct RowProducts {
-  float sums[kBlockPairs][kChannelSlices][16]
-            [16];  ///< M of a pair: the products of its rows over the channels of a slice are M +
-                   ///< M'; then, of slice 0, their rotations Q
-  std::int32_t pre_rope[kBlockPairs];  ///< whether the rows of a pair were not orthogonal
-  std::int32_t longest;                ///< bits of the longest squared length that a sweep has met
+  /// By pair of blocks and slice of channels: M, where M + M' are the products of the pair's rows
+  /// over the channels of the slice. Then, in slice 0, the rotations Q of the pair.
+  float sums[kBlockPairs][kChannelSlices][16][16];
+  std::int32_t pre_rope[kBlockPairs];  ///< whether the pair's rows need rotations
+  std::int32_t longest;  ///< float bits of the largest squared length that a sweep met
 };
 
-/// Squared lengths of rows. The caller synchronises.
+/// Computes the squared lengths of rows. All threads call it; the caller synchronises.
 __device__ inline void measure_rows(const float* rows, int count, int dim, int stride,
                                     float* lengths) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -71,14 +73,14 @@ __device__ inline void measure_rows(const float* rows, int count, int dim, int s
   }
 }
 
-/// A number as two that tensor cores read as tf32: of the first they leave out what the second is.
+/// A number as two operands of tf32 products: `low` is what tensor cores ignore of `high`.
 struct SplitNumber {
   float high, low;
 };
 __device__ __forceinline__ SplitNumber split_number(float x) { return {x, beyond_tf32(x)}; }
 
-/// Sums of 16 x 8 by 8 x 8 numbers, each product as three of tf32. In three parts, so that none
-/// waits for another.
+/// Sums of products of 16 x 8 by 8 x 8 numbers, each computed as three tf32 products. There are
+/// three accumulators, so that no product waits for another.
 struct SplitSums {
   float high[4] = {}, first[4] = {}, second[4] = {};
   __device__ __forceinline__ void add(const SplitNumber (&a)[4], const SplitNumber& b0,
@@ -93,9 +95,9 @@ struct SplitSums {
   }
 };
 
-/// A warp's channels of the 16 rows of a pair of blocks, in registers while their rotations are
-/// found: of blocks of eight channels every kChannelSlices-th. Lane 4 g + t has channels 2t and 2t
-/// + 1 of rows g.
+/// A warp's channels of the 16 rows of a pair of blocks, held in registers while the rotations are
+/// found. Of the blocks of eight channels, a warp has every kChannelSlices-th. Lane 4 g + t has
+/// channels 2t and 2t + 1 of row g of both blocks.
 template <int most>
 struct PairShare {
   float2 first[most], second[most];
@@ -112,9 +114,9 @@ struct PairShare {
     }
   }
 
-  /// Products of the rows, as M of M + M': half of those of the first digits, and those of the
-  /// others with them. In which order channels are summed nobody minds: two that are neighbours
-  /// here are four apart in an operand.
+  /// Computes the products of the rows as M, where M + M' are the products: half of the products of
+  /// the high parts, plus those of the low parts with the high parts. Channels may be summed in any
+  /// order: channels that are adjacent here are four apart in an operand.
   __device__ __forceinline__ void multiply(int dim, int slice, int lane,
                                            float (&sums)[16][16]) const {
     float high[2][4] = {}, low[2][4] = {};
@@ -140,7 +142,7 @@ struct PairShare {
     }
   }
 
-  /// X += (Q - 1)' X, written back to where the rows lie.
+  /// Adds (Q - 1)' X to the rows X in shared memory.
   __device__ __forceinline__ void rotate(float* a, float* b, int dim, int stride, int slice,
                                          int lane, const float (&q)[16][16]) const {
     const int g = lane / 4, t = lane % 4;
@@ -150,8 +152,8 @@ struct PairShare {
     const SplitNumber weights[2][4] = {
         {at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)},
         {at(g, t + 8), at(g + 8, t + 8), at(g, t + 12), at(g + 8, t + 12)}};
-    constexpr int together =
-        2;  // blocks of channels: products of one do not wait for those of the other
+    // Blocks of channels at a time: products of one do not wait for those of the other.
+    constexpr int together = 2;
 #pragma unroll
     for (int begin = 0; begin < most; begin += together) {
       if (8 * (kChannelSlices * begin + slice) >= dim) continue;
@@ -167,7 +169,7 @@ struct PairShare {
                       split_number(rows[(t + 4) * stride]));
         }
       }
-      __syncwarp();  // all lanes have read what these write
+      __syncwarp();  // all lanes have read the rows that are now written
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         const int channel = 8 * (kChannelSlices * (begin + i) + slice) + 2 * t;
@@ -181,20 +183,20 @@ struct PairShare {
   }
 };
 
-/// A lane's share of the products G of 16 rows and of their rotations Q: of row lane % 16 half of
-/// the columns, those whose number differs from the row's by what labels say: own[p] by p' = 4
-/// (lane / 16) + p, other[p], in the other block of rows, by 8 + (p' ^ r), where r changes from
+/// A lane's share of the 16 x 16 products G, or of the rotations Q. A lane has half of the columns
+/// of row lane % 16. Column numbers are the row's number with some bits flipped: own[p] flips p' =
+/// 4 (lane / 16) + p, and other[p], in the other block of rows, flips 8 + (p' ^ r). r changes from
 /// round to round.
 struct RotationShare {
   float own[4], other[4];
 
-  /// Columns i and their partners turn by (c, s) of column i ^ p'.
+  /// Rotates columns own[p] and other[p] by (c, s).
   __device__ __forceinline__ void turn(int p, float c, float s) {
     const float u = own[p], v = other[p];
     own[p] = fmaf(c, u, s * v);
     other[p] = fmaf(c, v, -s * u);
   }
-  /// r becomes r ^ d, d = 1 or 2.
+  /// Changes r to r ^ d, d = 1 or 2.
   template <int d>
   __device__ __forceinline__ void relabel() {
 #pragma unroll
@@ -208,12 +210,14 @@ struct RotationShare {
 };
 
 /// Cosine and sine that make rows i and i ^ k orthogonal: row i becomes c (row i) + s (row i ^ k).
-/// Both rows find the same c and opposite s, since they see the same numbers, but for their order.
+/// The lanes of both rows find the same c and opposite s, since they compute with the same numbers
+/// in another order.
 struct Rotation {
   float c, s;
 };
-/// @param square, product  of row i with itself and with row i ^ k  @param leads  whether of two
-/// equal rows it is the first
+/// Finds the rotation of rows i and i ^ k.
+/// @param square, product  products of row i with itself and with row i ^ k
+/// @param leads  if both rows are equally long: whether row i is the first
 __device__ __forceinline__ Rotation find_rotation(float square, float product, int k, bool leads) {
   const float other_square = __shfl_xor_sync(~0U, square, k),
               twice = product + __shfl_xor_sync(~0U, product, k),
@@ -223,17 +227,16 @@ __device__ __forceinline__ Rotation find_rotation(float square, float product, i
   const bool pre_rope = fminf(square, other_square) > kNothing && squares > 1e-36F;
   const float positive = difference == 0.0F ? (leads ? -1.0F : 1.0F) : difference;
   const float cosine = half * inverse, sine = 0.5F * twice * root * copysignf(inverse, positive);
-  const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine),
-                            1.5F);  // a step of Newton's: rows stay as long as they are
+  // A Newton step normalises (c, s), so that rows keep their lengths.
+  const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine), 1.5F);
   return {pre_rope ? cosine * length : 1.0F, pre_rope ? sine * length : 0.0F};
 }
 
-/// Rows of one block meet those of the other, i meets i ^ (8 + r).
+/// Rotates rows of one block against rows of the other block: row i with row i ^ (8 + r).
 __device__ __forceinline__ void rotate_across(RotationShare& g, RotationShare& q, int r, int lane) {
   const int k = 8 + r, row = lane % 16, half = lane / 16;
-  const Rotation mine =
-      find_rotation(g.own[0], g.other[0], k,
-                    row < 8);  // of lanes from 16 on it is nothing: they have no diagonal
+  // Lanes from 16 on have no diagonal elements, and their result is not used.
+  const Rotation mine = find_rotation(g.own[0], g.other[0], k, row < 8);
   const float cosine = __shfl_sync(~0U, mine.c, row), sine = __shfl_sync(~0U, mine.s, row);
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -250,11 +253,11 @@ __device__ __forceinline__ void rotate_across(RotationShare& g, RotationShare& q
   }
 }
 
-/// Rows of a block meet each other, i meets i ^ k; r = 0.
+/// Rotates rows within both blocks: row i with row i ^ k. Needs r = 0.
 template <int k>
 __device__ __forceinline__ void rotate_within(RotationShare& g, RotationShare& q, int lane) {
-  constexpr int d = k % 4,
-                mask = k >= 4 ? k + 16 : k;  // columns of the other half are another lane's
+  // The other half of the columns belongs to lane ^ 16.
+  constexpr int d = k % 4, mask = k >= 4 ? k + 16 : k;
   const int row = lane % 16, half = lane / 16;
   const float product = k >= 4 ? __shfl_xor_sync(~0U, g.own[d], 16) : g.own[d];
   const Rotation mine = find_rotation(g.own[0], product, k, row < (row ^ k));
@@ -288,11 +291,15 @@ __device__ __forceinline__ void rotate_all_within(RotationShare& g, RotationShar
   if constexpr (k + 1 < kRowBlock) rotate_all_within<k + 1>(g, q, lane);
 }
 
-/// What products of 16 rows say, by one warp: rotations Q that make them more diagonal, in place of
-/// the sums of slice 0, unless rows are orthogonal; within the two blocks too where `within`.
-/// @param longest  gets the longest row's squared length, if it is longer  @param scale  of the
-/// products, so that rows are about as long as 1 at most  @param unit  its inverse  @return whether
-/// a cosine was above kConverged (every lane)
+/// Finds the rotations Q that make the products of 16 rows more diagonal, unless the rows are
+/// orthogonal. One warp calls it.
+/// @param sums  the products; slice 0 receives Q
+/// @param pre_rope  receives 0 if the rows are orthogonal, else 1
+/// @param longest  receives the longest row's squared length, if that is larger
+/// @param scale  of the products, so that row lengths are at most about 1
+/// @param unit  1 / scale
+/// @param within  also rotate rows within the two blocks
+/// @return in every lane, whether a cosine was above kConverged
 __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& pre_rope,
                                       std::int32_t& longest, float scale, float unit, bool within) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 16,
@@ -336,7 +343,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
   };
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
-    const int r = 6 * half;  // 0 1 3 2, 6 7 5 4: one bit changes at a time
+    const int r = 6 * half;  // r runs over 0 1 3 2, 6 7 5 4: one bit changes at a time
     rotate_across(g, q, r, lane);
     relabel(std::integral_constant<int, 1>{});
     rotate_across(g, q, r ^ 1, lane);
@@ -350,7 +357,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
       q.other[p] = __shfl_xor_sync(~0U, q.other[p], 16);
     }
   }
-  __syncwarp();  // all lanes have read what these write
+  __syncwarp();  // all lanes have read the sums that are now overwritten
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     sums[0][row][first ^ p] = q.own[p];
@@ -360,16 +367,18 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
   return __all_sync(~0U, converged) == 0;
 }
 
-/// Rotates rows [count, stride] until all are orthogonal, in a buffer of buffered_rows(count). All
-/// threads call it and are synchronised at the end.
-/// @param lengths  of `count` numbers  @tparam channels  at least dim, a multiple of 32  @return
-/// sweeps made
+/// Rotates rows [count, stride] until all are orthogonal. The buffer has buffered_rows(count) rows.
+/// All threads call it and are synchronised at the end.
+/// @tparam channels  at least dim, a multiple of 32
+/// @param lengths  `count` numbers; receives the squared lengths of the rows before the rotations
+/// @return number of sweeps
 template <int channels>
 __device__ inline int make_orthogonal(float* rows, int count, int dim, int stride, float* lengths,
                                       RowProducts& shared) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
             blocks = buffered_rows(count) / kRowBlock, pair = warp % kBlockPairs,
-            slice = warp / kBlockPairs;  // so that warps that find rotations are of all schedulers
+            slice = warp /
+                    kBlockPairs;  // warps of slice 0, which find rotations, are on all schedulers
   for (int item = count * stride + thread; item < blocks * kRowBlock * stride;
        item += kSketchThreads)
     rows[item] = 0.0F;
@@ -381,12 +390,11 @@ __device__ inline int make_orthogonal(float* rows, int count, int dim, int strid
     longest = fmaxf(longest, __shfl_xor_sync(~0U, longest, distance));
   for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
     const float scale = longest > 0.0F ? 1.0F / longest : 0.0F;
-    if (thread == 0)
-      shared.longest =
-          0;  // a barrier before the first that writes it, another before the first that reads it
+    // Barriers separate this from the first write and from the first read.
+    if (thread == 0) shared.longest = 0;
     bool unconverged = false;
     for (int round = 0; round + 1 < blocks; ++round) {
-      // Everybody meets everybody once: the first stays, the others go round.
+      // Round-robin schedule: the first block stays, the others rotate.
       const auto player = [&](int place) {
         return place == 0               ? 0
                : place + round < blocks ? place + round

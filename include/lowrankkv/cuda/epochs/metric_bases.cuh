@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/epochs/metric_bases.cuh  Bases that move in a metric R of keys or values
-/// (basis/per_head.hpp): what updaters see of rows, and the maps that a basis U stands for.
+/// (basis/per_head.hpp): moments in the metric, and the maps of a basis U.
 ///
-/// Rows enter as (x - mean) R, so that moments are R M R; a basis encodes by R U and decodes by
-/// R^-1 U. R is symmetric, or those maps would not fit each other.
+/// Updaters see rows as (x - mean) R, so that their moments are R M R. A basis encodes by R U and
+/// decodes by R^-1 U. R is symmetric; otherwise these two maps would not fit each other.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The metrics of a layer's heads, as kernels see them: R, then its inverse, f32; null where
-/// a part is in the plain metric.
+/// @brief The metrics of a layer's heads, passed to kernels by value: R, then its inverse, in f32.
+/// Null for a part in the plain metric.
 struct BasisMetrics {
   const float* parts[2] = {};  ///< by Part: [heads, 2, head_dim, head_dim]
 
@@ -33,7 +33,7 @@ struct BasisMetrics {
   }
 };
 
-/// @brief Those metrics, owned.
+/// @brief The metrics of a layer's heads, owned.
 class MetricStore {
  public:
   MetricStore() = default;
@@ -50,7 +50,7 @@ class MetricStore {
   }
   BasisMetrics get() const { return {{values_[0].data(), values_[1].data()}}; }
   std::size_t bytes() const { return values_[0].bytes() + values_[1].bytes(); }
-  /// @brief Fingerprint of the metrics.
+  /// @brief Checksum of the metrics.
   std::uint64_t checksum() const { return checksum_; }
 
   static const std::vector<float>& metric(const HeadBasis& head, Part part) {
@@ -59,9 +59,9 @@ class MetricStore {
   static const std::vector<float>& inverse(const HeadBasis& head, Part part) {
     return part == Part::key ? head.key_metric_inverse : head.value_metric_inverse;
   }
-  /// @brief Whether encoder and decoder are two maps.
+  /// @brief Whether a part has a metric: encoder and decoder are then two maps.
   static bool has_metric(const HeadBasis& head, Part part) { return !metric(head, part).empty(); }
-  /// @brief The basis U [head_dim, rank] of a head's encoder R U.
+  /// @brief The basis U [head_dim, rank] of a head, computed from its encoder R U.
   static std::vector<float> working_basis(const HeadBasis& head, Part part, int head_dim) {
     const std::vector<float>&down = part == Part::key ? head.key_down : head.value_down,
           &back = inverse(head, part);
@@ -87,28 +87,28 @@ class MetricStore {
 
 namespace detail {
 
-inline constexpr int kMetricColumns =
-    16;  ///< columns of a moment that a block takes over: two a warp
+/// Columns of a moment that a thread block computes: two per warp.
+inline constexpr int kMetricColumns = 16;
 inline constexpr int kMetricThreads = 256;
 inline constexpr int kMetricWarps = kMetricThreads / 32;
 
-/// sums += x y.
+/// Adds x y to sums.
 __device__ __forceinline__ void add_times(float4& sums, const float4& x, float y) {
   sums = {fmaf(x.x, y, sums.x), fmaf(x.y, y, sums.y), fmaf(x.z, y, sums.z), fmaf(x.w, y, sums.w)};
 }
 
 }  // namespace detail
 
-/// @brief Shared memory of metric_moments_kernel in bytes.
+/// @brief Bytes of shared memory of metric_moments_kernel.
 inline std::size_t metric_bytes(int head_dim) {
   return 2 * sizeof(float) * static_cast<std::size_t>(head_dim * detail::kMetricColumns);
 }
 
-/// @brief turned [sequence, head, part, head_dim, head_dim] = R M R of the first of so many splits
-/// of moments, f32; in the plain metric a copy. Grid: blocks of columns x (heads x 2) x sequences.
-///
-/// Matrices are symmetric: their columns are read as rows, four numbers a lane, which a warp
-/// multiplies by two columns of the other one.
+/// @brief Transforms moments to the metric: rotated [sequence, head, part, head_dim, head_dim] = R
+/// M R, in f32, of the first of `splits` splits of the moments. In the plain metric a copy. Grid:
+/// blocks of columns x (heads x 2) x sequences.
+/// Matrices are symmetric, so their columns are read as rows: a lane loads four adjacent numbers of
+/// a row, and its warp multiplies them by two columns of the other matrix.
 template <class = void>
 __global__ void __launch_bounds__(detail::kMetricThreads)
     metric_moments_kernel(BasisMetrics metrics, int dim, const float* moments, int splits,
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(detail::kMetricThreads)
   constexpr int columns = detail::kMetricColumns;
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   float* own = reinterpret_cast<float*>(shared_memory);  // columns of R, [dim, columns]
-  float* half = own + dim * columns;                     // of M R
+  float* half = own + dim * columns;                     // columns of M R, [dim, columns]
   const int thread = static_cast<int>(threadIdx.x), first = static_cast<int>(blockIdx.x) * columns,
             column = thread / 32 * 2, lane = thread % 32;
   const std::size_t which = static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y,
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(detail::kMetricThreads)
   for (int item = thread; item < dim * columns; item += detail::kMetricThreads)
     own[item] = __ldg(metric + item / columns * dim + first + item % columns);
   __syncthreads();
-  // Rows [row, row + 4) of left times this warp's columns of right, put by put(row, two sums).
+  // Rows of left times this warp's two columns of right; put(row, two sums) stores a row.
   const auto product = [&](const float* left, const float* right, auto&& put) {
     for (int row = 4 * lane; row < dim; row += 128) {
       float4 sums[2] = {};
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(detail::kMetricThreads)
   });
 }
 
-/// @brief The bases that sequences work with as maps of the epochs that they published: R U, R^-1
-/// U, what the mean becomes; parts in the plain metric are left alone. A warp makes a column. Grid:
-/// (groups of columns x 2) x heads x sequences.
+/// @brief Writes working bases to the maps of the epochs that sequences publish: R U, R^-1 U and
+/// the encoded mean. Skips parts in the plain metric. Each warp computes a column. Grid: (groups of
+/// columns x 2) x heads x sequences.
 template <class = void>
 __global__ void __launch_bounds__(detail::kMetricThreads)
     metric_epochs_kernel(LayerView tables, BasisMetrics metrics, WorkingBases bases,
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(detail::kMetricThreads)
 
 namespace detail {
 
-/// Rows [count, stride] of f32 in shared memory, centred, become x R. All warps of a block share
-/// them, three rows a warp at a time; the caller synchronises before and after.
+/// Replaces centred rows x [count, stride], f32 in shared memory, by x R. All warps of a block
+/// share the work, three rows per warp at a time. The caller synchronises before and after.
 __device__ inline void rows_to_metric(float* rows, int count, int dim, int stride,
                                       const float* metric) {
   constexpr int together = 3, parts = kMaxHeadDim / 128;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/epochs/working_bases.cuh  The bases that sequences work with, and how they become the
-/// maps of epochs.
+/// @file cuda/epochs/working_bases.cuh  Working bases of sequences, and the kernel that publishes
+/// them as maps of epochs.
 #pragma once
 
 #include <cstddef>
@@ -12,28 +12,28 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Bases of sequences: [slot, head, part, rank, head_dim] of `type`, the columns of U one
-/// after the other; `start`: where a sequence's stand until they move.
+/// @brief The working bases of all sequences, of `type`. The columns of a basis U are stored one
+/// after the other.
 struct WorkingBases {
   void* moved = nullptr;        ///< [slots, heads, 2, most, head_dim]
-  const void* start = nullptr;  ///< [heads, 2, most, head_dim]
+  const void* start = nullptr;  ///< [heads, 2, most, head_dim]: the bases before they move
   std::int32_t most = 0;        ///< largest rank
   DType type = DType::f16;
 
-  /// @brief Where an element of the basis `which` (2 head + part) of a slot stands.
+  /// @brief Index of an element of a slot's basis `which` (2 head + part).
   __device__ std::size_t place(int slot, int heads, int which, int column, int channel,
                                int dim) const {
     return static_cast<std::size_t>(slot * heads * 2 + which) *
                static_cast<std::size_t>(most * dim) +
            static_cast<std::size_t>(column * dim + channel);
   }
-  /// @brief An element of a basis that has moved.
+  /// @brief Loads an element of a working basis as f32.
   __device__ float element(int slot, int heads, int which, int column, int channel, int dim) const {
     const std::size_t at = place(slot, heads, which, column, channel, dim);
     return type == DType::f32 ? static_cast<const float*>(moved)[at]
                               : from_bits(type, static_cast<const std::uint16_t*>(moved)[at]);
   }
-  /// @brief Writes one.
+  /// @brief Stores an element of a working basis.
   __device__ void put(int slot, int heads, int which, int column, int channel, int dim,
                       float value) const {
     const std::size_t at = place(slot, heads, which, column, channel, dim);
@@ -44,16 +44,16 @@ struct WorkingBases {
   }
 };
 
-/// @brief What an updater keeps of a basis between two batches, where the device alone knows how
-/// many rows it saw: of a sketch the rows it holds and those of the chunk that is being written; of
-/// Oja's rule, which has no sketch, the steps by decoded rows so far.
+/// @brief An updater's state of one basis between batches, where only the device knows how many
+/// rows it saw. Of a sketch: the rows of the current chunk, and the rows that the sketch holds. Of
+/// Oja's rule, which has no sketch: chunk_rows counts its steps on decoded rows.
 struct SketchState {
   std::int64_t chunk_rows = 0;
   std::int32_t held = 0, padding = 0;
 };
 
-/// @brief Epochs in LayerView::maps, by sequence of a launch, that were published; -1: none. Those
-/// that the host took or, where values decide, those in device memory.
+/// @brief The published epochs of a launch, by sequence, as indices in LayerView::maps; -1: none.
+/// The host chose them, or, with device-managed epochs, they are in device memory.
 struct PublishedEpochs {
   std::int32_t slots[kMaxBatch];
   std::int32_t taken[kMaxBatch];
@@ -63,8 +63,8 @@ struct PublishedEpochs {
   }
 };
 
-/// @brief The bases that sequences work with as the maps of the epochs that they published. Grid: 2
-/// x heads x sequences.
+/// @brief Writes working bases to the maps of the epochs that sequences publish. Grid: 2 x heads x
+/// sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     publish_kernel(LayerView tables, WorkingBases bases, PublishedEpochs epochs) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/host_sequence.cuh  What the host knows of a sequence: its lengths, which follow
-/// from counts but where heads keep rows of their own, and its pages.
+/// @file cuda/layer/host_sequence.cuh  The host's state of a sequence: lengths, epochs and pages.
+/// Lengths follow from token counts, except where heads have different numbers of rows.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +18,20 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of the lists of all heads. Values choose which rows go where, seldom how many: heads
-/// differ after tokens have gone from among rows that values chose, where errors choose among those
-/// that masses keep or that scores left of a part of a prompt, and where errors must exceed a
-/// threshold.
+/// @brief Row counts of the lists of all heads.
+///
+/// Values choose which rows go to which list, but counts usually determine how many. Heads differ
+/// in three cases: tokens were removed from among rows that values chose; errors choose among rows
+/// that are kept by accumulated score, or that prompt scores kept in a part of a prompt; errors
+/// must exceed a threshold.
 struct SequenceRows {
-  HeadRows rows;                  ///< the most of a head
+  HeadRows rows;                  ///< the most of any head
   std::vector<HeadRows> missing;  ///< [heads]: how many fewer a head has; empty: none
-  int joint_heads = 0;  ///< of a group whose values are joint: the same rows of them all; 0: none
+  /// Heads of a group with joint values, which compress the same rows; 0: no joint values.
+  int joint_heads = 0;
 
   std::int64_t num_rows(RowList list) const { return rows_in(rows, list); }
-  /// @param index  of a list: of a head, or, behind those, of the joint values of a group
+  /// @param index  list of a head; after the heads, list of the joint values of a group
   std::int64_t num_rows(RowList list, int index) const {
     return rows_in(rows, list) - missing_in(list, index);
   }
@@ -43,7 +46,7 @@ struct SequenceRows {
     return {static_cast<std::int32_t>(num_rows(RowList::full, head)),
             static_cast<std::int32_t>(num_rows(RowList::compressed, head))};
   }
-  /// @brief Whether a list of any head has more rows in `after`.
+  /// @brief Whether any head has more rows in this list in `after`.
   bool grows(const SequenceRows& after, RowList list) const {
     const std::size_t heads = (std::max)({missing.size(), after.missing.size(), std::size_t{1}});
     for (std::size_t head = 0; head < heads; ++head) {
@@ -52,14 +55,14 @@ struct SequenceRows {
     }
     return false;
   }
-  /// @brief The fewest of a head.
+  /// @brief The fewest rows of any head.
   std::int64_t least_rows(RowList list) const {
     std::int32_t most_missing = 0;
     for (const HeadRows& head : missing)
       most_missing = (std::max)(most_missing, rows_in(head, list));
     return rows_in(rows, list) - most_missing;
   }
-  /// @brief Leaves so many rows of a list to every head, at most. @param limit  negative: all
+  /// @brief Limits every head's rows of a list to `limit`; negative: no limit.
   void limit_rows(std::int64_t limit, RowList list) {
     if (limit < 0 || num_rows(list) <= limit) return;
     std::vector<HeadRows> own;
@@ -70,8 +73,7 @@ struct SequenceRows {
     }
     set_rows(std::move(own));
   }
-  /// @brief Adds the rows that leave sequence `i` of a batch. @param weighed  the list whose rows
-  /// masses choose
+  /// @brief Adds the flushed rows of sequence `i` of a batch. @param scored  the scored list
   void add_rows(const FlushBatch& flushed, int i, RowList scored) {
     const auto grown = [&](const HeadRows& own) {
       return HeadRows{
@@ -87,8 +89,8 @@ struct SequenceRows {
       own.push_back(grown(rows_of(static_cast<int>(head))));
     set_rows(std::move(own));
   }
-  /// @brief Adds the rows that leave sequence `i` of a batch, as many as lists may get where masses
-  /// choose among those of both. @param most  of a list, then
+  /// @brief Adds the flushed rows of sequence `i` of a batch where both lists are scored: as many
+  /// as each list may get. @param most  the most rows of a list afterwards
   void add_scored(const FlushBatch& flushed, int i, std::int32_t most) {
     std::vector<HeadRows> own;
     const auto grown = [&](std::int32_t now, std::int32_t offered) {
@@ -101,7 +103,7 @@ struct SequenceRows {
     }
     set_rows(std::move(own));
   }
-  /// @brief Sets the rows of every head, of which there is at least one.
+  /// @brief Sets the row counts [heads] of every head; there is at least one.
   void set_rows(std::vector<HeadRows> own) {
     rows = own.front();
     for (const HeadRows& head : own)
@@ -116,20 +118,21 @@ struct SequenceRows {
   }
 };
 
-/// @brief The host's knowledge of one sequence.
+/// @brief The host's state of one sequence.
 struct HostSequence : SequenceRows {
   std::int64_t num_tokens = 0;
   std::int32_t tail_length = 0;
   HostEpochs epochs;
-  PositionShifts shifts;  ///< rotary positions, where they are not the token's index; the device
-                          ///< has those of keys that are stored before their rotary embedding
-  std::vector<std::vector<std::int32_t>> pages[2];  ///< by RowList, per list: of a head; joint
-                                                    ///< values have one a group, behind the heads'
+  /// Rotary positions that differ from the token's index. The device has a copy for pre-RoPE keys.
+  PositionShifts shifts;
+  /// By RowList: the pages of each list. The heads' lists come first, then, with joint values, one
+  /// list per group.
+  std::vector<std::vector<std::int32_t>> pages[2];
 
-  std::int64_t first_tail() const {
-    return num_tokens - tail_length;
-  }  ///< tokens that have left the tail
-  /// @brief Segments end where their heads' lists do, and go where no head has a row of them.
+  /// @brief Number of tokens that have left the tail.
+  std::int64_t first_tail() const { return num_tokens - tail_length; }
+  /// @brief Ends segments where the heads' lists end, and erases segments that are empty in all
+  /// heads.
   void trim_segments() {
     std::vector<HostSegment>& all = epochs.segments;
     for (std::size_t i = all.size(); i-- > 0;) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/layer.cuh  One attention layer on the Cuda backend with its policies: what is
-/// stored, and by which rules. The steps of the algorithm are free functions over it:
-/// cuda/compress/compress.cuh, cuda/cache/prefill.cuh, cuda/cache/decode_step.cuh,
-/// cuda/cache/token_edits.cuh.
+/// @file cuda/layer/layer.cuh  One attention layer on the Cuda backend: its stored state and its
+/// policies. The steps of the algorithm are free functions over it: cuda/compress/compress.cuh,
+/// cuda/cache/prefill.cuh, cuda/cache/decode_step.cuh, cuda/cache/token_edits.cuh.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief A layer's stored state, its sequences, and its policies, whose rules it inherits.
+/// @brief A layer's stored state, its sequences and its policies. Inherits the policies' rules.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 struct Layer : LayerRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
   using Rules = LayerRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
@@ -40,21 +39,21 @@ struct Layer : LayerRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
         sequences(config),
         prompts(config.max_sequences) {}
 
-  /// Tokens of a sequence, those of an unfinished chunk included.
+  /// Tokens of a sequence, including the staged rows of an unfinished chunk.
   std::int64_t tokens_of(int slot) const {
     return state.sequence(slot).num_tokens + prompts.of(slot).rows();
   }
-  /// Rows of a sequence that are pinned, at most.
+  /// The most rows of a sequence that can be pinned.
   std::int64_t ever_pinned() const {
     return pinned_rows(policies.token_policy, 0, config.max_tokens);
   }
-  /// Rows of a tail beyond which it is flushed.
+  /// A tail with more rows than this is flushed.
   int kept_rows() const { return recent_rows(policies.token_policy) + config.flush_interval; }
-  /// Tokens of a chunk of a prompt, at most.
+  /// The most tokens of a prompt chunk.
   std::int64_t chunk_limit() const {
     return config.prefill_chunk > 0 ? config.prefill_chunk : std::int64_t{1} << 40;
   }
-  /// Queries at the end of a prompt by which somebody chooses among its rows.
+  /// Number of last prompt queries that score its rows, for the token policy or the updater.
   int scoring_window() const {
     int window = attention_scores(policies.token_policy).window;
     if constexpr (Rule::adapts && Rows::compresses && !Rules::sketches) {
@@ -63,20 +62,20 @@ struct Layer : LayerRules<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
     }
     return window;
   }
-  /// Largest magnitude that may be stored. NaN and Inf never are: in a tail they would reach rows
-  /// that come after them.
+  /// The largest magnitude that is stored. NaN and Inf are never stored: in a tail they would reach
+  /// later rows.
   float value_limit() const {
     if (!config.check_finite) return max_finite(DType::f32);
-    // Of 8-bit rows so many steps, each an f16.
+    // An 8-bit row reaches kScaledHalf steps, and a step is an f16.
     const float coded =
         config.full_row_bits == 8 ? kScaledHalf * max_finite(DType::f16) : max_finite(DType::f32);
     return (std::min)(max_finite(config.full_type), coded);
   }
 
   PolicySet policies;
-  CacheConfig config;  ///< as it was given, defaults filled in
+  CacheConfig config;  ///< the given one with defaults filled in
   LayerState state;
-  ::lowrankkv::detail::SequenceTable sequences;  ///< from the engine's ids to slots
+  ::lowrankkv::detail::SequenceTable sequences;  ///< maps the engine's ids to slots
   OpenPrompts prompts;
   CacheStatistics statistics;
 };

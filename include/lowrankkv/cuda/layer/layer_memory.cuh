@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/layer_memory.cuh  Bytes of what a layer stores of a sequence, and what has
-/// happened in it.
+/// @file cuda/layer/layer_memory.cuh  Memory usage of a sequence, and event counts of
+/// device-managed epochs.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Bytes of one sequence, pages shared with forks counted in full; padding of codes to whole
-/// units is counted with them. Waits for the device where epochs begin when values say so. @param
-/// listed  of which lists positions are kept, and masses  @param pending  of a prompt that goes on
+/// @brief Bytes of one sequence. Pages shared with forks are counted in full. Coefficient bytes
+/// include the padding of codes to whole units. Waits for the device if epochs are device-managed.
+/// @param listed  the lists with explicit positions and scores
+/// @param pending  bytes of the sequence's unfinished prompt
 inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const ListedRows& listed,
                                    std::size_t pending) {
   const HostSequence& now = layer.sequence(slot);
@@ -26,7 +27,7 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   usage.pending_bytes = pending;
   usage.tail_bytes = static_cast<std::size_t>(now.tail_length * row * heads);
   std::size_t pages = 0;
-  const HeadTiles& listed_tiles = layer.tiles().listed;  // of 8 bits with their steps
+  const HeadTiles& listed_tiles = layer.tiles().listed;  // 8-bit tiles include their steps
   std::int64_t full_rows = 0, compressed_rows = 0;
   for (int head = 0; head < layer.tables().num_heads; ++head) {
     full_rows += now.num_rows(RowList::full, head);
@@ -66,7 +67,7 @@ inline MemoryUsage sequence_memory(const LayerState& layer, int slot, const List
   return usage;
 }
 
-/// @brief Adds what the device counts of epochs that begin when values say so. Waits for it.
+/// @brief Adds the device's counts of device-managed epochs. Waits for the device.
 inline void count_device_epochs(const LayerState& layer, CacheStatistics& statistics) {
   DeviceEpochCounts counts;
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

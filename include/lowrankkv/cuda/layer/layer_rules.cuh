@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/layer_rules.cuh  What a composition of policies is on the Cuda backend: what
-/// goes together, what is compiled, what is checked of parameters before a layer is made, and how
-/// large it is.
+/// @file cuda/layer/layer_rules.cuh  The rules of a composition of policies on the Cuda backend:
+/// which policies go together, which kernels are compiled, how parameters are checked, and how
+/// large a layer is.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What a Layer knows of its policies.
+/// @brief Compile-time properties and sizes of a Layer that follow from its policies.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 struct LayerRules {
   static_assert(
@@ -36,14 +36,14 @@ struct LayerRules {
   using Maps = Impl<Known<Basis, PerHead>, Cuda>;
   using Codec = Impl<Known<Quantizer, NoQuantizer>, Cuda>;
   using Rows = TokenRules<TokenPolicy>;
-  static_assert(sizeof(Rows) > 0);  // which says what members of a token policy do not go together
+  static_assert(sizeof(Rows) > 0);  // its own asserts name members that do not go together
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;
   using Rule = Impl<Known<Updater, Static>, Cuda>;
   static constexpr int scale_groups = scale_groups_of<Codec>();
   static constexpr bool joins = Rows::compresses && requires(const Basis& joint) {
     Maps::joint_heads(joint, 1);
   };
-  /// Scale groups of codes; 0: coefficients are in plain tiles.
+  /// Scale groups of codes; 0: coefficients are stored in plain tiles.
   static constexpr int coded_groups = Codec::form == CodedForm::codes ? scale_groups : 0;
   static_assert(
       !Rule::adapts || Codec::form == CodedForm::plain ||
@@ -51,12 +51,13 @@ struct LayerRules {
           requires { Codec::orders_channels; },
       "lowrankkv: on the Cuda backend an Updater that moves bases needs a Quantizer that moves "
       "with them (NoQuantizer, Int8, BlockHadamard, TransformCode)");
-  /// Rows enter sketches, whose chunks end when values say so.
+  /// Rows enter Frequent Directions sketches. The device decides when a chunk ends.
   static constexpr bool sketches = Rows::compresses && requires { Rule::device_epochs; };
-  /// How many rows of a prompt stay full, heads differ in.
+  /// Errors choose full rows in every part of a prompt, so heads may keep different numbers of full
+  /// rows.
   static constexpr bool exempts_in_parts =
       sketches && (Rows::by_scores || Rows::accumulates_scores) && Rows::by_errors;
-  /// Epochs begin when values say so.
+  /// Epochs are device-managed.
   static constexpr bool device_epochs =
       sketches || (Rule::adapts && Rows::compresses && Rows::accumulates_scores);
   static_assert(!Rule::adapts || EpochPolicy::max_epochs + 2 <= kMaxSegments,
@@ -65,10 +66,10 @@ struct LayerRules {
       !Rule::adapts || requires { Maps::moves; },
       "lowrankkv: on the Cuda backend an Updater that moves bases needs PerHead bases");
 
-  /// Form of the compressed rows, if there are any.
+  /// Form of the compressed rows; CodedForm::none if nothing is compressed.
   static constexpr CodedForm kForm = Rows::compresses ? Codec::form : CodedForm::none;
-  /// Rows stand in their lists by position; which positions, counts do not tell where rows are
-  /// chosen or dropped.
+  /// Which lists store positions and scores explicitly. Where rows are chosen or dropped by value,
+  /// counts do not determine the positions of a list's rows.
   static constexpr ListedRows listed() {
     return {Rows::chooses || Rows::drops, Rows::compresses && Rows::drops, Rows::by_errors,
             Rows::accumulates_scores};
@@ -80,7 +81,8 @@ struct LayerRules {
     return limits;
   }
 
-  /// Fills in defaults, or raises what is wrong.
+  /// Returns the configuration with defaults filled in.
+  /// @throws ShapeError, ValueError, CapacityError for parameters that this backend cannot use
   static CacheConfig checked(CacheConfig config, const LayerBasis& basis, const PolicySet& policies,
                              const PagePool* pool) {
     using ::lowrankkv::detail::fail;
@@ -107,17 +109,17 @@ struct LayerRules {
     return config;
   }
 
-  /// Rows that the lists of a sequence may have.
+  /// The most rows that the lists of a sequence may have.
   static MostRows most_rows(const CacheConfig& config, const PolicySet& policies) {
     return most_rows(policies.token_policy, config.max_tokens);
   }
-  /// The same of a sequence of which so many tokens have left the tail.
+  /// The most rows of a sequence of which `tokens` tokens have left the tail.
   static MostRows most_rows(const TokenPolicy& policy, std::int64_t tokens) {
     const RowCounts prompt = row_counts(policy, 0, tokens, Phase::prefill);
     const RowCounts steps = row_counts(policy, 0, tokens, Phase::decode);
     if (Rows::scores_both) {
-      // One list may have all rows that masses keep; errors leave so many at full rank, unless rows
-      // that are not go.
+      // One list may hold all rows that are kept by score. Errors keep `full` of them at full rank;
+      // the full list exceeds that only after compressed rows were removed. That excess is spare.
       const std::int64_t kept = steps.pinned + steps.limit;
       const std::int64_t full = (std::min)(kept, (std::max)(prompt.full, steps.full));
       return {full, kept, kept - full};
@@ -126,13 +128,15 @@ struct LayerRules {
       return {Rows::compresses ? steps.pinned : steps.limit, Rows::compresses ? steps.limit : 0, 0};
     }
     const std::int64_t full = (std::max)(prompt.full, steps.full);
-    // What a prompt's scores keep, and what errors leave, depends on how tokens come. Where errors
-    // choose, a head that keeps its earliest rows when later ones go has room for twice as many.
+    // How many rows prompt scores keep, and how many errors leave compressed, depends on how the
+    // tokens are divided into calls. Where errors choose, a head may keep its earliest full rows
+    // while later tokens are removed, so the full list has room for 64 rows more than twice as
+    // many.
     return {full, Rows::compresses ? tokens : 0,
             Rows::by_errors ? (std::min)(full + 64, tokens - full) : 0};
   }
 
-  /// Heads of a group whose values are one latent; 0: none.
+  /// Heads of a group whose values are one latent; 0: no joint values.
   static int joint_heads([[maybe_unused]] const CacheConfig& config,
                          [[maybe_unused]] const PolicySet& policies) {
     if constexpr (joins)
@@ -145,7 +149,7 @@ struct LayerRules {
     return choose_tiles(config, basis, policies.quantizer, Rows::compresses, Rule::adapts,
                         joint_heads(config, policies), most_rows(config, policies));
   }
-  /// Bytes of the workspace of a layer of such a configuration, which is checked.
+  /// Bytes of the workspace of a layer with this configuration, which has been checked.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerBasis& basis,
                                   const PolicySet& policies) {
     const MostRows most = most_rows(config, policies);

@@ -2,9 +2,10 @@
 /// @file cuda/layer/layer_state.cuh  Everything the Cuda backend stores for one attention layer:
 /// tables, pages, tails, maps, workspace.
 ///
-/// The host knows every length (they follow from token counts, or are asked for when tokens go and
-/// when errors choose in parts of a prompt) and decides which pages are used; kernels read their
-/// own copies, which the same launches that move rows also update, in the order of the stream.
+/// The host knows every length and decides which pages are used. It computes lengths from token
+/// counts. It reads them from the device where only values determine them: after tokens are
+/// removed, and where errors choose a number of rows that counts do not give. Kernels read their
+/// own copies of the lengths, which the launches that move rows update in stream order.
 #pragma once
 
 #include <algorithm>
@@ -30,12 +31,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The stored state of one layer. Steps of the algorithm are free functions and kernels;
-/// this owns and counts.
+/// @brief The stored state of one layer: owns its memory and counts its rows. The steps of the
+/// algorithm are free functions and kernels over it.
 class LayerState {
  public:
-  /// @param most  rows that a sequence of config.max_tokens may have  @param workspace  that the
-  /// caller lends, or none
+  /// @param most  rows that the lists of a sequence of config.max_tokens tokens may have
+  /// @param listed  the lists whose rows have explicit positions and scores
+  /// @param shared_pool  pages shared with other layers; null: the layer makes a pool
+  /// @param workspace  memory that the caller lends; null: the layer allocates it
   LayerState(const CacheConfig& config, LayerTiles tiles, const LayerBasis& basis,
              const MostRows& most, EpochLimits limits, ListedRows listed,
              std::shared_ptr<PagePool> shared_pool, const LentMemory& workspace = {})
@@ -114,9 +117,9 @@ class LayerState {
     }
     for (int list = 0; list < 2; ++list) {
       if (!(list == 0 ? listed.full : listed.compressed)) continue;
-      positions_[list] = DeviceArray<std::int32_t>((std::max)(
-          std::size_t{1},
-          rows * static_cast<std::size_t>(max_rows_[list])));  // also of a list that stays empty
+      // Not null even for a list that stays empty.
+      positions_[list] = DeviceArray<std::int32_t>(
+          (std::max)(std::size_t{1}, rows * static_cast<std::size_t>(max_rows_[list])));
       tables_.positions[list] = positions_[list].data();
       tables_.max_rows[list] = static_cast<std::int32_t>(max_rows_[list]);
       if (!listed.has_scores(static_cast<RowList>(list))) continue;
@@ -142,9 +145,8 @@ class LayerState {
           "cudaDeviceGetAttribute");
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, append_kernel<DeviceRows>), "cudaFuncGetAttributes");
-    overlaps_ =
-        major >= 9 &&
-        compiled.ptxVersion >= 90;  // kernels compiled for older devices do not wait for each other
+    // Kernels compiled for older devices do not wait for the previous kernel: no overlap then.
+    overlaps_ = major >= 9 && compiled.ptxVersion >= 90;
     check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device),
           "cudaDeviceGetAttribute");
     check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
@@ -153,7 +155,7 @@ class LayerState {
 
   LayerState(const LayerState&) = delete;
   LayerState& operator=(const LayerState&) = delete;
-  /// A shared pool outlives the layer.
+  /// Releases all pages: a shared pool outlives the layer.
   ~LayerState() {
     for (const HostSequence& sequence : sequences_) {
       for (const auto& list : sequence.pages) {
@@ -167,9 +169,9 @@ class LayerState {
   const CacheConfig& config() const { return config_; }
   const LayerTiles& tiles() const { return tiles_; }
   const LayerEdit& tables() const { return tables_; }
-  /// @brief Fingerprint of the calibrated maps, as they are stored.
+  /// @brief Checksum of the calibrated maps as stored.
   std::uint64_t maps_checksum() const { return maps_.checksum(); }
-  /// @brief Device memory of what all sequences share.
+  /// @brief Bytes of device memory that all sequences share: maps, metrics, rotary tables.
   std::size_t shared_map_bytes() const {
     return maps_.bytes() + metrics_.bytes() + epochs_.metric_store().bytes() + rotary_.bytes();
   }
@@ -177,8 +179,8 @@ class LayerState {
   EpochStore& epochs() { return epochs_; }
   const EpochStore& epochs() const { return epochs_; }
   const DeviceEpochStore& device_epochs() const { return device_epochs_; }
-  /// @brief Whether rows that enter sketches are buffered in scratch memory, since shared memory is
-  /// too small.
+  /// @brief Whether rows that enter sketches are buffered in scratch memory because shared memory
+  /// is too small.
   bool sketches_apart() const {
     return device_epochs_.buffer_bytes() + kSketchShared > static_cast<std::size_t>(shared_bytes_);
   }
@@ -187,7 +189,7 @@ class LayerState {
   const HostSequence& sequence(int slot) const {
     return sequences_[static_cast<std::size_t>(slot)];
   }
-  /// @brief Lists of a kind that a sequence has.
+  /// @brief Number of lists of this kind that a sequence has.
   int num_lists(RowList list) const {
     return list == RowList::full ? config_.shape.num_kv_heads
                                  : static_cast<int>(tiles_.compressed.size());
@@ -197,15 +199,18 @@ class LayerState {
                                  : tiles_.compressed[static_cast<std::size_t>(head)];
   }
   std::int64_t pages_for(RowList list, int head, std::int64_t rows) const {
+    // A list that does not exist has no layout.
     return rows == 0 ? 0 : layout(list, head).pages_for(rows);
-  }  // a list that is not there has no layout
+  }
   std::int64_t max_rows(RowList list) const { return max_rows_[static_cast<int>(list)]; }
 
-  /// @brief Whether masses choose the rows of a list, which may stand in any order.
+  /// @brief Whether this is a scored list: its rows are kept by accumulated score, in any order.
   bool is_scored(RowList list) const { return tables_.has_scores(list); }
-  /// @brief Gives a sequence copies of the pages of these rows, since it is about to write to them;
-  /// rows are counted as in the head that has the most, in others from their ends. Pages were
-  /// checked.
+  /// @brief Copy on write: gives a sequence its own copies of the shared pages that hold rows
+  /// [first_row, end_row) of a list.
+  ///
+  /// Rows are numbered as in the head with the longest list; in a shorter list they are counted
+  /// from the end. The caller has checked that the pool has the pages.
   void own_pages(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
                  cudaStream_t stream) {
     HostSequence& now = sequence(slot);
@@ -216,8 +221,8 @@ class LayerState {
       check(cudaGetLastError(), "copy_pages_kernel");
       copies.count = 0;
     };
-    TakenPages taken(
-        pool_->allocator());  // all of them before anything changes: an engine's source may raise
+    // Takes all pages before anything changes: an engine's source may raise.
+    TakenPages taken(pool_->allocator());
     for_each_shared(slot, list, first_row, end_row, [&](int, std::size_t) { taken.take(); });
     for_each_shared(slot, list, first_row, end_row, [&](int head, std::size_t index) {
       std::int32_t& page = now.pages[static_cast<int>(list)][static_cast<std::size_t>(head)][index];
@@ -225,7 +230,7 @@ class LayerState {
       const std::int32_t own = taken.next();
       copies.from[copies.count] = page;
       copies.to[copies.count++] = own;
-      pool_->allocator().release(page);  // others have it
+      pool_->allocator().release(page);  // other sequences still hold it
       page = own;
       edit(static_cast<int>(list),
            (slot * tables_.num_lists + head) * tables_.max_pages[static_cast<int>(list)] +
@@ -242,8 +247,8 @@ class LayerState {
            static_cast<std::size_t>(tiles_.full.bytes);
   }
 
-  /// @brief Adds the pages of a list that a sequence has to copy before it writes to rows
-  /// [first_row, end_row).
+  /// @brief Adds to `demand` the shared pages that a sequence must copy before it writes rows
+  /// [first_row, end_row) of a list, numbered as in own_pages().
   void demand_writes(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
                      PageDemand& demand) const {
     const auto& pages = sequence(slot).pages[static_cast<int>(list)];
@@ -251,15 +256,16 @@ class LayerState {
       demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(head)][index]);
     });
   }
-  /// @brief Adds the pages that a sequence's lists take when they have the rows of `after`, copies
-  /// of shared ones that are written to included.
-  /// @param replaces  any row that is weighed may be replaced
+  /// @brief Adds to `demand` the pages that a sequence needs to grow its lists to the rows of
+  /// `after`: new pages, and copies of the shared pages that will be written.
+  /// @param replaces  any row of the scored lists may be replaced
   void demand_rows(int slot, const SequenceRows& after, bool replaces, PageDemand& demand) const {
     const HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
-      const bool grows = now.grows(after, list), rewrites = (replaces && is_scored(list)) ||
-                                                            (grows && list == RowList::compressed &&
-                                                             epochs_.adapts());  // by a merge
+      // A merge of epochs rewrites compressed rows.
+      const bool grows = now.grows(after, list),
+                 rewrites = (replaces && is_scored(list)) ||
+                            (grows && list == RowList::compressed && epochs_.adapts());
       if (grows || rewrites)
         demand_writes(slot, list, rewrites ? 0 : now.num_rows(list), now.num_rows(list) + 1,
                       demand);
@@ -273,7 +279,7 @@ class LayerState {
     }
   }
 
-  /// @brief Pages of a sequence of so many rows.
+  /// @brief Pages that a sequence with these rows takes.
   std::int64_t pages_of(const SequenceRows& own) const {
     std::int64_t pages = 0;
     for (const RowList list : {RowList::full, RowList::compressed}) {
@@ -282,8 +288,8 @@ class LayerState {
     }
     return pages;
   }
-  /// @brief Gives a sequence the pages for the rows of `after`, and enqueues the new entries of the
-  /// page tables.
+  /// @brief Gives a sequence the pages for the rows of `after`, and enqueues the new page table
+  /// entries.
   void add_pages(int slot, const SequenceRows& after, cudaStream_t stream) {
     HostSequence& now = sequence(slot);
     for (const RowList list : {RowList::full, RowList::compressed}) {
@@ -308,8 +314,9 @@ class LayerState {
     flush_edits(stream);
   }
 
-  /// @brief Frees the pages beyond a sequence's rows, and tells the device its lengths. @param
-  /// counted  by the device: where bases stand still it knows them already
+  /// @brief Frees the pages beyond a sequence's rows, and uploads its lengths and segments.
+  /// @param counted  the device has counted the rows itself: nothing is uploaded if bases do not
+  /// move
   void release_and_upload(int slot, cudaStream_t stream, bool counted = false) {
     HostSequence& now = sequence(slot);
     for (int list = 0; list < 2; ++list) {
@@ -330,8 +337,8 @@ class LayerState {
     if (device_epochs_.used()) trim_device_epochs(tables_, device_epochs_, {1, {slot}}, stream);
   }
 
-  /// @brief Tells the device a sequence's lengths and segments. @param keeps  the segments that it
-  /// knows stay
+  /// @brief Enqueues the upload of a sequence's lengths and segments.
+  /// @param keeps  the device keeps the segments that it has
   void write_lengths(int slot, const std::vector<HostSegment>& segments, bool keeps,
                      cudaStream_t stream) const {
     const HostSequence& now = sequence(slot);
@@ -374,8 +381,8 @@ class LayerState {
             "sketches");
     epochs_.begin_bases(slot, stream);
   }
-  /// @brief What is known of a sequence's epochs; where they begin when values say so, read from
-  /// the device, which is waited for.
+  /// @brief A sequence's epochs and segments. Device-managed epochs are read from the device, which
+  /// waits for the stream; for the whole device if the stream is null.
   HostEpochs epochs_of(int slot, cudaStream_t stream) const {
     HostEpochs known = sequence(slot).epochs;
     if (!device_epochs_.used()) return known;
@@ -384,7 +391,7 @@ class LayerState {
     std::vector<DeviceSegment> segments(
         static_cast<std::size_t>(tables_.num_heads * tables_.max_segments));
     if (stream == nullptr)
-      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // its calls may be on any stream
     const auto read = [&](void* target, const void* from, std::size_t bytes) {
       check(cudaMemcpyAsync(target, from, bytes, cudaMemcpyDeviceToHost, stream), "epochs");
     };
@@ -407,23 +414,24 @@ class LayerState {
     return known;
   }
 
-  /// @brief Whether kernels of a step may begin while the one before them ends.
+  /// @brief Whether a kernel of a step may begin while the one before it ends.
   bool overlaps() const { return overlaps_; }
   /// @brief Multiprocessors of this device.
   int multiprocessors() const { return multiprocessors_; }
-  /// @brief Shared memory that a block may have on this device.
+  /// @brief Bytes of shared memory that a block may have on this device.
   int shared_bytes() const { return shared_bytes_; }
-  /// @brief Whether maps from tiles to rows are f32, in all heads and epochs; else 16 bits.
+  /// @brief Whether the maps that decode a part's tiles are f32 (else 16 bits), in all heads and
+  /// epochs.
   bool wide_maps(Part part) const {
     return !maps_.heads().empty() && maps_.heads().front().of(part).reader.type == DType::f32;
   }
-  /// @brief Memory for the moves of weighed lists (cuda/store/compaction/retain_rows.cuh), empty
-  /// until rows go from one.
+  /// @brief Memory for row moves in scored lists (cuda/store/compaction/retain_rows.cuh). Empty
+  /// until rows are first removed from one.
   DeviceArray<std::int32_t>& moves() { return moves_; }
-  /// @brief Memory that attention works in.
+  /// @brief The workspace of attention calls.
   Workspace& workspace() { return workspace_; }
   const Workspace& workspace() const { return workspace_; }
-  /// @brief The largest rank of a head's keys or values; of its keys, where values are joint.
+  /// @brief The largest rank of any head's keys or values; with joint values, of its keys only.
   int most_rank() const {
     int most = 1;
     for (const HeadMaps& maps : maps_.heads())
@@ -431,23 +439,24 @@ class LayerState {
                          tiles_.joint_heads > 0 ? 0 : static_cast<int>(maps.value.rank)});
     return most;
   }
-  /// @brief The largest rank of a head's values: of a group's latent, where values are joint.
+  /// @brief The largest rank of any head's values; with joint values, of a group's latent.
   int most_value_rank() const {
     int most = 1;
     for (const HeadMaps& maps : maps_.heads())
       most = (std::max)(most, static_cast<int>(maps.value.rank));
     return most;
   }
-  /// @brief Rows between two publications of a sequence: enough to outweigh an epoch's own bytes.
+  /// @brief Rows between two publications of a sequence. The default is four times the largest
+  /// rank, so that the rows outweigh the epoch's own bytes.
   std::int64_t publish_interval() const {
     return config_.publish_interval > 0 ? config_.publish_interval
                                         : 4 * std::int64_t{epochs_.most()};
   }
-  /// @brief Tiles of a head that so many packed rows fill.
+  /// @brief Tiles per head that this many packed rows fill.
   std::int32_t packed_tiles(std::int64_t tokens) const {
     return static_cast<std::int32_t>((tokens + tiles_.full.rows - 1) / tiles_.full.rows);
   }
-  /// @brief Device memory set aside besides pages and maps: tables, tails, workspace.
+  /// @brief Bytes of device memory besides pages and maps: tables, tails, workspace.
   std::size_t reserved_bytes() const {
     return moves_.bytes() + pages_[0].bytes() + pages_[1].bytes() + lengths_.bytes() +
            rows_.bytes() + compressed_.bytes() + tails_.bytes() + segments_.bytes() +
@@ -458,8 +467,8 @@ class LayerState {
   }
 
  private:
-  /// Calls f(head, index of the page) for pages of a list that hold rows [first_row, end_row) and
-  /// that other sequences read too.
+  /// Calls function(head, index of the page) for each page that holds some of rows [first_row,
+  /// end_row) of a list and is shared with other sequences. Rows are numbered as in own_pages().
   template <class Function>
   void for_each_shared(int slot, RowList list, std::int64_t first_row, std::int64_t end_row,
                        Function&& function) const {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/open_prompt.cuh  The rows of a prompt chunk that is not complete yet: they wait
-/// at full rank until a later call completes it.
+/// @file cuda/layer/open_prompt.cuh  Staging of a prompt chunk that comes in several calls: its
+/// rows are kept at full rank until the chunk is complete.
 ///
-/// Floor: a chunk's keys and values read and written once more than those of a prompt that comes in
-/// one call.
+/// Cost: the chunk's keys and values are read and written once more than those of a prompt that
+/// comes in one call.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows of a prompt as full_type [token, head, channel]. A row of a head that is not finite,
-/// or beyond `limit`, becomes zeros and is counted in tables.faults. A warp a row of a head.
+/// @brief Converts prompt rows to full_type [token, head, channel]. A head's row that is not
+/// finite, or exceeds `limit` in magnitude, becomes zeros and is counted in tables.faults. One warp
+/// per row of a head.
 template <class Rows>
 __global__ void __launch_bounds__(kStoreThreads)
     stage_rows_kernel(LayerEdit tables, Rows key, Rows value, std::int64_t count,
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (!fits && lane == 0) atomicAdd(tables.faults, 1U);
 }
 
-/// @brief Queries as f32 [token, head, channel].
+/// @brief Converts queries to f32 [token, head, channel].
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     stage_queries_kernel(DeviceRows query, std::int64_t count, int heads, int dim, float* target) {
@@ -58,15 +59,15 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief The part of a chunk that has come: keys and values, the last queries that have, and the
-/// log-sum-exp of all, where masses are kept. Its memory grows to a chunk. Calls that add something
-/// find room for it (reserve()).
+/// @brief The staged part of a chunk: keys and values, the last queries, and, with accumulated
+/// scores, the log-sum-exp of all its queries. Memory grows up to one chunk. Before anything is
+/// added, reserve() must have made room.
 class OpenPrompt {
  public:
-  bool open = false;  ///< the prompt goes on in a later call
+  bool open = false;  ///< the prompt continues in a later call
 
   std::int64_t rows() const { return rows_; }
-  /// @brief Rows that there is room for, those that wait included.
+  /// @brief Capacity in rows, including the staged ones.
   std::int64_t room(const CacheShape& shape) const {
     return static_cast<std::int64_t>(keys_.size()) / (shape.num_kv_heads * shape.head_dim);
   }
@@ -74,15 +75,17 @@ class OpenPrompt {
     return keys_.bytes() + values_.bytes() + queries_.bytes() + older_queries_.bytes() +
            lse_.bytes();
   }
-  /// @brief Nothing waits any more; the memory stays for the next prompt.
+  /// @brief Forgets the staged rows; keeps the memory for the next prompt.
   void clear() {
     open = false;
     rows_ = num_queries_ = 0;
   }
 
-  /// @brief Makes room for `rows` more rows, and `queries` more queries, of which the last `window`
-  /// are kept. May allocate, which waits; what waits here is as before whether it can or not.
-  /// @param most  rows of a chunk  @param weighs  log-sum-exp are kept
+  /// @brief Makes room for `rows` more rows and `queries` more queries. May allocate, which waits
+  /// for the stream. If that fails, the staged data is unchanged.
+  /// @param window  only the last `window` queries are kept
+  /// @param most  the most rows of a chunk
+  /// @param has_scores  log-sum-exp is kept
   void reserve(const CacheShape& shape, std::int64_t rows, std::int64_t queries,
                std::int64_t window, std::int64_t most, bool has_scores, cudaStream_t stream) {
     const std::size_t row = static_cast<std::size_t>(shape.num_kv_heads * shape.head_dim),
@@ -94,13 +97,14 @@ class OpenPrompt {
          stream);
     grow(queries_, static_cast<std::size_t>(num_queries_) * query,
          (std::min)(num_queries_ + queries, window), window, query, stream);
+    // Otherwise a chunk has no more queries than the window.
     if (window < most && num_queries_ + queries > window)
-      grow(older_queries_, 0, window, window, query, stream);  // else a chunk has no more
+      grow(older_queries_, 0, window, window, query, stream);
     if (has_scores)
       grow(lse_, static_cast<std::size_t>(rows_) * heads, (std::min)(rows_ + rows, most), most,
            heads, stream);
   }
-  /// @brief Adds rows, for which there is room.
+  /// @brief Adds rows. reserve() has made room for them.
   void add_rows(const LayerEdit& tables, const KeyView& key, const ValueView& value, float limit,
                 cudaStream_t stream) {
     const std::size_t had = static_cast<std::size_t>(rows_) *
@@ -114,14 +118,14 @@ class OpenPrompt {
     check(cudaGetLastError(), "stage_rows_kernel");
     rows_ += key.num_tokens;
   }
-  /// @brief Adds queries, for which there is room; the last `window` that have come are kept.
+  /// @brief Adds queries and keeps the last `window` of all. reserve() has made room for them.
   void add_queries(const QueryView& query, std::int64_t window, cudaStream_t stream) {
     const std::int64_t added = (std::min)(query.num_tokens, window),
                        kept = (std::min)(num_queries_, window - added);
     if (added == 0) return;
     const std::size_t width =
         static_cast<std::size_t>(query.num_heads) * static_cast<std::size_t>(query.head_dim);
-    if (kept < num_queries_) {  // the older ones go
+    if (kept < num_queries_) {  // drop the oldest
       check(cudaMemcpyAsync(older_queries_.data(),
                             queries_.data() + static_cast<std::size_t>(num_queries_ - kept) * width,
                             static_cast<std::size_t>(kept) * width * sizeof(float),
@@ -152,12 +156,12 @@ class OpenPrompt {
   QueryView queries(const CacheShape& shape) const {
     return {queries_.data(), num_queries_, shape.num_qo_heads, shape.head_dim};
   }
-  /// @brief Log-sum-exp of all rows [rows, num_qo_heads], where they are kept.
+  /// @brief Log-sum-exp of the staged tokens' queries [rows, num_qo_heads], if it is kept.
   float* lse() const { return lse_.data(); }
 
  private:
-  /// Room for `rows` rows of `width`, twice as many as before or the most there can be; the first
-  /// `used` elements stay.
+  /// Grows an array to at least `rows` rows of `width` elements: to twice its size, but not beyond
+  /// `most` rows. Keeps the first `used` elements.
   template <class T>
   static void grow(DeviceArray<T>& array, std::size_t used, std::int64_t rows, std::int64_t most,
                    std::size_t width, cudaStream_t stream) {
@@ -179,15 +183,15 @@ class OpenPrompt {
   DeviceArray<float> queries_, older_queries_, lse_;
 };
 
-/// @brief The open prompts of a layer's sequences. Those that are complete leave their memory to
-/// others.
+/// @brief The open prompts of a layer's sequences. A completed prompt leaves its memory to the next
+/// one.
 class OpenPrompts {
  public:
   explicit OpenPrompts(int max_sequences) : of_slots_(static_cast<std::size_t>(max_sequences)) {}
 
   const OpenPrompt& of(int slot) const { return of_slots_[static_cast<std::size_t>(slot)]; }
   OpenPrompt& of(int slot) { return of_slots_[static_cast<std::size_t>(slot)]; }
-  /// @brief A chunk begins.
+  /// @brief Begins a chunk, reusing spare memory.
   OpenPrompt& begin(int slot) {
     OpenPrompt& prompt = of(slot);
     if (prompt.bytes() == 0 && !spare_.empty()) {
@@ -197,7 +201,7 @@ class OpenPrompts {
     }
     return prompt;
   }
-  /// @brief A prompt is complete, or its sequence ends.
+  /// @brief Ends a prompt that is complete, or whose sequence ends. Its memory becomes spare.
   void end(int slot) {
     OpenPrompt& prompt = of(slot);
     prompt.clear();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/read_rows.cuh  How many rows heads have of their lists, where values said so:
-/// the host asks the device.
+/// @file cuda/layer/read_rows.cuh  Reads row counts from the device where values determine them.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +13,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The host learns how many rows heads of some sequences have of the lists, and waits for
-/// that.
+/// @brief Reads the row counts of all heads of these slots from the device. Waits for the stream.
 inline void read_rows(LayerState& layer, std::span<const std::int32_t> slots, cudaStream_t stream) {
   const auto [first, last] = std::minmax_element(slots.begin(), slots.end());
   const std::ptrdiff_t heads = layer.tables().num_heads;
-  std::vector<HeadRows> rows(
-      static_cast<std::size_t>((*last + 1 - *first) * heads));  // those between them too: one copy
+  // One copy of all slots from the first to the last.
+  std::vector<HeadRows> rows(static_cast<std::size_t>((*last + 1 - *first) * heads));
   check(cudaMemcpyAsync(rows.data(), layer.tables().rows + *first * heads,
                         rows.size() * sizeof(HeadRows), cudaMemcpyDeviceToHost, stream),
         "rows");

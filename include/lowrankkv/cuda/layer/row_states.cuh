@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/layer/row_states.cuh  What has become of a sequence's rows, and what rows take of
-/// pages.
+/// @file cuda/layer/row_states.cuh  States of a sequence's rows, and the pages that rows take.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +14,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief States of positions [first, first + states.size()) of a KV head, of `tokens` in all:
-/// those behind the lists and the tail wait at full rank. Waits for the stream. @throws ShapeError
-/// beyond the heads or the sequence
+/// @brief States of positions [first, first + states.size()) of a KV head. Waits for the stream.
+/// @param tokens  tokens of the sequence; positions after the tail are staged prompt rows, which
+/// are full
+/// @throws ShapeError beyond the heads or the sequence
 inline void read_row_states(const LayerState& layer, int slot, std::int64_t tokens, int kv_head,
                             std::int64_t first, std::span<RowState> states, cudaStream_t stream) {
   using ::lowrankkv::detail::fail;
@@ -32,7 +32,7 @@ inline void read_row_states(const LayerState& layer, int slot, std::int64_t toke
                      " tokens");
   std::vector<RowState> all(static_cast<std::size_t>(first_tail), RowState::dropped);
   std::vector<std::int32_t> positions;
-  const auto mark = [&](RowList list, RowState state) {  // positions that are explicit
+  const auto mark = [&](RowList list, RowState state) {  // from explicit positions
     positions.resize(static_cast<std::size_t>(now.num_rows(list, kv_head)));
     const std::int32_t* from =
         tables.positions[static_cast<int>(list)] +
@@ -46,8 +46,8 @@ inline void read_row_states(const LayerState& layer, int slot, std::int64_t toke
   };
   const bool full_listed = tables.positions[0] != nullptr,
              compressed_listed = tables.positions[1] != nullptr;
-  // As detail::position_of(): full rows first, compressed ones in the places that are left, unless
-  // lists say otherwise.
+  // As in detail::position_of(): without explicit positions, full rows are the first tokens and
+  // compressed rows take the remaining positions in order.
   const HeadRows rows = now.rows_of(kv_head);
   if (!compressed_listed && rows.num_compressed > 0)
     std::fill_n(all.begin(),
@@ -63,14 +63,16 @@ inline void read_row_states(const LayerState& layer, int slot, std::int64_t toke
         first + i < first_tail ? all[static_cast<std::size_t>(first + i)] : RowState::full;
 }
 
-/// @brief Tokens that fit in a page of a KV head's list.
+/// @brief Tokens that fit in a page of a compressed list, or of a full list if nothing is
+/// compressed.
 inline int tokens_per_page(const LayerState& layer, int list) {
   const HeadTiles& tiles =
       layer.layout(layer.tiles().compressed.empty() ? RowList::full : RowList::compressed, list);
   return tiles.rows * tiles.tiles_per_page;
 }
 
-/// @brief Bytes of the pages that so many tokens take.
+/// @brief Bytes of the pages that `tokens` tokens take in all lists: compressed, or full if nothing
+/// is compressed.
 inline std::size_t bytes_for(const LayerState& layer, std::int64_t tokens) {
   const RowList list = layer.tiles().compressed.empty() ? RowList::full : RowList::compressed;
   std::int64_t pages = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/maps/head_maps.cuh  The maps of a layer's KV heads on the device, over the channels
-/// that tiles hold.
+/// @file cuda/maps/head_maps.cuh  Device maps of a layer's KV heads: encoders, decoders, and the
+/// readers that attention applies to the channels of tiles.
 #pragma once
 
 #include <algorithm>
@@ -22,15 +22,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Where element (channel, channel of rows) of a map stands: operands of tensor-core
-/// products, [channels / 16, head_dim / 8, 32 lanes, 4]. The four elements of a lane are rows'
-/// channels 2t and 2t + 1 (t: lane % 4) of channel g (lane / 4), then of g + 8: the order of packed
-/// rows.
+/// @brief Index of element (channel, row channel) of a map, laid out as tensor-core operands
+/// [channels / 16, head_dim / 8, 32 lanes, 4]. The four elements of a lane are row channels 2t and
+/// 2t + 1 of channel g, then those of channel g + 8 (t = lane % 4, g = lane / 4): the order of
+/// packed rows.
 __host__ __device__ constexpr int place_in_map(int channel, int row, int head_dim) {
   return ((channel / 16 * (head_dim / 8) + row / 8) * 32 + channel % 8 * 4 + row % 8 / 2) * 4 +
          channel % 16 / 8 * 2 + row % 2;
 }
-/// @brief Elements of a map of so many channels.
+/// @brief Number of elements of a map of so many channels.
 __host__ __device__ constexpr int map_size(int channels, int head_dim) {
   return (channels + 15) / 16 * 16 * head_dim;
 }
@@ -46,14 +46,15 @@ inline void write_as(DType type, float value, std::uint8_t* target) {
 
 namespace detail {
 
-/// Four neighbours of a map that is f32, or of 16 bits.
+/// Four adjacent elements of a map in f32, or in 16 bits.
 template <bool wide>
 using MapWords = std::conditional_t<wide, float4, uint2>;
 
 }  // namespace detail
 
-/// @brief The longest that a row of a decoder R^-1 U can be, whatever the orthonormal U; 1 in the
-/// plain metric. @param inverse  R^-1, or empty
+/// @brief The largest norm that a row of a decoder R^-1 U can have for any orthonormal U: the
+/// largest row norm of R^-1; 1 in the plain metric.
+/// @param inverse  R^-1 [head_dim, head_dim], or empty
 inline float longest_decoder_row(const std::vector<float>& inverse, int head_dim) {
   double longest = inverse.empty() ? 1.0 : 0.0, square = 0.0;
   for (std::size_t i = 0; i < inverse.size(); ++i) {
@@ -64,7 +65,7 @@ inline float longest_decoder_row(const std::vector<float>& inverse, int head_dim
   return static_cast<float>(std::sqrt(longest));
 }
 
-/// @brief A map in device memory, elements at place_in_map().
+/// @brief A map in device memory. Elements are at place_in_map().
 struct MapElements {
   const void* data = nullptr;
   DType type = DType::f32;
@@ -74,7 +75,8 @@ struct MapElements {
     if (type == DType::f32) return __ldg(static_cast<const float4*>(data) + index);
     return widened(__ldg(static_cast<const uint2*>(data) + index));
   }
-  /// @brief The same of a map that is known to be f32, or known to be 16 bits.
+  /// @brief Elements [4 index, 4 index + 4) as f32, of a map whose width is known at compile time.
+  /// @tparam wide  f32, else 16 bits
   template <bool wide>
   __device__ __forceinline__ float4 quad_of(int index) const {
     if constexpr (wide)
@@ -82,7 +84,7 @@ struct MapElements {
     else
       return widened(__ldg(static_cast<const uint2*>(data) + index));
   }
-  /// @brief Four neighbours of a map of 16 bits, as f32.
+  /// @brief Converts four adjacent elements of a 16-bit map to f32.
   __device__ __forceinline__ float4 widened(const uint2& words) const {
     if (type == DType::bf16)
       return {__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000U),
@@ -91,14 +93,14 @@ struct MapElements {
                  high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
     return {low.x, low.y, high.x, high.y};
   }
-  /// @brief One element.
+  /// @brief One element as f32.
   __device__ float element(int channel, int row, int head_dim) const {
     const int place = place_in_map(channel, row, head_dim);
     return type == DType::f32
                ? __ldg(static_cast<const float*>(data) + place)
                : from_bits(type, __ldg(static_cast<const std::uint16_t*>(data) + place));
   }
-  /// @brief Writes one element of a sequence's own map; returns it as it is stored.
+  /// @brief Writes one element of a sequence's own map. @return the element as it is stored
   __device__ float put(int channel, int row, int head_dim, float value) const {
     const int place = place_in_map(channel, row, head_dim);
     if (type == DType::f32) {
@@ -111,28 +113,29 @@ struct MapElements {
   }
 };
 
-/// @brief Maps of keys, or of values, of one head. Where tiles hold codes, what reads them is f32,
-/// since steps are in it; else maps are as they are stored.
+/// @brief Maps of one head's keys, or of its values. Where tiles hold codes, the reader is f32,
+/// since it includes the quantizer's steps. Other maps keep their storage type.
 struct PartMaps {
-  MapElements encoder;                    ///< rows to coefficients
-  MapElements reader;                     ///< channels of tiles to rows; may be the encoder
-  MapElements decoder;                    ///< coefficients to rows; may be one of the others
-  const float* reader_scale = nullptr;    ///< a power of two that brings the reader's numbers to
-                                          ///< about 2^8: its parts in f16 are far from the smallest
-  const float* inverse_steps = nullptr;   ///< [rank]: one over the quantizer's; null: ones
-  const float* offset = nullptr;          ///< [rank]: what the encoder makes of the mean, in steps
+  MapElements encoder;  ///< rows to coefficients
+  MapElements reader;   ///< channels of tiles to rows; may be the decoder
+  MapElements decoder;  ///< coefficients to rows; may be the encoder
+  /// A power of two that brings the reader's largest number to about 2^8, so that the f16 parts it
+  /// is split into are far from the smallest f16.
+  const float* reader_scale = nullptr;
+  const float* inverse_steps = nullptr;   ///< [rank]: 1 / the quantizer's steps; null: ones
+  const float* offset = nullptr;          ///< [rank]: the encoded mean, in steps
   const float* mean = nullptr;            ///< [head_dim] or null
   const TileChannel* channels = nullptr;  ///< [width]; null for plain tiles
   const std::uint8_t* bits = nullptr;     ///< [rank]: of the codes; null for plain tiles
   std::int32_t rank = 0;
   std::int32_t width = 0;        ///< channels of tiles, padding included
-  std::int32_t coded = 0;        ///< of the coefficients, those with bits
-  std::int32_t first_coded = 0;  ///< of those, the ones of the first scale group
+  std::int32_t coded = 0;        ///< coefficients with bits
+  std::int32_t first_coded = 0;  ///< coded coefficients of the first scale group
   ScaleKind gains = ScaleKind::norm_log8;
   float reference[2] = {1.0F, 1.0F};  ///< by scale group
 
-  /// @brief What makes a coefficient in steps of what the encoder made of a row: times x, plus y.
-  /// Nothing is left of those behind the last.
+  /// @brief Converts the encoder's result to a coefficient in steps: times x, plus y. Both are 0
+  /// for channels beyond the rank.
   __device__ __forceinline__ float2 to_steps(int channel) const {
     if (channel >= rank) return {0.0F, 0.0F};
     return {inverse_steps == nullptr ? 1.0F : __ldg(inverse_steps + channel),
@@ -143,7 +146,7 @@ struct PartMaps {
 /// @brief Maps of one KV head.
 struct HeadMaps {
   PartMaps key, value;
-  KeyUpMap key_up;  ///< of keys that are turned when they are read; else empty
+  KeyUpMap key_up;  ///< of pre-RoPE keys; else empty
   __host__ __device__ const PartMaps& of(Part part) const {
     return part == Part::key ? key : value;
   }
@@ -153,11 +156,13 @@ struct HeadMaps {
 class LayerMaps {
  public:
   LayerMaps() = default;
-  /// @param tiles  per head: keys, values
-  /// @param scales per head: keys, values: the quantizer's step of every coefficient; empty: ones
-  /// @param type   to which maps are rounded
-  /// @param rotary  where keys are turned when they are read, maps that lift them are wanted too
-  /// @param coded_type  of plain tiles  @param moves  whether bases do
+  /// @brief Builds the maps on the host and uploads them. Allocates.
+  /// @param tiles  [heads, 2]: keys, values
+  /// @param scales  [heads, 2]: the quantizer's step of every coefficient; empty: ones
+  /// @param type  to which maps are rounded
+  /// @param rotary  with pre-RoPE keys, key up-projections are built too
+  /// @param coded_type  of plain tiles
+  /// @param moves  whether bases move
   LayerMaps(const LayerBasis& basis, const std::vector<PartTiles>& tiles,
             const std::vector<std::vector<float>>& scales, const std::vector<HeadTiles>& layouts,
             int head_dim, DType type, const Rotary& rotary, DType coded_type, bool moves) {
@@ -169,8 +174,8 @@ class LayerMaps {
       DType reader_type;
     };
     std::vector<Offsets> offsets;
-    std::vector<float> reader_scales;  // by part, apart from what is checksummed: where bases move
-                                       // they follow the metric
+    // By part. Not in the checksum: where bases move, the scales follow from the metric.
+    std::vector<float> reader_scales;
     constexpr std::size_t none = ~std::size_t{0};
     const auto append = [&](const std::vector<float>& values, DType as) {
       const std::size_t at = bytes.size();
@@ -185,10 +190,9 @@ class LayerMaps {
       const int rank = key ? head.key_rank : head.value_rank;
       const std::vector<TileChannel>& places =
           tiles[part].readers.empty() ? tiles[part].channels : tiles[part].readers;
-      const int width = layouts[part / 2].codes
-                            ? static_cast<int>(places.size())
-                            : (rank + kPlainUnit - 1) / kPlainUnit *
-                                  kPlainUnit;  // no channels: codes without bits
+      // Codes without bits have no channels.
+      const int width = layouts[part / 2].codes ? static_cast<int>(places.size())
+                                                : (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;
       const std::vector<float>& down = key ? head.key_down : head.value_down;
       const std::vector<float>& mean = key ? head.key_mean : head.value_mean;
       const std::vector<float>& steps = scales[part];
@@ -233,11 +237,11 @@ class LayerMaps {
       at.width = width;
       at.encoder = append(encoder, type);
       at.decoder = encoder == decoder ? at.encoder : append(decoder, type);
+      // The reader of joint values without steps is the decoder in another order of channels.
       at.reader_type =
           !coded || tiles[part].by_basis || (steps.empty() && !tiles[part].readers.empty())
               ? type
-              : DType::f32;  // of joint values without steps: the decoder's numbers in another
-                             // order
+              : DType::f32;
       at.reader = coded && !tiles[part].by_basis ? append(reader, at.reader_type) : at.decoder;
       std::vector<float> inverse_steps;
       for (const float own : steps) inverse_steps.push_back(1.0F / own);
@@ -245,7 +249,7 @@ class LayerMaps {
       float largest = moves
                           ? longest_decoder_row(
                                 key ? head.key_metric_inverse : head.value_metric_inverse, head_dim)
-                          : 1e-30F;  // of any basis
+                          : 1e-30F;  // a bound for any basis
       for (const float value : reader) largest = (std::max)(largest, std::abs(value));
       reader_scales.push_back(std::exp2(8.0F - std::ceil(std::log2(largest))));
       at.bits = bytes.size();
@@ -297,16 +301,16 @@ class LayerMaps {
 
   /// @brief The descriptors, on the host; what they point to is on the device.
   const std::vector<HeadMaps>& heads() const { return heads_; }
-  /// @brief Fingerprint of the maps.
+  /// @brief Checksum of the maps.
   std::uint64_t checksum() const { return checksum_; }
-  /// @brief Device memory of the maps.
+  /// @brief Device memory of the maps in bytes.
   std::size_t bytes() const {
     return bytes_.bytes() + channels_.bytes() + reader_scales_.bytes() + key_ups_.bytes() +
            key_up_means_.bytes() + key_up_scales_.bytes() + heads_.size() * sizeof(HeadMaps);
   }
 
  private:
-  /// Element (coefficient, row channel) of what turns coefficients into rows.
+  /// Element (coefficient, row channel) of the decoder.
   static float decoded(const HeadBasis& head, bool key, int coefficient, int row, int head_dim) {
     const int rank = key ? head.key_rank : head.value_rank;
     const auto column = [&](const std::vector<float>& map) {
@@ -335,8 +339,8 @@ class LayerMaps {
         return round_to(type,
                         decoded(own, true, coefficient, rotary.channel(place, head_dim), head_dim));
       };
-      const bool shared =
-          moves && (!layouts[head].codes || keys.by_basis);  // else epochs have scales of their own
+      // Whether all epochs share one scale.
+      const bool shared = moves && (!layouts[head].codes || keys.by_basis);
       const float longest = shared ? longest_decoder_row(own.key_metric_inverse, head_dim) : 0.0F;
       HostKeyUp key_up;
       if (layouts[head].codes) {
@@ -386,7 +390,7 @@ class LayerMaps {
   std::uint64_t checksum_ = 0;
 };
 
-/// @brief The metrics in which errors of rows are taken, as maps [head_dim, head_dim]; owned.
+/// @brief The metrics in which errors of rows are measured, as maps [head_dim, head_dim]; owned.
 class LayerMetrics {
  public:
   LayerMetrics() = default;

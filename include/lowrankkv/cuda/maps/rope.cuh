@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/maps/rope.cuh  The rotary embedding of keys that are stored before it (Rope::pre):
-/// cosines and sines of any position without evaluating one.
+/// @file cuda/maps/rope.cuh  Rotary embedding (RoPE) of pre-RoPE keys: cosines and sines of any
+/// position from tables.
 ///
-/// A position is written in digits of base 64, the tables hold the angles of every digit, and
-/// angles add (cpu/rotary_table.hpp does the same). Tables are computed in f64 and kept in f32.
+/// A position is written in digits of base 64. The tables hold the angles of every digit, and
+/// angles of digits add (cpu/rotary_table.hpp does the same). Tables are computed in f64 and stored
+/// in f32; the table of small offsets is stored in f16.
 #pragma once
 
 #include <cmath>
@@ -19,25 +20,26 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 inline constexpr int kRopeDigitBase = 64, kRopeDigits = 6;  ///< positions below 2^31
-/// @brief Rows of the table of small offsets: a tile's rows and what may be missing between them.
-/// Rows that stand further apart cost another pass over the tile.
+/// @brief Rows of the table of small offsets: enough for the rows of a tile and for gaps between
+/// their positions. Rows that are further apart cost another pass over the tile.
 inline constexpr int kRopeRows = 80;
-/// @brief Couples of blocks of eight pairs, the last of which may be half a one.
+/// @brief Couples of blocks of eight channel pairs. The last couple may have only one block.
 __host__ __device__ constexpr int rope_couples(int head_dim) { return (head_dim / 16 + 1) / 2; }
-/// @brief Words of that table.
+/// @brief 32-bit words of the table of small offsets.
 __host__ __device__ constexpr int rope_words(int head_dim) {
   return rope_couples(head_dim) * kRopeRows * 16;
 }
-/// @brief Pieces that the positions of a sequence may be moved in, and their farthest: differences
-/// of positions are below 2^31.
+/// @brief Most pieces of a sequence whose positions are shifted separately, and the farthest
+/// position from 0. Differences of positions stay below 2^31.
 inline constexpr int kMaxShifts = 32;
 inline constexpr std::int64_t kFarthestPosition = (std::int64_t{1} << 30) - 1;
-/// @brief The farthest that tokens of a sequence can be moved, either way.
+/// @brief The largest position shift of a sequence's tokens, in either direction.
 inline std::int64_t farthest_shift(std::int64_t max_tokens) {
   return max_tokens < kFarthestPosition ? kFarthestPosition - max_tokens : 0;
 }
 
-/// @brief PositionShift on the device.
+/// @brief PositionShift on the device: token t from `first` on is at position floor((t + offset) /
+/// divisor).
 struct DeviceShift {
   std::int32_t first, offset, divisor;
 
@@ -46,40 +48,42 @@ struct DeviceShift {
     return divisor == 1 ? moved : (moved - (moved < 0 ? divisor - 1 : 0)) / divisor;
   }
 };
-/// @brief The pieces of a sequence, given to a kernel by value.
+/// @brief The shifted pieces of a sequence, passed to a kernel by value.
 struct ShiftList {
   std::int32_t count = 0;
   DeviceShift items[kMaxShifts];
 };
 
-/// @brief How a layer's channels turn, as kernels see it. Channels of head_dim stand in turning
-/// order: the first of every pair, then the second of every pair; those that do not turn are pairs
-/// of angle zero behind the others. Eight pairs are two blocks of eight channels of a row, so that
-/// lanes find both channels of their pairs in their own registers.
+/// @brief RoPE of a layer, passed to kernels by value.
+///
+/// Kernels use the channels of head_dim in RoPE order: the first channel of every pair, then the
+/// second channel of every pair. Channels without RoPE form pairs of angle zero behind the other
+/// pairs. Eight pairs are two blocks of eight channels of a row, so that a lane holds both channels
+/// of its pairs in registers.
 struct Rotary {
-  const float2* digits = nullptr;  ///< [kRopeDigits, kRopeDigitBase, head_dim / 2]: cosine and
-                                   ///< sine, pairs in turning order
-  const std::uint32_t* offsets =
-      nullptr;  ///< [rope_couples, kRopeRows, t, block of the couple]: of small offsets, in f16,
-                ///< cosines of pairs 2t and 2t + 1, sines. Null: keys are stored turned
+  /// [kRopeDigits, kRopeDigitBase, head_dim / 2]: cosine and sine, pairs in RoPE order.
+  const float2* digits = nullptr;
+  /// [rope_couples, kRopeRows, t, block of the couple], two words each: cosines of pairs 2t and 2t
+  /// + 1, then their sines, of small offsets, in f16. Null: keys are stored post-RoPE.
+  const std::uint32_t* offsets = nullptr;
   DeviceShift* shifts = nullptr;       ///< [slots, kMaxShifts], pieces in order of their tokens
   std::int32_t* num_shifts = nullptr;  ///< [slots]
-  std::int32_t pairs = 0;              ///< that turn, a multiple of eight
+  std::int32_t pairs = 0;              ///< pairs with RoPE, a multiple of eight
   bool interleaved = false;
 
   __host__ __device__ bool pre_rope() const { return offsets != nullptr; }
-  /// @brief The pair of the embedding that stands at `place` in turning order, for those that turn.
+  /// @brief The pair of the embedding at `place` in RoPE order. For pairs with RoPE only.
   __host__ __device__ int pair(int place) const {
     return interleaved ? place / 8 * 8 + place % 8 / 2 + 4 * (place % 2) : place;
   }
-  /// @brief The channel at `place` in turning order.
+  /// @brief The channel of head_dim at `place` in RoPE order.
   __host__ __device__ int channel(int place, int head_dim) const {
     const bool second = place >= head_dim / 2;
     const int own = second ? place - head_dim / 2 : place;
     if (own >= pairs) return own / 8 * 16 + own % 8 + (second ? 8 : 0);
     return interleaved ? 2 * pair(own) + (second ? 1 : 0) : own + (second ? pairs : 0);
   }
-  /// @brief Where a token of a sequence stands.
+  /// @brief The position of a token of a sequence, shifts applied.
   __device__ std::int32_t position(int slot, std::int32_t token) const {
     std::int32_t place = token;
     for (int piece = 0; piece < __ldg(num_shifts + slot); ++piece) {
@@ -89,8 +93,8 @@ struct Rotary {
     }
     return place;
   }
-  /// @brief Cosines and sines of pairs 2 two and 2 two + 1, in turning order, at a position. Up to
-  /// 2^18, either way, its digits are loaded at once.
+  /// @brief Cosine and sine of pair 2 two, then of pair 2 two + 1, in RoPE order, at a position.
+  /// For positions of magnitude below 2^18, all digits are loaded at once.
   __device__ float4 phases(int position, int two, int head_dim) const {
     const auto digit = [&](int power, unsigned value) {
       return __ldg(reinterpret_cast<const float4*>(digits) +
@@ -125,12 +129,13 @@ __global__ void write_shifts_kernel(Rotary rotary, int slot, ShiftList list) {
     rotary.shifts[slot * kMaxShifts + static_cast<int>(threadIdx.x)] = list.items[threadIdx.x];
 }
 
-/// @brief The tables of a layer, owned.
+/// @brief The RoPE tables of a layer, owned.
 class RotaryTables {
  public:
   RotaryTables() = default;
-  /// @throws ShapeError, ValueError as rope_frequencies(); ShapeError unless a multiple of 16
-  /// channels turns
+  /// @brief Computes and uploads the tables. Allocates.
+  /// @throws ShapeError, ValueError as rope_frequencies(); ShapeError unless rotary_dim is a
+  /// multiple of 16
   RotaryTables(const RopeConfig& config, int head_dim, int max_sequences) {
     const std::vector<double> all = check(config, head_dim);
     rotary_.pairs = static_cast<std::int32_t>(all.size());
@@ -167,7 +172,8 @@ class RotaryTables {
     rotary_.offsets = offsets_.data();
   }
 
-  /// @brief The frequencies of a configuration that this backend can turn by.
+  /// @brief The frequencies of a configuration, checked for this backend. @throws as the
+  /// constructor
   static std::vector<double> check(const RopeConfig& config, int head_dim) {
     std::vector<double> frequencies = rope_frequencies(config, head_dim);
     const int rotary_dim = 2 * static_cast<int>(frequencies.size());
@@ -177,7 +183,8 @@ class RotaryTables {
     return frequencies;
   }
 
-  /// @brief Tells the device the shifts of a sequence, at most kMaxShifts pieces.
+  /// @brief Enqueues the upload of a sequence's shifts, at most kMaxShifts pieces. Does nothing for
+  /// post-RoPE keys.
   void write_shifts(int slot, const PositionShifts& shifts, cudaStream_t stream) const {
     if (!rotary_.pre_rope()) return;
     ShiftList list;
@@ -190,9 +197,9 @@ class RotaryTables {
   }
 
   const Rotary& get() const { return rotary_; }
-  /// @brief Of the tables that all sequences share.
+  /// @brief Bytes of the tables that all sequences share.
   std::size_t bytes() const { return digits_.bytes() + offsets_.bytes(); }
-  /// @brief Of what is set aside for shifts.
+  /// @brief Bytes reserved for shifts.
   std::size_t shift_bytes() const { return shifts_.bytes() + num_shifts_.bytes(); }
 
  private:

@@ -12,7 +12,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// Tiles have both gains, also where a small rank leaves one block without channels.
+/// Tiles have two gains per row, even where the rank is so small that one block has no channels.
 template <>
 struct Impl<BlockHadamard, Cuda> {
   static constexpr cuda::CodedForm form = cuda::CodedForm::codes;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/quantizer/choose_tiles.cuh  Which tiles the lists of a layer are made of, and how
-/// large a page is, from a basis and a quantizer.
+/// @file cuda/quantizer/choose_tiles.cuh  Chooses the tile layouts of a layer's lists and the page
+/// size, from the basis and the quantizer.
 #pragma once
 
 #include <algorithm>
@@ -20,12 +20,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The tiles of all lists, and the size of pages that hold them: the configured one, or that
-/// which wastes least.
-/// @param joint_heads  of a group whose values are one latent; 0: none
-/// @param compresses  whether there are lists of compressed rows  @param moves  whether bases do
-/// @param most  rows that a sequence may have
-/// @throws CapacityError if a tile is larger than a page, or has more units than kernels know
+/// @brief The tile layouts of all lists, and the page size: config.page_bytes, or, if that is 0,
+/// the size that wastes least.
+/// @param compresses  whether there are compressed lists
+/// @param moves  whether bases move
+/// @param joint_heads  heads of a group whose values are one latent; 0: no joint values
+/// @param most  the most rows of a sequence's lists
+/// @throws CapacityError if a tile is larger than a page, or has more units than kernels support
 template <class Quantizer>
 LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis,
                         const Quantizer& quantizer, bool compresses, bool moves, int joint_heads,

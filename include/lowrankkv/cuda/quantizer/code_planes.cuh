@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/quantizer/code_planes.cuh  Codes as planes of 8, 4, 2 and 1 bits.
+/// @file cuda/quantizer/code_planes.cuh  Splits codes into planes of 8, 4, 2 and 1 bits.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Codes as planes of 8, 4, 2 and 1 bits, most significant first; channels of one width and
-/// scale group fill units of 32. Codes of 8 bits are one plane, or two of 4 bits.
+/// @brief Splits codes into planes of 8, 4, 2 and 1 bits, most significant first. Channels of one
+/// plane width and scale group fill units of 32 channels.
+/// @param whole_bytes  a code of 8 bits is one plane; else two planes of 4 bits
 inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
   PartTiles result;
   result.gains = layout.scale;
-  std::vector<int> left(layout.bits.begin(),
-                        layout.bits.end());  // bits of every code that are not in a plane yet
+  // Bits of every code that are not in a plane yet.
+  std::vector<int> left(layout.bits.begin(), layout.bits.end());
   for (std::size_t group = 0; group < layout.groups.size(); ++group) {
     const std::size_t first = static_cast<std::size_t>(layout.groups[group].first),
                       end = first + static_cast<std::size_t>(layout.groups[group].count);
@@ -58,23 +59,23 @@ inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
   }
   return result;
 }
-/// @brief The same, in whichever way leaves less padding.
+/// @brief Splits codes into planes, with 8-bit codes as one plane or two, whichever pads less.
 inline PartTiles code_planes(const CodeLayout& layout) {
   PartTiles whole = code_planes(layout, true), split = code_planes(layout, false);
   return whole.padding_bits <= split.padding_bits ? whole : split;
 }
 
-/// @brief Codes that bases read which move: a channel is a whole code, so that the basis is all
-/// that an epoch has to keep.
+/// @brief Planes of codes under bases that move. A channel is a whole code, so that the basis
+/// itself reads the tiles and an epoch stores nothing else.
 inline PartTiles moving_code_planes(const CodeLayout& layout) {
   PartTiles result = code_planes(layout, true);
   result.by_basis = true;
   return result;
 }
 
-/// @brief Codes of joint values: blocks of 32 channels of equal bits, the last of each filled up,
-/// as attention sums them; a block is a unit in every plane that its bits have. Bits do not rise
-/// within a scale group.
+/// @brief Planes of codes of joint values. Attention sums them in blocks of 32 channels of equal
+/// bits; the last block of each bit count is padded. A block is one unit in every plane that its
+/// bits have. Within a scale group, bits must not increase from channel to channel.
 inline PartTiles joint_code_planes(const CodeLayout& layout) {
   PartTiles result = code_planes(layout, true);
   result.channels.clear();
@@ -111,7 +112,7 @@ inline PartTiles joint_code_planes(const CodeLayout& layout) {
   return result;
 }
 
-/// @brief Scale groups of a row of keys, and of values.
+/// @brief Scale groups of a row of one part: Codec::scale_groups, by default 1.
 template <class Codec>
 constexpr int scale_groups_of() {
   if constexpr (requires { Codec::scale_groups; })

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/device.cuh  Errors of the CUDA runtime, device memory that frees itself,
-/// elements of the three types.
+/// @file cuda/runtime/device.cuh  CUDA error checks, owning device arrays, and strided views of
+/// rows in f32, f16 or bf16.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,22 +27,34 @@ class DeviceError : public Error {
 
 namespace cuda {
 
-/// @brief Raises DeviceError with `what` and the runtime's words unless `status` is success.
+/// @brief Checks a status of the CUDA runtime.
+/// @throws DeviceError with `what` and the runtime's error name and text, unless `status` is
+/// success
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess)
     ::lowrankkv::detail::fail<DeviceError>(what, ": ", cudaGetErrorName(status), ", ",
                                            cudaGetErrorString(status));
 }
 
-/// @brief Where device memory comes from: an engine's own allocator. Asked when caches are made,
-/// when buffers of prompts grow, to save and load, and by certify(); never by append(), attend()
-/// and maintain().
+/// @brief An allocator of device memory that an engine provides.
+///
+/// A cache calls it
+/// - when it is made, with its pool and workspace, and when its prompt buffers grow (prefill,
+///   ingest);
+/// - in save, load, certify, remove and pages_to_remove, if their scratch memory must grow;
+/// - once, when rows are first removed from a layer's scored lists (HeavyHitters): in truncate or
+///   remove, or in the first flush after load() brought more rows than the policy keeps.
+///
+/// append, attend, attend_partial and accumulate never call it. maintain calls it in that last case
+/// only.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
-  /// @brief Memory of the current device, aligned to 256 bytes; null if there is none.
+  /// @brief Allocates memory of the current device, aligned to 256 bytes. @return null if there is
+  /// none left
   virtual void* allocate(std::size_t bytes) = 0;
-  /// @brief Takes it back. Work enqueued before may still use it: as cudaFree(), wait for it.
+  /// @brief Frees `memory`. Work enqueued earlier may still use it: like cudaFree(), wait for that
+  /// work first.
   virtual void release(void* memory, std::size_t bytes) noexcept = 0;
 };
 
@@ -53,14 +65,16 @@ inline std::atomic<DeviceMemory*>& device_memory() {
 }
 }  // namespace detail
 
-/// @brief From now on device memory comes from `memory`, which must outlive what is made with it;
-/// null: from cudaMalloc(), as at first. Returns what it came from before.
+/// @brief Sets the allocator of all later device memory.
+/// @param memory  must outlive everything that is allocated from it; null: cudaMalloc(), the
+/// default
+/// @return the allocator used before
 inline DeviceMemory* exchange_device_memory(DeviceMemory* memory) {
   return detail::device_memory().exchange(memory);
 }
 
-/// @brief An array in device memory, zero at first; freed with its owner. Making and freeing it
-/// synchronises: never on the decode path.
+/// @brief An owned array in device memory, zero-initialised. Construction and destruction
+/// synchronise: never use them on the decode path.
 template <class T>
 class DeviceArray {
  public:
@@ -76,8 +90,8 @@ class DeviceArray {
         ::lowrankkv::detail::fail<CapacityError>("device memory: ", bytes(),
                                                  " bytes asked for, null given");
     }
-    // Clearing is asynchronous, and streams that do not wait for the default one may be next to use
-    // the array.
+    // cudaMemset is asynchronous, and the next user of the array may be a stream that does not
+    // synchronise with the default stream.
     cudaError_t status = cudaMemset(data_, 0, size * sizeof(T));
     if (status == cudaSuccess) status = cudaStreamSynchronize(cudaStreamLegacy);
     if (status != cudaSuccess) free();  // the destructor will not run
@@ -118,26 +132,27 @@ class DeviceArray {
   DeviceMemory* from_ = nullptr;  ///< null: cudaMalloc()
 };
 
-/// @brief Rows [token, head, channel] in device memory as kernels see them.
+/// @brief A strided view of rows [token, head, channel] in device memory, passed to kernels by
+/// value. Strides count elements.
 struct DeviceRows {
   const void* data = nullptr;
   DType dtype = DType::f32;
   std::int64_t token_stride = 0, head_stride = 0, element_stride = 1;
 
-  /// @brief Elements from `data` to a token's rows.
+  /// @brief Offset of a token's rows from `data`, in elements.
   __device__ std::int64_t place(std::int64_t token) const { return token * token_stride; }
   /// @brief One element as f32.
   __device__ float at(std::int64_t token, int head, int channel) const {
     return element(token * token_stride + head * head_stride + channel * element_stride);
   }
-  /// @brief The element so many further on than the first.
+  /// @brief The element at offset `index` from `data`, as f32.
   __device__ float element(std::int64_t index) const {
     if (dtype == DType::f32) return static_cast<const float*>(data)[index];
     if (dtype == DType::f16) return __half2float(static_cast<const __half*>(data)[index]);
     return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
   }
-  /// @brief Channels first, first + step, ... of a row as f32, all on their way at once; zeros from
-  /// `channels` on.
+  /// @brief Loads channels first, first + step, ... of a row as f32, with all loads in flight at
+  /// once. Channels from `channels` on become zero.
   template <int count>
   __device__ void gather(std::int64_t token, int head, int first, int step, int channels,
                          float (&values)[count]) const {
@@ -150,7 +165,7 @@ struct DeviceRows {
                         : 0.0F;
       return;
     }
-    std::uint16_t words[count];  // zeros of either type
+    std::uint16_t words[count];  // zero bits are 0 in f16 and in bf16
 #pragma unroll
     for (int i = 0; i < count; ++i)
       words[i] =
@@ -162,7 +177,7 @@ struct DeviceRows {
       values[i] = dtype == DType::f16 ? __half2float(__ushort_as_half(words[i]))
                                       : __uint_as_float(static_cast<std::uint32_t>(words[i]) << 16);
   }
-  /// @brief The rows from a token on.
+  /// @brief The view that starts at a token.
   DeviceRows from(std::int64_t token) const {
     DeviceRows rest = *this;
     rest.data = static_cast<const std::uint8_t*>(data) +
@@ -171,11 +186,11 @@ struct DeviceRows {
   }
 };
 
-/// @brief Rows that may be in an engine's pages: keys or values that come in.
+/// @brief Incoming keys or values, which may lie in an engine's pages.
 struct PagedInput : DeviceRows {
   RowPages pages;
 
-  /// @brief Elements from `data` to a token's rows.
+  /// @brief Offset of a token's rows from `data`, in elements.
   __device__ std::int64_t place(std::int64_t token) const {
     return pages.used() ? pages.place(token, token_stride) : token * token_stride;
   }
@@ -185,13 +200,13 @@ struct PagedInput : DeviceRows {
   }
 };
 
-/// @brief A view (whose pointer is to device memory) as kernels see it; its rows are in no pages.
+/// @brief Converts a view whose pointer is to device memory and whose rows are not in pages.
 template <class View>
 DeviceRows device_rows(const View& view) {
   return {view.data, view.dtype, view.token_stride, view.head_stride, view.element_stride};
 }
-/// @brief Calls use(keys, values) with what kernels see of them, which are compiled for each: pages
-/// cost registers and steps to find a row.
+/// @brief Calls use(keys, values) with PagedInput if either view is paged, else with DeviceRows.
+/// Kernels are compiled for both, since pages cost registers and steps to find a row.
 template <class Use>
 void with_rows(const KeyView& key, const ValueView& value, Use&& use) {
   if (key.pages.used() || value.pages.used())
@@ -200,7 +215,8 @@ void with_rows(const KeyView& key, const ValueView& value, Use&& use) {
     use(device_rows(key), device_rows(value));
 }
 
-/// @brief The bits of a value rounded to f16 or bf16, to nearest even; finite values saturate.
+/// @brief The bits of a value rounded to f16 or bf16, to nearest even. Finite values saturate (for
+/// f16, up to 3e38).
 __device__ inline std::uint16_t to_bits(DType type, float value) {
   if (type == DType::f16)
     return __half_as_ushort(
@@ -210,8 +226,8 @@ __device__ inline std::uint16_t to_bits(DType type, float value) {
   const bool overflowed = (bits & 0x7fffU) == 0x7f80U && fabsf(value) <= 3.40282347e38F;
   return overflowed ? static_cast<std::uint16_t>(bits - 1U) : bits;
 }
-/// @brief Two numbers as neighbours of a word: to_bits() of each, the first in the low half; of f16
-/// infinite ones become the largest.
+/// @brief Packs to_bits() of two numbers into a word, the first in the low half. For f16,
+/// infinities saturate too.
 __device__ __forceinline__ std::uint32_t to_word(DType type, float first, float second) {
   if (type != DType::f16)
     return static_cast<std::uint32_t>(to_bits(type, first)) |
@@ -221,7 +237,7 @@ __device__ __forceinline__ std::uint32_t to_word(DType type, float first, float 
                   __float2half2_rn(65504.0F));
   return *reinterpret_cast<const std::uint32_t*>(&both);
 }
-/// @brief What f16 or bf16 bits stand for.
+/// @brief The value of f16 or bf16 bits.
 __device__ inline float from_bits(DType type, std::uint16_t bits) {
   return type == DType::f16 ? __half2float(__ushort_as_half(bits))
                             : __bfloat162float(__ushort_as_bfloat16(bits));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/forms.cuh  The forms that rows are stored in, and the sizes that all kernels
-/// share.
+/// @file cuda/runtime/forms.cuh  The storage forms of rows, and the tile and block sizes that all
+/// kernels share.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,27 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kPageAlignment = 128;  ///< bytes: of pages, their sizes are multiples of it
-inline constexpr int kPlainRows = 16;       ///< rows of a unit of a plain tile
-inline constexpr int kPlainUnit = 16;       ///< its channels
+/// Bytes: pages are aligned to it, and their sizes are multiples of it.
+inline constexpr int kPageAlignment = 128;
+inline constexpr int kPlainRows = 16;  ///< rows of a unit of a plain tile
+inline constexpr int kPlainUnit = 16;  ///< channels of a unit of a plain tile
 inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
 inline constexpr int kCodeRows = 64;  ///< rows of a tile of codes
-inline constexpr int kCodeUnit = 32;  ///< channels of its units
-inline constexpr int kMaxUnits = 16;  ///< units of codes that keys, or values, of one head may have
-inline constexpr int kMaxHeadDim = 256;    ///< of keys and values
-inline constexpr int kStoreThreads = 256;  ///< of the blocks that handle leaving rows
-inline constexpr int kStoreRows =
-    64;  ///< rows that such a block takes at a time: a tile of codes, up to four plain ones
+inline constexpr int kCodeUnit = 32;  ///< channels of a unit of a tile of codes
+/// Largest number of units of codes of one head's keys, or of its values.
+inline constexpr int kMaxUnits = 16;
+inline constexpr int kMaxHeadDim = 256;  ///< of keys and values
+/// Threads of the blocks that process flushed rows.
+inline constexpr int kStoreThreads = 256;
+/// Rows that such a block processes at a time: one tile of codes, up to four plain tiles.
+inline constexpr int kStoreRows = 64;
 
-/// @brief Form of the compressed rows that queries are to meet.
+/// @brief Form of the compressed rows that attention reads.
 enum class CodedForm : std::uint8_t { none, plain, codes };
 
-/// @brief What a channel of a tile of codes holds: bits [shift, shift + width) of the code, of
-/// `bits` bits, of coefficient `source`. A code wider than one unit's width stands in several
-/// channels. source < 0: padding.
+/// @brief What a channel of a tile of codes holds: bits [shift, shift + width) of the code of
+/// coefficient `source`, which has `bits` bits. A code wider than one unit's width is spread over
+/// several channels. source < 0: padding.
 struct TileChannel {
   std::int16_t source = -1;
   std::uint8_t bits = 0;
@@ -37,22 +40,25 @@ struct TileChannel {
   std::uint8_t width = 0;
 };
 
-/// @brief How keys, or values, of one head become channels of tiles, and back.
+/// @brief How coefficients of one head's keys, or of its values, map to channels of tiles, and
+/// back.
 struct PartTiles {
   std::vector<TileChannel> channels;  ///< tiles of codes: one entry a channel; plain tiles: empty
   std::vector<std::uint8_t> widths;   ///< of the units of codes
-  std::vector<TileChannel>
-      readers;  ///< channels as attention sums them, where those are not the tile's: joint values,
-                ///< whose planes are sums of the same channels
+  /// The channels as attention sums them. Empty unless they differ from `channels`: joint values,
+  /// whose planes are sums of the same channels.
+  std::vector<TileChannel> readers;
   ScaleKind gains = ScaleKind::norm_log8;
-  float reference[2] = {1.0F, 1.0F};  ///< by scale group: what a gain of 1 stands for: the norm of
-                                      ///< a row's coefficients, in steps, or the largest of them
-  int padding_bits = 0;               ///< of a row: what rounding to whole units costs
-  int coded = 0;        ///< coefficients that have bits: the first so many; gains are of them
-  int first_coded = 0;  ///< of those, the ones of the first scale group
-  int first_units = 0;  ///< of the units, the ones of the first scale group
-  bool by_basis =
-      false;  ///< a channel is a coefficient, so that the basis itself reads tiles: bases that move
+  /// By scale group: what a gain of 1 stands for, in quantizer steps. This is the norm of a row's
+  /// coefficients, or the largest of them.
+  float reference[2] = {1.0F, 1.0F};
+  int padding_bits = 0;  ///< of a row, added by rounding up to whole units
+  /// Number of coefficients that have bits. They are the first ones, and gains cover only them.
+  int coded = 0;
+  int first_coded = 0;  ///< coded coefficients of the first scale group
+  int first_units = 0;  ///< units of the first scale group
+  /// Every channel holds one whole code, so that the basis itself reads tiles. For bases that move.
+  bool by_basis = false;
 };
 
 }  // namespace cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/launch.cuh  How kernels are launched, and types known at run time become
-/// template arguments.
+/// @file cuda/runtime/launch.cuh  Kernel launches, and dispatch of run-time values to template
+/// arguments.
 #pragma once
 
 #include <algorithm>
@@ -15,18 +15,21 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What is known of a kernel on a device.
+/// Shared memory of a kernel on a device, as the driver last knew it.
 struct KernelMemory {
   const void* kernel = nullptr;
   int device = 0;
-  int fixed = 0;            ///< bytes of shared memory that every block has, asked for or not
-  std::size_t allowed = 0;  ///< bytes that blocks may ask for beyond those
+  int fixed = 0;            ///< bytes of static shared memory of a block
+  std::size_t allowed = 0;  ///< bytes of dynamic shared memory that blocks may have
 };
 
-/// Shared memory of a kernel on the current device. The driver is asked once for what is fixed, and
-/// told where blocks want more than was allowed, whoever wanted that.
-/// @param bytes  that blocks want  @param step  the kernel is one of a decode step's  @param again
-/// tell it anyway  @return bytes that every block has
+/// Allows a kernel so much dynamic shared memory on the current device. Asks the driver for the
+/// static part once, and calls it again only if more dynamic memory is needed than any call allowed
+/// before. Thread-safe.
+/// @param bytes  of dynamic shared memory of a block
+/// @param step  whether the kernel belongs to a decode step
+/// @param again  set the attributes even if enough is allowed already
+/// @return bytes of static shared memory of a block
 inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name, bool step,
                          bool again = false) {
   static std::mutex mutex;
@@ -47,10 +50,10 @@ inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(bytes)),
         name);
-  // A multiprocessor divides its memory anew only when it is empty: as the largest of a step's
-  // kernels want it, so that blocks of the next one find room beside this one's. Other kernels are
-  // alone, and better off with what they leave as L1 cache (a prompt's moments and codes by half
-  // and by a quarter).
+  // A multiprocessor changes its split between L1 cache and shared memory only when it is idle. So
+  // all kernels of a step ask for the largest shared memory: blocks of the next kernel then fit
+  // beside those of this one. Other kernels run alone, and profit from what they leave as L1 cache
+  // (the moments of a prompt by half, its codes by a quarter).
   if (step)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared),
@@ -59,16 +62,19 @@ inline int kernel_memory(const void* kernel, std::size_t bytes, const char* name
   return own->fixed;
 }
 
-/// Bytes of shared memory that a block of a decode step's kernel can ask for, where a block can
-/// have `most` in all.
+/// Bytes of dynamic shared memory left to a block of a decode step's kernel, if a block can have
+/// `most` bytes in all.
 template <class... Parameters>
 int free_shared(void (*kernel)(Parameters...), int most) {
   return most -
          kernel_memory(reinterpret_cast<const void*>(kernel), 0, "cudaFuncGetAttributes", true);
 }
 
-/// Launches a kernel. @param step  it is one of a decode step's  @param early  whether it may begin
-/// while the one before it in the stream ends, and waits for it where it must (from sm_90 on)
+/// Launches a kernel.
+/// @param step  whether the kernel belongs to a decode step
+/// @param early  programmatic dependent launch: the kernel may begin while its predecessor in the
+/// stream ends, and waits for it where it must (from sm_90 on)
+/// @throws DeviceError if the launch fails
 template <class... Parameters, class... Arguments>
 void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
                  bool step, bool early, const char* name, cudaStream_t stream,
@@ -85,7 +91,7 @@ void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::siz
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
   cudaError_t result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
-  if (result == cudaErrorInvalidValue) {  // what was allowed is gone: the device was reset
+  if (result == cudaErrorInvalidValue) {  // the device was reset and lost the attributes
     static_cast<void>(cudaGetLastError());
     kernel_memory(reinterpret_cast<const void*>(kernel), bytes, name, step, true);
     result = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
@@ -93,13 +99,13 @@ void launch_with(void (*kernel)(Parameters...), dim3 grid, int threads, std::siz
   check(result, name);
 }
 
-/// Launches a kernel that has the device for itself.
+/// Launches a kernel that shares the device with no other: not one of a decode step, not early.
 template <class... Parameters, class... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
                    const char* name, cudaStream_t stream, const Arguments&... arguments) {
   launch_with(kernel, grid, threads, bytes, false, false, name, stream, arguments...);
 }
-/// Launches a kernel of a decode step. @param early  as above
+/// Launches a kernel of a decode step. @param early  as for launch_with()
 template <class... Parameters, class... Arguments>
 void launch_step_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t bytes,
                         bool early, const char* name, cudaStream_t stream,
@@ -107,7 +113,7 @@ void launch_step_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, s
   launch_with(kernel, grid, threads, bytes, true, early, name, stream, arguments...);
 }
 
-/// Calls f with true or false as a constant.
+/// Calls f with std::true_type or std::false_type.
 template <class Function>
 void with_bool(bool condition, Function&& function) {
   if (condition)
@@ -116,7 +122,7 @@ void with_bool(bool condition, Function&& function) {
     function(std::false_type{});
 }
 
-/// Calls f with f16 or bf16 as a constant.
+/// Calls f with f16 or bf16 as an integral constant.
 template <class Function>
 void with_type(DType type, Function&& function) {
   if (type == DType::f16) {
@@ -126,8 +132,8 @@ void with_type(DType type, Function&& function) {
   }
 }
 
-/// Calls f with 2, 4, 8 or 16, whichever `units` fit in; 2 for plain tiles, whose form depends on
-/// it.
+/// Calls f with 4, 8 or 16, the least that is not below `units`, as an integral constant. For plain
+/// tiles also with 2, since their layout depends on it.
 template <bool plain, class Function>
 void with_units(int units, Function&& function) {
   if (plain && units <= 2) {

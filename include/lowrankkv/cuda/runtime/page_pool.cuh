@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/runtime/page_pool.cuh  Pages of one size in device memory, owned or lent by the
-/// caller, shared by the layers of a model.
+/// @file cuda/runtime/page_pool.cuh  A pool of device pages of one size, which the layers of a
+/// model share. The pool or the caller owns the memory.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +15,25 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief A pool of pages. Which are free is known on the host. Not thread-safe: layers use it one
-/// after the other, and enqueue their work on one stream or on streams that wait for each other.
+/// @brief A pool of pages. The host keeps the list of free pages. Not thread-safe: layers use it
+/// one after the other, and enqueue their work on one stream or on streams that synchronise with
+/// each other.
 class PagePool {
  public:
-  /// @brief Owns its memory. Allocates. @param page_bytes a multiple of kPageAlignment
+  /// @brief A pool that owns its memory. Allocates.
+  /// @param page_bytes  a multiple of kPageAlignment
+  /// @param source  an engine's own block manager, which hands out the pages; null: none
+  /// @throws CapacityError, ShapeError for sizes out of range or not aligned
   PagePool(std::size_t page_bytes, std::int64_t num_pages,
            std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)),
         page_bytes_(page_bytes),
         owned_(page_bytes * static_cast<std::size_t>(num_pages)),
         memory_(owned_.data()) {}
-  /// @brief Uses the caller's device memory of page_bytes x num_pages bytes, aligned to
-  /// kPageAlignment, which must outlive the pool. With a source, an engine's own block manager
-  /// hands out its pages.
+  /// @brief A pool in the caller's device memory.
+  /// @param memory  page_bytes x num_pages bytes, aligned to kPageAlignment; must outlive the pool
+  /// @param source  an engine's own block manager, which hands out the pages; null: none
+  /// @throws CapacityError, ShapeError for sizes out of range, null or unaligned memory
   PagePool(std::uint8_t* memory, std::size_t page_bytes, std::int64_t num_pages,
            std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)),
@@ -46,8 +51,8 @@ class PagePool {
   PageAllocator& allocator() { return allocator_; }
   const PageAllocator& allocator() const { return allocator_; }
   std::uint8_t* memory() const { return memory_; }
-  /// @brief Device memory for what a call needs while it runs, shared by the layers of the pool;
-  /// grown if it is too small, which allocates and waits.
+  /// @brief Temporary device memory of a call, shared by the layers of the pool. Grows if it is too
+  /// small, which allocates and synchronises.
   std::uint8_t* scratch(std::size_t bytes) {
     if (scratch_.size() < bytes) {
       scratch_ = {};
@@ -56,7 +61,7 @@ class PagePool {
     return scratch_.data();
   }
   std::size_t scratch_bytes() const { return scratch_.bytes(); }
-  /// @brief Bytes that no sequence has: free pages, and what calls work in.
+  /// @brief Bytes that no sequence owns: free pages and the scratch memory of calls.
   std::size_t idle_bytes() const {
     return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_ + scratch_bytes();
   }

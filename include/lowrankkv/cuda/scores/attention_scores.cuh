@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/attention_scores.cuh  How much attention every row at full rank gets from a
-/// block of queries: what H2O accumulates (cpu/accumulated_scores.hpp). Of compressed rows:
-/// cuda/scores/compressed_scores.cuh.
+/// @file cuda/scores/attention_scores.cuh  Attention scores of rows at full rank: how much
+/// attention each row gets from a block of queries, which H2O accumulates
+/// (cpu/accumulated_scores.hpp).
 ///
-/// score_t = sum over the queries that see row t, and over a group's heads h, of exp(scale q_h k_t
-/// - lse_h); per KV head. The log-sum-exp is that of the attention just computed, so one pass over
-/// the keys is enough and logits are never stored. A warp has sixteen rows and meets all columns
-/// (query token x head of the group), sixty-four at a time, while the next ones are on their way:
-/// every sum has one owner and one order. Queries of full_type enter as they are, others as a high
-/// and a low part; sums are f32. A query that is not finite gives nothing. Floor: the keys' bytes
-/// once (a step), 2 columns head_dim flops a row (a prompt; half of that, since it is causal).
+/// score_t = sum over the queries that see row t, and over the heads h of a group, of exp(scale q_h
+/// k_t - lse_h), per KV head. The log-sum-exp is the one of the attention just computed. So one
+/// pass over the keys is enough, and logits are never stored. A warp has sixteen rows and
+/// multiplies them with all columns (query token x head of the group), sixty-four at a time, while
+/// the next columns are in flight. Every sum has one owner and one order. Queries of full_type
+/// enter as they are, others as a high and a low part; sums are f32. A query whose log-sum-exp is
+/// not finite adds nothing. Floor: for a step, the keys' bytes once; for a prompt, 2 columns
+/// head_dim flops per row, half of that because it is causal. Compressed rows:
+/// cuda/scores/compressed_scores.cuh.
 #pragma once
 
 #include <algorithm>
@@ -28,33 +30,35 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kWeightColumns = 64;  ///< query rows of a KV head (tokens x group) at a time
-inline constexpr int kWeightRows =
-    128;  ///< rows of a block of attention_scores_kernel: sixteen a warp
-inline constexpr float kMostScore = 1e30F;  ///< of a row in accumulate(), as on the CPU
+/// Query rows of a KV head (tokens x group) that are processed at a time.
+inline constexpr int kWeightColumns = 64;
+/// Rows of a block of attention_scores_kernel: sixteen per warp.
+inline constexpr int kWeightRows = 128;
+/// Largest score of a row that accumulate_kernel accepts, as on the CPU.
+inline constexpr float kMostScore = 1e30F;
 
-/// @brief The queries whose attention is measured: of one prompt, or the last of each sequence of a
-/// launch.
+/// @brief The queries whose attention is measured: those of one prompt, or the last ones of each
+/// sequence of a launch.
 struct WeightQueries {
   DeviceRows rows;                ///< [tokens, num_qo_heads, head_dim]
   const float* lse = nullptr;     ///< [tokens, num_qo_heads], natural log
   std::int64_t lse_stride = 0;    ///< from a token to the next
-  std::int64_t first_row = 0;     ///< of the launch's first sequence in `rows` and `lse`
+  std::int64_t first_row = 0;     ///< row of the launch's first sequence in `rows` and `lse`
   std::int32_t m = 1, group = 1;  ///< query tokens of a sequence; query heads of a KV head
   float factor = 1.0F;            ///< softmax scale times log2(e)
 
   __host__ __device__ std::int32_t columns() const { return m * group; }
 };
 
-/// @brief The packed rows of the prompt that the queries are of: those of the tail, then its own.
-/// Masses are added to what the rows have received before.
+/// @brief The packed rows of the prompt that the queries belong to: the rows of the tail, then the
+/// prompt's own. New scores are added to those that the rows had before.
 struct PromptScores {
-  const std::uint8_t* packed =
-      nullptr;                  ///< plain tiles [heads, tiles]; null: the queries are of the tails
-  std::int32_t tiles = 0;       ///< of a head
-  std::int32_t tile_bytes = 0;  ///< of a tile, whose values nobody asks for
-  std::int32_t tail = 0;        ///< rows of the tail
-  std::int32_t rows = 0;        ///< all of them
+  /// Plain tiles [heads, tiles]; null: the queries belong to the tails.
+  const std::uint8_t* packed = nullptr;
+  std::int32_t tiles = 0;               ///< of a head
+  std::int32_t tile_bytes = 0;          ///< of a tile; its values are not read
+  std::int32_t tail = 0;                ///< rows of the tail
+  std::int32_t rows = 0;                ///< rows of the tail and of the prompt
   float* accumulated_scores = nullptr;  ///< [heads, rows]
 };
 
@@ -70,14 +74,15 @@ struct DeviceScores {
 
 namespace detail {
 
-/// Where a column's query stands, and its log-sum-exp in units of log2: infinite where there is no
-/// column, or its sum is not finite.
+/// A column's query and its log-sum-exp in units of log2; infinite if there is no column or its sum
+/// is not finite.
 struct WeightColumn {
   float lse;
   std::int32_t token, head;
 };
 
-/// A column of a sequence of the launch and a KV head. Tokens count from queries.first_row on.
+/// Returns a column of a sequence of the launch and a KV head. Tokens count from queries.first_row
+/// on.
 __device__ inline WeightColumn weight_column(const WeightQueries& queries, int sequence,
                                              int kv_head, int column) {
   if (column >= queries.columns()) return {INFINITY, 0, 0};
@@ -88,7 +93,7 @@ __device__ inline WeightColumn weight_column(const WeightQueries& queries, int s
   return {fabsf(value) < INFINITY ? 1.44269504F * value : INFINITY, row, head};
 }
 
-/// Copies four bytes to shared memory in the background, or, if they are not `used`, zeros.
+/// Starts an asynchronous copy of four bytes to shared memory, or of zeros if not `used`.
 __device__ __forceinline__ void copy_word(void* target, const void* source, bool used) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)),
                "l"(source), "r"(used ? 4 : 0)
@@ -99,9 +104,11 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/// The first `blocks` blocks, an even number, of eight of kWeightColumns columns as operands of
-/// mma.m16n8k16: [units, kWeightColumns / 8, 32], and behind them, if `split`, what rounding them
-/// took away. Columns without a finite log-sum-exp are zeros. Copies may still be under way.
+/// Writes the first `blocks` blocks of eight of the kWeightColumns columns, as operands of
+/// mma.m16n8k16, to [units, kWeightColumns / 8, 32]. If `split`, their rounding errors follow
+/// behind. Columns without a finite log-sum-exp are zeros. Copies may still be in flight
+/// afterwards.
+/// @param blocks  an even number
 template <DType type, bool split>
 __device__ void load_weight_queries(const WeightQueries& queries, int units, int blocks,
                                     const WeightColumn* columns, uint2* operands) {
@@ -140,20 +147,24 @@ __device__ void load_weight_queries(const WeightQueries& queries, int units, int
 
 }  // namespace detail
 
-/// @brief What the rows of the full lists, and those of the tails or of a prompt, receive. A
-/// step's: written to `target`, by position, which must be zeros where no row is. A prompt's: added
-/// to the masses of the list, if it is weighed, and to prompt.masses. Grid: list_pieces of
-/// kWeightRows rows, then those of the rings or of the prompt, x heads x sequences.
-/// @tparam split  queries are not of full_type, or do not stand two channels to a word
+/// @brief Scores of the rows of the full lists, and of those of the tails or of a prompt. Grid:
+/// pieces x heads x sequences; the first list_pieces pieces of kWeightRows rows are of the full
+/// list, the others of the ring or of the prompt.
+///
+/// Scores of a step are written to `target` by position; it must be zero where there is no row.
+/// Scores of a prompt are added to those of the full list, if it is scored. Those of the packed
+/// rows, plus what rows of the tail had before, are written to prompt.accumulated_scores.
+/// @tparam split  queries are not of full_type, or are not stored two channels per word
 template <DType type, int max_units, bool split>
 __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
     attention_scores_kernel(LayerEdit tables, Batch batch, WeightQueries queries,
                             PromptScores prompt, DeviceScores target, int first_sequence,
                             int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  uint2* operands = reinterpret_cast<uint2*>(shared_memory);  // of these columns, and of the next
-  __shared__ detail::WeightColumn
-      turns[3][kWeightColumns];  // these columns, the next, and those after them
+  // Operands of the current columns and of the next ones.
+  uint2* operands = reinterpret_cast<uint2*>(shared_memory);
+  // The current columns, the next ones, and those after the next.
+  __shared__ detail::WeightColumn turns[3][kWeightColumns];
   constexpr int kBlocks = kWeightColumns / 8;
   const int head = static_cast<int>(blockIdx.y),
             sequence = first_sequence + static_cast<int>(blockIdx.z),
@@ -167,12 +178,13 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
   const int ring = tables.ring_rows(), units = layout.key_units;
   const int count = listed   ? tables.num_rows(RowList::full, slot, head)
                     : packed ? prompt.rows
-                             : ring;  // as they lie
+                             : ring;  // in storage order
   const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kWeightRows,
             row = first + warp * kPlainRows;
   if (first >= count) return;
   uint4 keys[max_units] = {};
-  float factors[2] = {queries.factor, queries.factor};  // of the rows' logits
+  // Factors of the logits of the lane's two rows.
+  float factors[2] = {queries.factor, queries.factor};
   if (row < count) {
     const int tile = row / layout.rows;
     const std::uint8_t* base =
@@ -200,8 +212,9 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
       }
     }
   }
-  int index[2],
-      from[2];  // the rows' numbers in their list, tail or prompt; the first columns that see them
+  // index: numbers of the rows in their list, tail or prompt. from: first column that sees each
+  // row.
+  int index[2], from[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     index[half] = row + g + 8 * half;
@@ -231,15 +244,15 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
   float own[2] = {};
   for (int turn = 0, base = begin; base < columns; ++turn, base += kWeightColumns) {
     detail::wait_for_copies();
-    __syncthreads();  // these columns are there, the last ones are done with
+    __syncthreads();  // these columns have arrived; the previous ones are no longer read
     if (base + kWeightColumns < columns) load(turn + 1, base + kWeightColumns);
     detail::WeightColumn ahead{};
     if (thread < kWeightColumns) ahead = column_at(base + 2 * kWeightColumns);
     const uint2* here = operands + turn % 2 * operand_count;
     const detail::WeightColumn* turn_columns = turns[turn % 3];
 #pragma unroll
-    for (int block = 0; block < kBlocks;
-         block += 2) {  // two at a time: their products need not wait for each other
+    // Two at a time, so that their products are independent.
+    for (int block = 0; block < kBlocks; block += 2) {
       if (row >= count || base + 8 * block >= columns) break;
       float logits[2][4] = {};
 #pragma unroll
@@ -257,9 +270,9 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int column = 8 * (block + i / 4) + 2 * t + i % 2;
+        // 0 where there is no column.
         const float weight =
-            exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2],
-                           -turn_columns[column].lse));  // 0 where there is no column
+            exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2], -turn_columns[column].lse));
         if (base + column >= from[i % 4 / 2]) own[i % 4 / 2] += weight;
       }
     }
@@ -290,10 +303,11 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
   }
 }
 
-/// @brief Adds attention received [sequences, heads, positions] to what the tails' rows, and those
-/// that are weighed, have received so far. A number that is not in [0, kMostScore] counts as
-/// nothing and is counted in tables.faults. Grid: pieces of weighed rows and of the tails' x heads
-/// x sequences.
+/// @brief Adds attention scores [sequences, heads, positions] to the accumulated scores of the
+/// tails' rows and of the rows of scored lists. Grid: pieces of the scored rows and then the tail x
+/// heads x sequences.
+///
+/// A number outside [0, kMostScore] is ignored and counted in tables.faults.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     accumulate_kernel(LayerEdit tables, Batch batch, DeviceScores source, int first_sequence) {
@@ -319,8 +333,9 @@ __global__ void __launch_bounds__(kStoreThreads)
   accumulated = fminf(accumulated + received, 3e38F);  // stays finite
 }
 
-/// @brief Raises unless `mass` is of so many sequences and the cache's heads; in a captured graph,
-/// of all positions that replays can reach. @throws ShapeError
+/// @brief Checks that `accumulated` covers `sequences` sequences and the cache's heads; in a
+/// captured graph, also all positions that replays can reach.
+/// @throws ShapeError
 inline void check_score_view(const CacheConfig& config, const ScoreView& accumulated,
                              std::int64_t sequences, bool captured) {
   ::lowrankkv::detail::check_equal("num_sequences", "call", sequences, "attention scores",
@@ -333,8 +348,8 @@ inline void check_score_view(const CacheConfig& config, const ScoreView& accumul
                                           config.max_tokens);
 }
 
-/// @brief Queries that were attended to, m tokens a sequence from row `first_row` of the views on,
-/// and their log-sum-exp.
+/// @brief Describes queries that were attended to, m tokens per sequence from row `first_row` of
+/// the views on, and their log-sum-exp.
 inline WeightQueries weight_queries(const LayerState& layer, const QueryView& query,
                                     const float* lse, std::int64_t lse_stride, int m,
                                     std::int64_t first_row) {
@@ -347,7 +362,7 @@ inline WeightQueries weight_queries(const LayerState& layer, const QueryView& qu
           layer.config().scale() * 1.44269504F};
 }
 
-/// @brief Enqueues zeros for all positions, those of dropped rows among them.
+/// @brief Enqueues zeros for all positions, including those of dropped rows.
 template <class = void>
 void clear_scores(const ScoreView& accumulated, cudaStream_t stream) {
   const std::size_t size = static_cast<std::size_t>(accumulated.num_sequences) *
@@ -356,19 +371,18 @@ void clear_scores(const ScoreView& accumulated, cudaStream_t stream) {
   check(cudaMemsetAsync(accumulated.data, 0, size * sizeof(float), stream), "attention scores");
 }
 
-/// @brief Enqueues what rows at full rank receive from queries that were just attended to. One
-/// launch; allocates nothing, waits for nothing.
-/// @param target  a step's masses  @param full_rows  most rows of a full list of the batch
+/// @brief Enqueues the scores of rows at full rank for queries that were just attended to. One
+/// launch; allocates nothing and does not wait.
+/// @param target  receives the scores of a step
+/// @param full_rows  most rows of a full list of the batch
 template <class = void>
 void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
                              const WeightQueries& queries, const PromptScores& prompt,
                              const DeviceScores& target, int first_sequence, std::int64_t full_rows,
                              cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const bool listed =
-      prompt.packed == nullptr ||
-      tables.has_scores(
-          RowList::full);  // what rows that never go receive of a prompt, nobody asks for
+  // Full rows that are never dropped need no scores from a prompt.
+  const bool listed = prompt.packed == nullptr || tables.has_scores(RowList::full);
   const int list_pieces =
                 listed ? static_cast<int>((full_rows + kWeightRows - 1) / kWeightRows) : 0,
             units = tables.full.key_units;
@@ -376,7 +390,8 @@ void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
       ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kWeightRows - 1) /
       kWeightRows;
   const DeviceRows& rows = queries.rows;
-  // Words of two channels: whole, and at even addresses.
+  // Queries can be copied as words of two channels if channels are contiguous and words are
+  // aligned.
   const bool split = rows.dtype != tables.full_type || rows.element_stride != 1 ||
                      rows.token_stride % 2 != 0 || rows.head_stride % 2 != 0 ||
                      reinterpret_cast<std::uintptr_t>(rows.data) % 4 != 0;
@@ -399,8 +414,8 @@ void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
   });
 }
 
-/// @brief Enqueues accumulate_kernel. Allocates nothing, waits for nothing. @param most_rows  of a
-/// head's that are weighed and a tail of the batch
+/// @brief Enqueues accumulate_kernel. Allocates nothing and does not wait.
+/// @param most_rows  most rows of a head's scored lists and its tail together, over the batch
 template <class = void>
 void enqueue_accumulate(const LayerState& layer, const Batch& batch, const DeviceScores& source,
                         int first_sequence, std::int64_t most_rows, cudaStream_t stream) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/compressed_scores.cuh  How much attention every compressed row gets from a
-/// step's queries: the counterpart of cuda/scores/attention_scores.cuh.
+/// @file cuda/scores/compressed_scores.cuh  Attention scores of compressed rows: how much attention
+/// each gets from a step's queries. The counterpart of cuda/scores/attention_scores.cuh.
 ///
-/// Rows of several epochs meet the operands of their own.
 /// score_t = sum over the columns (query token x head of the group) of exp(logit_t - lse), per KV
-/// head. Logits are those of the attention just computed, from the same operands, which still stand
-/// in the step's buffers. A warp has 64 rows and meets four columns after the other; every sum has
-/// one owner and one order. Floor: the keys' bytes once.
+/// head. Logits are those of the attention just computed, from the same operands, which are still
+/// in the step's buffers. Rows of several epochs use the operands of their own epoch. A warp has 64
+/// rows and multiplies them with four columns at a time. Every sum has one owner and one order.
+/// Floor: the keys' bytes once.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +19,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kCompressedScoreRows =
-    64 * kStoreThreads / 32;  ///< rows of a block: 64 a warp
+/// Rows of a block: 64 per warp.
+inline constexpr int kCompressedScoreRows = 64 * kStoreThreads / 32;
 
-/// @brief Masses of the compressed rows: of a step written to `target`, by position; without one,
-/// added to those of the list. Grid: pieces of kCompressedScoreRows rows x heads x sequences.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`
+/// @brief Scores of the compressed rows. With target.data, the scores of a step are written there
+/// by position; without it, scores are added to the accumulated scores of the list. Grid: pieces of
+/// kCompressedScoreRows rows x heads x sequences.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles, of `type`
 template <int scale_groups, DType type>
 __global__ void __launch_bounds__(kStoreThreads)
     compressed_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch,
@@ -40,8 +41,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   const HeadTiles& layout = tables.compressed[head];
   const std::int32_t* table = tables.page_table(RowList::compressed, slot, head);
   constexpr int groups = scale_groups == 2 ? 2 : 1;
-  const std::uint8_t* tile =
-      tables.tile(table, layout, first / layout.rows);  // of codes: the warp's only one
+  // For codes, the warp's only tile.
+  const std::uint8_t* tile = tables.tile(table, layout, first / layout.rows);
   [[maybe_unused]] float gains[groups][4][2];
   if constexpr (scale_groups > 0) {
 #pragma unroll
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kStoreThreads)
       gains[i / 8][i / 2 % 4][i % 2] =
           detail::stored_gain(tile, layout, Part::key, 16 * (i / 2 % 4) + 8 * (i % 2) + g, i / 8);
   }
-  float own[4][2] = {};  // of rows 16 m + 8 r + g, from column t of every block
+  float own[4][2] = {};  // scores of rows 16 m + 8 r + g, from column t of every block
   for (int index = 0; index < tables.num_segments(slot, count); ++index) {
     const SegmentRows range = tables.segment(slot, head, count, index, 0);
     if (range.end <= first || range.begin >= first + kCodeRows) continue;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kStoreThreads)
           logits[m][1] = fmaf(products[2] + products[3], scale.unit, scale.shift);
         }
       }
-      const bool counts = lse < INFINITY;  // there is a column, and its sum is finite
+      const bool counts = lse < INFINITY;  // the column exists and its sum is finite
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int row = first + 16 * (i / 2) + 8 * (i % 2) + g;
@@ -135,11 +136,12 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief Enqueues what compressed rows receive from queries that were just attended to in `step`.
-/// One launch; allocates nothing, waits for nothing.
-/// @param target  a step's masses; without data: added to those of the list  @param most_rows  of a
-/// list of the batch
-/// @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Enqueues the scores of compressed rows for queries that were just attended to in `step`.
+/// One launch; allocates nothing and does not wait.
+/// @param target  receives the scores of a step; without data, scores are added to those of the
+///   list
+/// @param most_rows  most rows of a list of the batch
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void enqueue_compressed_scores(const LayerState& layer, const AttentionStep& step,
                                const Batch& batch, const WeightQueries& queries,

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/pre_rope_scores.cuh  How much attention rows get whose keys are stored before
-/// their rotary embedding: as cuda/scores/attention_scores.cuh and
-/// cuda/scores/compressed_scores.cuh, of keys that are lifted and turned
-/// (cuda/attention/pre_rope/rope_on_read.cuh).
+/// @file cuda/scores/pre_rope_scores.cuh  Attention scores of rows with pre-RoPE keys.
 ///
-/// A warp has a tile of rows and meets four columns at a time; what they give is added to what the
-/// rows have, in the order of the columns, so that every sum has one owner and one order. A
-/// prompt's own keys are turned once, as those that scores choose from are
-/// (cuda/scores/rotate_rows.cuh), and weighed as others. Cost: that of the attention itself
-/// (cuda/attention/pre_rope/logits.cuh), for the columns of one head; floor: the keys' bytes once.
+/// As cuda/scores/attention_scores.cuh and cuda/scores/compressed_scores.cuh, with keys that are
+/// up-projected and rotated on read (cuda/attention/pre_rope/rope_on_read.cuh). A warp has a tile
+/// of rows and multiplies it with four columns at a time. Their scores are added to those of the
+/// rows in the order of the columns, so that every sum has one owner and one order. A prompt's own
+/// keys are rotated once into a copy (cuda/scores/rotate_rows.cuh), as they are for SnapKV scores,
+/// and are then scored like post-RoPE keys. Cost: that of the attention itself
+/// (cuda/attention/pre_rope/logits.cuh), for the columns of one head. Floor: the keys' bytes once.
 #pragma once
 
 #include <algorithm>
@@ -24,10 +23,10 @@ namespace cuda {
 
 namespace detail {
 
-/// What a lane's rows receive from the columns of a block. All lanes of a warp call it. @param lse
-/// of the lane's column, in units of log2; infinite: none
-/// @param logit  (step, half) -> of the lane's row and column, in units of log2  @param sees (step,
-/// half) -> whether the column sees the row
+/// Scores of a lane's rows from the columns of a block. All lanes of a warp call it.
+/// @param lse  of the lane's column, in units of log2; infinite: no column
+/// @param logit  (step, half) -> logit of the lane's row and column, in units of log2
+/// @param sees  (step, half) -> whether the column sees the row
 template <int steps, class Logit, class Sees>
 __device__ __forceinline__ void received(float lse, Logit&& logit, Sees&& sees,
                                          float (&own)[steps][2]) {
@@ -42,11 +41,13 @@ __device__ __forceinline__ void received(float lse, Logit&& logit, Sees&& sees,
 
 }  // namespace detail
 
-/// @brief Masses of the compressed rows: added to `target`, by position; without one, to those of
-/// the list. Grid: blocks that take a list's tiles in turn x heads x sequences.
-/// @param step  its columns  @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`
-/// @tparam max_units  units of plain keys, or of values, that a head may have  @tparam copied
-/// lifting maps are copied to shared memory
+/// @brief Scores of the compressed rows. With target.data, they are added there by position;
+/// without it, to the accumulated scores of the list. Grid: blocks that divide a list's tiles x
+/// heads x sequences.
+/// @param step  only its columns are used
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles, of `type`
+/// @tparam max_units  units of plain keys, or of values, that a head may have
+/// @tparam copied  up-projection maps are copied to shared memory
 template <int scale_groups, DType type, int max_units, bool copied>
 __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
     pre_rope_compressed_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch,
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
     const SegmentRows segment = tables.segment(slot, head, rows, index, 0);
     const KeyUpMap key_up = tables.maps[segment.epoch * tables.num_heads + head].key_up;
     const uint4* const map = copied ? turn.operands : key_up.operands;
-    __syncthreads();  // the last epoch's maps are done with
+    __syncthreads();  // the previous epoch's maps are no longer read
     turn.copy_means(key_up.means, head_dim);
     if constexpr (copied)
       turn.copy_map(key_up.operands, head_dim, cuda::key_up_units(codes, layout.key_units));
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
     range.read_shifts(tables.rotary, slot);
     range.rows = segment.end;
     for (int block = 0; block < step.blocks; ++block) {
-      __syncthreads();  // the last queries are done with
+      __syncthreads();  // the previous queries are no longer read
       turn.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
                         static_cast<int>(blockIdx.z), head, block, head_dim);
       const float unit = turn.largest[t] * __ldg(key_up.scales).y,
@@ -126,11 +127,13 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   }
 }
 
-/// @brief Masses of the rows at full rank: added to `target`, by position; without one, to those of
-/// the list. Grid: blocks that take the list's tiles in turn, then those that take the rings', x
-/// heads x sequences.
-/// @param step  its columns  @tparam type  of the rows  @tparam max_units  units of keys that a
-/// tile may have  @tparam scaled  full rows in pages are in 8 bits
+/// @brief Scores of the rows at full rank. With target.data, they are added there by position;
+/// without it, to the accumulated scores of the list. Grid: blocks x heads x sequences; the first
+/// list_blocks blocks divide the full list's tiles, the others the ring's.
+/// @param step  only its columns are used
+/// @tparam type  of the rows
+/// @tparam max_units  units of keys that a tile may have
+/// @tparam scaled  full rows in pages are in 8 bits
 template <DType type, int max_units, bool scaled>
 __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     pre_rope_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch, WeightQueries queries,
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int rows = listed ? tables.num_rows(RowList::full, slot, head) : ring,
-            tiles = (rows + tile_rows - 1) / tile_rows;  // as they lie
+            tiles = (rows + tile_rows - 1) / tile_rows;  // in storage order
   const int first = index * warps + warp,
             apart = (listed ? list_blocks : static_cast<int>(gridDim.x) - list_blocks) * warps;
   if (index * warps >= tiles) return;
@@ -161,13 +164,13 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   range.rows = rows;
   range.listed = listed ? tables.row_positions(RowList::full, slot, head) : nullptr;
   for (int block = 0; block < step.blocks; ++block) {
-    __syncthreads();  // the last queries are done with
+    __syncthreads();  // the previous queries are no longer read
     turn.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
                       static_cast<int>(blockIdx.z), head, block, head_dim);
     const float lse = detail::weight_column(queries, static_cast<int>(blockIdx.z), head,
                                             block * kBlockColumns + t)
                           .lse;
-    // Rows that a column sees: of the tail those up to its own token.
+    // Rows that a column sees; of the tail, those up to its own token.
     const int limit = listed ? rows
                              : lengths.tail_length - step.m +
                                    min((block * kBlockColumns + t) / step.group, step.m - 1) + 1;
@@ -177,7 +180,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
                  : tables.tail_tile(slot, head, tile * tile_rows);
       TilePlaces<steps> places;
       range.find(tile * tile_rows, places);
-      const auto index_of = [&](int i) {  // in its list, or tail
+      // Number of a row in its list or tail.
+      const auto index_of = [&](int i) {
         const int row = tile * tile_rows + 8 * i + g;
         return listed ? row : (row - lengths.tail_first + ring) % ring;
       };
@@ -237,7 +241,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
 
 namespace detail {
 
-/// Columns of a kernel that measures masses.
+/// The columns that a score kernel processes.
 inline AttentionStep score_step(const WeightQueries& queries) {
   AttentionStep step;
   step.group = queries.group;
@@ -245,8 +249,8 @@ inline AttentionStep score_step(const WeightQueries& queries) {
   return step;
 }
 
-/// Blocks of so many warps that take the tiles of a list of so many rows in turn: nothing depends
-/// on how many there are.
+/// Number of blocks, of `warps` warps each, that divide the tiles of a list. Results do not depend
+/// on it.
 inline int score_blocks(const LayerState& layer, const Batch& batch, std::int64_t rows,
                         int tile_rows, int warps) {
   const int most = static_cast<int>((rows + tile_rows * warps - 1) / (tile_rows * warps));
@@ -254,8 +258,9 @@ inline int score_blocks(const LayerState& layer, const Batch& batch, std::int64_
       most, (std::max)(1, 2 * layer.multiprocessors() / (layer.tables().num_heads * batch.count)));
 }
 
-/// Masses of the rows of full lists and, of a step, those of the tails, whose keys are turned when
-/// they are read. @param target  of a step; without data: added to those of the lists
+/// Enqueues the scores of the rows of full lists with pre-RoPE keys and, for a step, of the tails.
+/// @param target  receives the scores of a step; without data, scores are added to those of the
+///   lists
 template <class = void>
 void enqueue_pre_rope_scores(const LayerState& layer, const Batch& batch,
                              const WeightQueries& queries, const DeviceScores& target,
@@ -286,7 +291,7 @@ void enqueue_pre_rope_scores(const LayerState& layer, const Batch& batch,
   });
 }
 
-/// enqueue_compressed_scores() of keys that are turned when they are read.
+/// enqueue_compressed_scores() for pre-RoPE keys.
 template <int scale_groups>
 void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& batch,
                                         const WeightQueries& queries, const DeviceScores& target,
@@ -297,7 +302,8 @@ void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& ba
   const LayerEdit& tables = layer.tables();
   const AttentionStep step = score_step(queries);
   const int units = layer.tiles().max_units(Part::key);
-  int tile_units = 0;  // of keys or values: they say how many rows a tile has
+  // Most units of keys or values; they determine how many rows a tile has.
+  int tile_units = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed)
     tile_units =
         (std::max)(tile_units, !tiles.keys ? 0
@@ -331,10 +337,10 @@ void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& ba
 
 }  // namespace detail
 
-/// @brief Enqueues what rows at full rank receive from queries that were just attended to:
-/// enqueue_measured_scores(), or the same of keys that are turned when they are read. Up to two
-/// launches; allocates nothing, waits for nothing.
-/// @param prompt  its keys are turned
+/// @brief Enqueues the scores of rows at full rank for queries that were just attended to, with
+/// post-RoPE keys (enqueue_measured_scores()) or pre-RoPE keys. Up to two launches; allocates
+/// nothing and does not wait.
+/// @param prompt  its packed keys are post-RoPE keys
 template <class = void>
 void measure_scores(const LayerState& layer, const Batch& batch, const WeightQueries& queries,
                     const PromptScores& prompt, const DeviceScores& target, int first_sequence,
@@ -345,14 +351,15 @@ void measure_scores(const LayerState& layer, const Batch& batch, const WeightQue
                                    stream);
   if (prompt.packed != nullptr)
     enqueue_measured_scores(layer, batch, queries, prompt, target, first_sequence, 0, stream);
-  // Of a prompt, what rows that never go receive nobody asks for.
+  // Full rows that are never dropped need no scores from a prompt.
   if (prompt.packed == nullptr || tables.has_scores(RowList::full))
     detail::enqueue_pre_rope_scores(layer, batch, queries, target, first_sequence, full_rows,
                                     stream);
 }
 
-/// @brief The same of compressed rows: enqueue_compressed_scores(), or of keys that are turned.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Enqueues the scores of compressed rows, with post-RoPE keys (enqueue_compressed_scores())
+/// or pre-RoPE keys.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void measure_compressed_scores(const LayerState& layer, const AttentionStep& step,
                                const Batch& batch, const WeightQueries& queries,

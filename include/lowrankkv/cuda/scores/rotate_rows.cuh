@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/rotate_rows.cuh  Keys of a packed prompt that are stored before their rotary
-/// embedding, turned: what queries meet that score or weigh its rows.
+/// @file cuda/scores/rotate_rows.cuh  Rotates the pre-RoPE keys of a packed prompt into a copy,
+/// which its rows are scored with.
 ///
-/// k' = R(p) k for the pair (x, y) of every frequency: x cos - y sin, y cos + x sin, in f32,
-/// rounded to full_type, as keys of a cache that keeps them turned are. p is the position of the
-/// row's token, wherever it was moved to. Floor: the keys read and written once.
+/// k' = R(p) k for the pair (x, y) of every frequency: x cos - y sin, y cos + x sin. Computed in
+/// f32 and rounded to full_type, as keys of a cache of post-RoPE keys are. p is the position of the
+/// row's token, position shifts included. Floor: the keys read and written once.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Bytes of the turned keys of a prompt of so many tiles a head.
+/// @brief Bytes of the rotated keys of a prompt with `tiles` tiles per head.
 inline std::size_t rotated_bytes(const LayerView& tables, std::int32_t tiles) {
   return static_cast<std::size_t>(tables.num_heads) * static_cast<std::size_t>(tiles) *
          static_cast<std::size_t>(tables.full.value_offset);
 }
 
-/// @brief Keys of a packed prompt, turned, as tiles of keys alone: [heads, tiles]. Row i is of
-/// token first_token + i of its sequence. Rows are zeros behind the last of a packed prompt, and
-/// stay so. Grid: 64-row pieces x heads.
+/// @brief Writes the rotated keys of a packed prompt as tiles of keys alone, [heads, tiles]. Row i
+/// belongs to token first_token + i of its sequence. Rows behind the last one of a packed prompt
+/// are zeros and stay zeros. Grid: 64-row pieces x heads.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     rotate_rows_kernel(LayerView tables, RowSource source, int slot, int first_token,
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   for (int item = static_cast<int>(threadIdx.x); item < rows * (dim / 4); item += kStoreThreads) {
     const int row = first + item / (dim / 4), two = item % (dim / 4), tile = row / layout.rows;
     const int position = rotary.position(slot, first_token + row);
-    // Two pairs are two words of neighbouring channels: the first channels and the second ones, or,
-    // where pairs are neighbours, one pair each.
+    // Two pairs are two words of neighbouring channels. One word holds the pairs' first channels
+    // and one their second channels; with interleaved pairs each word is one pair.
     const bool neighbours = rotary.interleaved && 2 * two < rotary.pairs;
     const int channels[2] = {rotary.channel(2 * two, dim),
                              rotary.channel(neighbours ? 2 * two + 1 : 2 * two + dim / 2, dim)};
@@ -84,8 +84,10 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief Enqueues the turned keys of a packed prompt whose row 0 is of token first_token of its
-/// sequence. @param target  of rotated_bytes()  @return where they are: a source of keys alone
+/// @brief Enqueues the rotation of the keys of a packed prompt whose row 0 belongs to token
+/// first_token of its sequence.
+/// @param target  memory of rotated_bytes()
+/// @return the rotated keys, as a source with keys only
 template <class = void>
 RowSource enqueue_rotation(const LayerView& tables, const RowSource& source, int slot,
                            std::int32_t first_token, std::uint8_t* target, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/select_by_score.cuh  The rows with the largest masses: a radix selection by
-/// one block.
+/// @file cuda/scores/select_by_score.cuh  Selects the rows with the largest accumulated scores: a
+/// radix selection by one block.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -12,11 +12,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kEvictThreads = 1024;  ///< of a block that selects by masses
+inline constexpr int kEvictThreads = 1024;  ///< threads of a block that selects by score
 
-/// @brief A row's key among masses: larger ones stay, of equal ones those that came first. Bits of
-/// numbers that are not negative are in their order; below them, positions. @param pinned positions
-/// below it stay before any other
+/// @brief Sort key of a row: rows with larger keys stay.
+///
+/// Larger scores win; among equal scores the earlier row wins. The upper half holds the bits of the
+/// score, which sort like the numbers because those are not negative. The lower half holds the
+/// inverted position.
+/// @param pinned  rows at positions below it stay before any other
 __device__ inline std::uint64_t score_key(float accumulated, std::int32_t position,
                                           std::int32_t pinned) {
   const std::uint32_t high = position < pinned     ? ~0U
@@ -25,24 +28,28 @@ __device__ inline std::uint64_t score_key(float accumulated, std::int32_t positi
   return static_cast<std::uint64_t>(high) << 32 | ~static_cast<std::uint32_t>(position);
 }
 
-/// @brief What the warps of a block share while it selects.
+/// @brief Shared memory of a block while it selects.
 struct ScoreSelection {
   static constexpr int kCopies = 16;
   typename cub::BlockScan<int, kEvictThreads>::TempStorage storage;
-  int histogram[kCopies]
-               [256];  ///< masses are alike in their first bits: lanes would wait for each other
+  /// Scores have similar leading bits: with one copy, the atomic additions of lanes would
+  /// serialise.
+  int histogram[kCopies][256];
   std::uint64_t prefix;
   int still_wanted, in_digit;
 };
 
-/// @brief The smallest key of the `wanted` largest of `all`: as many are not smaller. Keys differ:
-/// eight bits a pass until it is known. All threads call it, and are synchronised at the end.
+/// @brief A lower bound of the `wanted` largest keys: exactly `wanted` keys are not smaller. Keys
+/// must differ. Eight bits are determined per pass, until the bound separates the keys. All threads
+/// call it and are synchronised at the end.
 /// @param key  key(row)
+/// @param all  number of rows
+/// @return 0 if all rows are wanted; the largest number, which is no row's key, if none is
 template <class Key>
 __device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted,
                                               ScoreSelection& shared) {
   if (wanted >= all) return 0;
-  if (wanted <= 0) return ~std::uint64_t{0};  // no row has the largest of all keys
+  if (wanted <= 0) return ~std::uint64_t{0};  // no row has this key
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     shared.prefix = 0;
@@ -61,7 +68,8 @@ __device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted,
         atomicAdd(&shared.histogram[thread % ScoreSelection::kCopies][own >> shift & 0xffU], 1);
     }
     __syncthreads();
-    int count = 0, above = 0;  // rows of this thread's digit, of larger ones: 255 is the first
+    // Rows with this thread's digit, and with larger digits; thread 0 has digit 255.
+    int count = 0, above = 0;
     if (thread < 256) {
       for (int copy = 0; copy < ScoreSelection::kCopies; ++copy)
         count += shared.histogram[copy][255 - thread];
@@ -74,7 +82,7 @@ __device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted,
     }
     __syncthreads();
     smallest = shared.prefix << shift;
-    if (shared.in_digit == shared.still_wanted) break;  // all rows that begin so stay
+    if (shared.in_digit == shared.still_wanted) break;  // all rows with this prefix stay
   }
   __syncthreads();
   return smallest;

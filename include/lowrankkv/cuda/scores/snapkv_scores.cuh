@@ -3,11 +3,11 @@
 /// row gets from the prompt's last queries.
 ///
 /// score_t = sum over a group's heads h and the last w queries of softmax(scale q_{h,w} K^T)_t,
-/// causal; per KV head (cpu/snapkv_scores.hpp). Two passes over the keys, logits are never stored:
-/// the first leaves maxima and sums of pieces of 512 rows, which are merged; the second adds up
-/// weights. Queries are rounded to full_type (which loses nothing of an engine's 16-bit queries);
-/// sums are f32. Floor: the keys' bytes twice, 4 w group head_dim flops and 2 w group exponentials
-/// a row.
+/// causal, per KV head (cpu/snapkv_scores.hpp). Two passes over the keys; logits are never stored.
+/// The first pass computes maxima and sums of pieces of 512 rows, which are merged. The second pass
+/// adds up weights. Queries are rounded to full_type, which loses nothing of an engine's 16-bit
+/// queries; sums are f32. Floor: the keys' bytes twice; per row 4 w group head_dim flops and 2 w
+/// group exponentials.
 #pragma once
 
 #include <algorithm>
@@ -20,21 +20,21 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kScoreColumns = 64;  ///< query rows of a KV head (queries x group) at a time
-inline constexpr int kScorePiece = 512;   ///< rows whose maxima and sums stand together
-inline constexpr float kScoreHeadroom =
-    8.0F;  ///< a maximum is left alone while no weight exceeds 2^8
+/// Query rows of a KV head (queries x group) that are processed at a time.
+inline constexpr int kScoreColumns = 64;
+inline constexpr int kScorePiece = 512;  ///< rows that share a maximum and a sum
+/// A maximum is raised only when a weight would exceed 2^8.
+inline constexpr float kScoreHeadroom = 8.0F;
 
-/// @brief Steps of sixteen rows that a warp takes at once, of keys of so many units: their operands
-/// stay in registers.
+/// @brief Steps of sixteen rows that a warp takes at once, if keys have `units` units. Their
+/// operands stay in registers.
 __host__ __device__ constexpr int score_steps(int units) { return units <= 8 ? 2 : 1; }
 /// @brief Rows of a block of score_rows_kernel.
 __host__ __device__ constexpr int score_rows(int units) {
   return kStoreThreads / 32 * score_steps(units) * kPlainRows;
 }
 
-/// @brief The queries that score a prompt: the last `count` of its tokens, which is `total` rows
-/// long.
+/// @brief The queries that score a prompt: those of the last `count` of its `total` tokens.
 struct ScoreQueries {
   DeviceRows rows;  ///< [count, num_qo_heads, head_dim]
   std::int32_t count = 0, group = 1, total = 0;
@@ -48,27 +48,27 @@ struct ScoreQueries {
   __host__ __device__ std::int32_t pieces() const {
     return (total + kScorePiece - 1) / kScorePiece;
   }
-  /// @brief The last `most` of them, at most.
+  /// @brief The last `most` of the queries, or all if there are fewer.
   ScoreQueries last(int most) const {
     ScoreQueries fewer = *this;
     fewer.count = (std::min)(count, most);
     fewer.rows = rows.from(count - fewer.count);
     return fewer;
   }
-  /// @brief Rows that all of them see.
+  /// @brief Rows that all queries see.
   __device__ int seen_by_all() const { return total - count + 1; }
   /// @brief Rows that a column's query sees.
   __device__ int seen(int column) const { return total - count + column / group + 1; }
 };
 
-/// @brief Bytes of a group of columns as operands, in device memory and in a scoring kernel's
-/// shared memory.
+/// @brief Bytes of the operands of a group of columns, in device memory and in the shared memory of
+/// a score kernel.
 inline std::size_t score_bytes(int head_dim) {
   return sizeof(uint2) * static_cast<std::size_t>(head_dim / kPlainUnit * (kScoreColumns / 8) * 32);
 }
 
-/// @brief Queries as operands of mma.m16n8k16: [heads, groups, units, kScoreColumns / 8, 32];
-/// columns that are not there are zeros. Grid: groups x heads x parts of the work.
+/// @brief Writes the queries as operands of mma.m16n8k16, [heads, groups, units, kScoreColumns / 8,
+/// 32]. Columns that do not exist are zeros. Grid: groups x heads x parts of the work.
 template <DType type>
 __global__ void __launch_bounds__(kStoreThreads)
     score_operands_kernel(ScoreQueries queries, int head_dim, uint2* operands) {
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 namespace detail {
 
-/// A head's operands of one group of columns, into shared memory. All threads of the block call it;
-/// the caller synchronises.
+/// Copies a head's operands of one group of columns to shared memory. All threads of the block call
+/// it; the caller synchronises.
 __device__ inline void load_operands(const uint2* operands, int head, int groups, int group,
                                      int units, uint2* shared) {
   const int words = units * (kScoreColumns / 8) * 16;  // of 16 bytes
@@ -111,7 +111,7 @@ __device__ inline void load_operands(const uint2* operands, int head, int groups
     reinterpret_cast<uint4*>(shared)[word] = __ldg(from + word);
 }
 
-/// The keys of `steps` sixteens of rows from `row` on; zeros where there are none.
+/// Loads the keys of `steps` groups of sixteen rows from `row` on; zeros where there are no rows.
 template <int steps, int max_units>
 __device__ __forceinline__ void load_score_keys(const SourceRows& rows, int row, int total,
                                                 int units, uint4 (&keys)[steps][max_units]) {
@@ -125,8 +125,8 @@ __device__ __forceinline__ void load_score_keys(const SourceRows& rows, int row,
   }
 }
 
-/// logits[s][i] += those of rows g, g + 8 of sixteen s (i / 2) and columns 2t, 2t + 1 (i % 2) of a
-/// block of eight.
+/// logits[s][i] += logits of rows g, g + 8 (i / 2) of the sixteen rows s and of columns 2t, 2t + 1
+/// (i % 2) of a block of eight columns.
 template <DType type, int steps, int max_units>
 __device__ __forceinline__ void score_logits(const uint4 (&keys)[steps][max_units], int units,
                                              const uint2* operands, int block,
@@ -144,7 +144,7 @@ __device__ __forceinline__ void score_logits(const uint4 (&keys)[steps][max_unit
 }  // namespace detail
 
 /// @brief Maximum and sum of 2^(logit - maximum) of every piece of rows: target [heads, columns,
-/// pieces]; maxima may be too low by up to kScoreHeadroom. Grid: groups of columns x pieces x
+/// pieces]. Maxima may be too low by up to kScoreHeadroom. Grid: groups of columns x pieces x
 /// heads.
 template <DType type, int max_units>
 __global__ void __launch_bounds__(kStoreThreads, 2)
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i)
         highest[i % 2] = fmaxf(highest[i % 2], logits[i / 4][i % 4]);
-      // The first rows set the maximum. A column that sees none of them sees none of the later ones
+      // The first rows set the maximum. A column that sees none of them sees none of the later rows
       // either.
       if (first_rows || __any_sync(~0U, fmaxf(highest[0], highest[1]) > kScoreHeadroom)) {
 #pragma unroll
@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
          static_cast<std::size_t>(piece)] = {best, total};
 }
 
-/// @brief lse [heads, groups, kScoreColumns] = log2 of a column's whole sum; infinite where there
-/// is no column, which then weighs nothing. Grid: eight columns x heads.
+/// @brief lse [heads, groups, kScoreColumns] = log2 of a column's whole sum; infinite if there is
+/// no column, so that its weights are 0. Grid: groups of eight columns x heads.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     score_lse_kernel(ScoreQueries queries, const float2* sums, float* lse) {
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kStoreThreads)
         column < queries.columns() ? best + log2f(total) : INFINITY;
 }
 
-/// @brief scores [heads, total]. Grid: score_rows(max_units) rows x heads.
+/// @brief Writes scores [heads, total]. Grid: pieces of score_rows(max_units) rows x heads.
 template <DType type, int max_units>
 __global__ void __launch_bounds__(kStoreThreads, 2)
     score_rows_kernel(LayerView tables, RowSource source, ScoreQueries queries,
@@ -318,9 +318,9 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   }
 }
 
-/// @brief pooled[head, i] over the window of `kernel` neighbours of the first `count` scores of
-/// every head [heads, stride]: averages divide by `kernel` also at the edges, maxima run over the
-/// neighbours that exist. Grid: 256 rows x heads.
+/// @brief pooled[head, i] = average or maximum over the window of `kernel` neighbours of score i,
+/// among the first `count` scores of every head [heads, stride]. Averages divide by `kernel` at the
+/// edges too; maxima run over the neighbours that exist. Grid: pieces of 256 rows x heads.
 template <class = void>
 __global__ void pool_scores_kernel(const float* scores, int stride, int count, int kernel,
                                    bool maximum, float* pooled) {
@@ -335,8 +335,9 @@ __global__ void pool_scores_kernel(const float* scores, int stride, int count, i
          static_cast<std::size_t>(row)] = maximum ? value : value / static_cast<float>(kernel);
 }
 
-/// @brief Scores [heads, stride] of the heads of a group, whose rows have one fate, become their
-/// sum, head after head. Grid: 256 rows x groups.
+/// @brief Replaces the scores [heads, stride] of the heads of a group by their sum, added head
+/// after head. Rows of the group's heads are kept, compressed or dropped together. Grid: pieces of
+/// 256 rows x groups.
 template <class = void>
 __global__ void group_scores_kernel(float* scores, std::int32_t stride, int rows, int members) {
   const int row = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);

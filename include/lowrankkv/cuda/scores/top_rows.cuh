@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/scores/top_rows.cuh  Choosing rows by score on the device, as cpu/top_rows.hpp does:
+/// @file cuda/scores/top_rows.cuh  Chooses rows by score on the device, as cpu/top_rows.hpp does:
 /// of equal scores the earlier row wins.
 #pragma once
 
@@ -12,40 +12,45 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kSelectThreads = 1024;  ///< of a block of top_rows_kernel
+inline constexpr int kSelectThreads = 1024;  ///< threads of a block of top_rows_kernel
 
-/// @brief The rows that are chosen among: of every sequence of a batch, the same in all heads.
+/// @brief The candidate rows of every sequence of a batch, the same in all heads.
 struct Candidates {
   const float* scores = nullptr;  ///< [sequences, heads, stride]; not negative
   std::int32_t stride = 0;
-  bool keeps_earlier = false;                     ///< rows before the candidates are chosen too
-  std::int32_t first[kMaxBatch], end[kMaxBatch];  ///< rows that can be chosen
-  std::int32_t wanted[kMaxBatch];                 ///< of them
-  RowOrder among = {};   ///< where heads have different numbers of rows, [sequences]: no more are
-                         ///< chosen than are meant of it; null: no such limit
-  bool numbers = false;  ///< rows are the numbers of those, from `first` on; else, rows that are
-                         ///< not among them have scores below all others
-  std::int32_t* counts = nullptr;  ///< if heads have different numbers, [2, sequences, heads]: how
-                                   ///< many stand in the two orders
-  float above = 0.0F;              ///< above 0: only rows whose scores exceed it are chosen
+  /// Rows before the candidates are chosen as well.
+  bool keeps_earlier = false;
+  std::int32_t first[kMaxBatch], end[kMaxBatch];  ///< candidates [first, end)
+  std::int32_t wanted[kMaxBatch];                 ///< number of candidates to choose
+  /// If heads have different numbers of rows: an order per sequence. No more rows are chosen than
+  /// its active range has. Null: no such limit.
+  RowOrder among = {};
+  /// True: candidates are indices into the active range of `among`, counted from `first`. False:
+  /// candidates are rows; rows that are not in `among` have scores below all others.
+  bool numbers = false;
+  /// If heads have different numbers of rows, [2, sequences, heads]: takes the numbers of rows in
+  /// `chosen` and in `rest`.
+  std::int32_t* counts = nullptr;
+  /// If above 0: only rows whose scores exceed it are chosen.
+  float above = 0.0F;
 };
 
-/// @brief Writes the numbers of the `wanted` rows with the largest scores, or of fewer, where no
-/// more exceed `above`, ascending, to chosen [sequences, heads, stride], and those of the other
-/// candidates, ascending, to rest (if not null). Grid: heads x sequences.
+/// @brief Writes the `wanted` rows with the largest scores, ascending, to chosen [sequences, heads,
+/// stride], and the other candidates, ascending, to `rest` (if not null). Chooses fewer if no more
+/// scores exceed `above`. Grid: heads x sequences.
 ///
-/// A radix selection, eight bits a pass, finds the smallest score that is chosen; one more pass
-/// writes. Reads the scores once where there are at most 32768, else five times, or six, if they
-/// must exceed something.
+/// A radix selection, eight bits per pass, finds the smallest score that is chosen. One more pass
+/// writes the rows. Reads the scores once if there are at most 32768; otherwise five times, or six
+/// with `above`.
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
     top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
   using Scan = cub::BlockScan<int, kSelectThreads>;
-  constexpr int kCopies = 16, kItems = 8,
-                kRounds = 4;  // rounds that stay in registers, of so many neighbours a thread
+  // kRounds: rounds whose keys stay in registers. kItems: neighbouring rows of a thread in a round.
+  constexpr int kCopies = 16, kItems = 8, kRounds = 4;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ int histogram[256][kCopies + 1];  // scores are alike in their first bits: lanes would
-                                               // wait for each other
+  // Scores have similar leading bits: with one copy, the atomic additions of lanes would serialise.
+  __shared__ int histogram[256][kCopies + 1];
   __shared__ std::uint32_t prefix;
   __shared__ int still_wanted;
   const std::size_t list = (static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) *
@@ -59,7 +64,7 @@ __global__ void __launch_bounds__(kSelectThreads)
          all.numbers ? all.first[blockIdx.y] + among.y - among.x : all.end[blockIdx.y],
          min(all.wanted[blockIdx.y], among.y - among.x)};
   const int thread = static_cast<int>(threadIdx.x);
-  // Bits of numbers that are not negative are in their order; NaN and negative ones are last.
+  // Bits of non-negative numbers sort like the numbers. NaN and negative numbers come last.
   const auto key_of = [&](int row) {
     const float score = __ldg(scores + row);
     return score >= 0.0F ? __float_as_uint(score + 0.0F) + 1U : 0U;
@@ -74,7 +79,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   for (int round = 0; round < kRounds; ++round) {
     if (resident) load(from.first + (round * kSelectThreads + thread) * kItems, kept[round]);
   }
-  // Calls f(first row, keys) for the rows of this thread, a round at a time; all threads of the
+  // Calls f(first row, keys) for the rows of this thread, one round at a time. All threads of the
   // block take part in every round.
   const auto for_each_round = [&](auto&& function) {
     if (resident) {
@@ -130,7 +135,8 @@ __global__ void __launch_bounds__(kSelectThreads)
       histogram[thread][0] = total;
     }
     __syncthreads();
-    if (thread < 32) {  // a lane has eight digits, those of lane 0 are the highest
+    // A lane has eight digits; lane 0 has the highest.
+    if (thread < 32) {
       const int top = 255 - 8 * thread;
       int own = 0;
       for (int i = 0; i < 8; ++i) own += histogram[top - i][0];
@@ -142,7 +148,7 @@ __global__ void __launch_bounds__(kSelectThreads)
       before -= own;
       const int left = still_wanted;
       __syncwarp();
-      // The digit with which so many are reached; the highest if none are wanted.
+      // The digit at which `left` rows are reached; the highest digit if none are wanted.
       if (left == 0 ? thread == 0 : before < left && before + own >= left) {
         int digit = top, missing = left - before;
         for (; missing > histogram[digit][0]; --digit) missing -= histogram[digit][0];
@@ -153,47 +159,46 @@ __global__ void __launch_bounds__(kSelectThreads)
     __syncthreads();
   }
   const std::uint32_t smallest = prefix;
-  const int equals_wanted =
-      still_wanted;  // of the smallest score only so many, the first ones, are chosen
+  // Only so many rows of the smallest chosen score are chosen: the first ones.
+  const int equals_wanted = still_wanted;
   std::int32_t* own = chosen + list;
   std::int32_t* own_rest = rest == nullptr ? nullptr : rest + list;
   for (int row = thread; row < earlier; row += kSelectThreads) own[row] = row;
-  int larger_before = 0, equals_before = 0;  // among the rows of earlier rounds
-  for_each_round(
-      [&](int row,
-          const std::uint32_t(
-              &keys)[kItems]) {  // a thread's rows are neighbours: ranks follow from one sum
-        int counts = 0;          // larger ones, and equal ones from bit 16 on
+  int larger_before = 0, equals_before = 0;  // rows of earlier rounds
+  // A thread's rows are neighbours, so one prefix sum gives their ranks. Its low 16 bits count
+  // larger scores, its high 16 bits equal ones.
+  for_each_round([&](int row, const std::uint32_t(&keys)[kItems]) {
+    int counts = 0;
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const bool there = row + i < from.end && from.wanted > 0;
-          counts += there && keys[i] > smallest ? 1 : there && keys[i] == smallest ? 1 << 16 : 0;
-        }
-        int before = 0, all_counts = 0;
-        Scan(storage).ExclusiveSum(counts, before, all_counts);
-        __syncthreads();
-        int larger = larger_before + (before & 0xffff), equals = equals_before + (before >> 16);
+    for (int i = 0; i < kItems; ++i) {
+      const bool there = row + i < from.end && from.wanted > 0;
+      counts += there && keys[i] > smallest ? 1 : there && keys[i] == smallest ? 1 << 16 : 0;
+    }
+    int before = 0, all_counts = 0;
+    Scan(storage).ExclusiveSum(counts, before, all_counts);
+    __syncthreads();
+    int larger = larger_before + (before & 0xffff), equals = equals_before + (before >> 16);
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          if (row + i >= from.end) break;
-          const int place = larger + min(equals, equals_wanted);
-          const bool is_larger = from.wanted > 0 && keys[i] > smallest,
-                     is_equal = from.wanted > 0 && keys[i] == smallest;
-          if (is_larger || (is_equal && equals < equals_wanted))
-            own[earlier + place] = row + i;
-          else if (own_rest != nullptr)
-            own_rest[row + i - from.first - place] = row + i;
-          larger += is_larger ? 1 : 0;
-          equals += is_equal ? 1 : 0;
-        }
-        larger_before += all_counts & 0xffff;
-        equals_before += all_counts >> 16;
-      });
+    for (int i = 0; i < kItems; ++i) {
+      if (row + i >= from.end) break;
+      const int place = larger + min(equals, equals_wanted);
+      const bool is_larger = from.wanted > 0 && keys[i] > smallest,
+                 is_equal = from.wanted > 0 && keys[i] == smallest;
+      if (is_larger || (is_equal && equals < equals_wanted))
+        own[earlier + place] = row + i;
+      else if (own_rest != nullptr)
+        own_rest[row + i - from.first - place] = row + i;
+      larger += is_larger ? 1 : 0;
+      equals += is_equal ? 1 : 0;
+    }
+    larger_before += all_counts & 0xffff;
+    equals_before += all_counts >> 16;
+  });
 }
 
-/// @brief Copies the scores of the rows of an order [heads, stride] to `target` [heads, stride];
-/// those of the others, up to `count`, are -1: they are chosen last. Grid: heads.
-/// @param num_rows  of an order, if heads have the same number
+/// @brief Copies the scores of the rows of an order [heads, stride] to `target` [heads, stride].
+/// The scores of the other rows below `count` become -1, so that they are chosen last. Grid: heads.
+/// @param num_rows  rows of an order, if all heads have the same number
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
     mask_scores_kernel(const float* scores, int stride, int count, RowOrder order, int num_rows,
@@ -212,9 +217,9 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
 }
 
-/// @brief Copies the scores of the rows of an order that are meant to the front of `target`
-/// [sequences, heads, stride]. Grid: heads x sequences. @param leaving  whose candidates they are,
-/// if heads have the same number
+/// @brief Copies the scores of the rows in the active range of an order to the front of `target`
+/// [sequences, heads, stride]. Grid: heads x sequences.
+/// @param flushed  gives the number of candidates, if all heads have the same number
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
     gather_scores_kernel(const float* scores, int stride, RowOrder order, FlushBatch flushed,
@@ -229,12 +234,14 @@ __global__ void __launch_bounds__(kSelectThreads)
     target[own + static_cast<std::size_t>(i)] = scores[own + static_cast<std::size_t>(rows[i])];
 }
 
-/// @brief Numbers of rows of an order become those rows: as many as the full list gets in chosen
-/// [sequences, heads, stride], behind the pinned ones then, and the others of those that are meant
-/// in rest. Grid: heads x sequences.
-/// @param leaving  says how many, and of how many, if heads have the same number  @param counts [2,
-/// sequences, heads], where they have not: how many are chosen, of which none is pinned; then how
-/// many stand in chosen, and in rest
+/// @brief Replaces indices into an order by the rows at those places. Grid: heads x sequences.
+///
+/// On entry, chosen [sequences, heads, stride] and `rest` hold indices into the order's active
+/// range. On return, `chosen` holds the rows that the full list gets, the pinned rows first, and
+/// `rest` the other rows of the active range.
+/// @param flushed  gives the numbers of rows, if all heads have the same number
+/// @param counts  [2, sequences, heads] if heads have different numbers, else null. In: rows
+///   chosen, without pinned ones. Out: rows in `chosen`, then rows in `rest`.
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
     name_rows_kernel(RowOrder order, FlushBatch flushed, std::int32_t* counts, std::int32_t* chosen,
@@ -250,15 +257,16 @@ __global__ void __launch_bounds__(kSelectThreads)
                *others = rest + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride);
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];
+  // From the end, since rows move back by `pinned`.
   for (int base = (wanted - 1) / kSelectThreads * kSelectThreads; base >= 0 && wanted > 0;
-       base -= kSelectThreads) {  // from the end: they move back by `pinned`
+       base -= kSelectThreads) {
     const int row = base + thread < wanted ? named[own[base + thread]] : 0;
     __syncthreads();
     if (base + thread < wanted) own[pinned + base + thread] = row;
     __syncthreads();
   }
   for (int row = thread; row < pinned; row += kSelectThreads) own[row] = row;
-  __syncthreads();  // everybody knows how many are wanted
+  __syncthreads();  // all threads have read `wanted`
   if (counts == nullptr || thread > 0) return;
   counts[list] = pinned + wanted;
   counts[heads * static_cast<int>(gridDim.y) + list] = count - wanted;

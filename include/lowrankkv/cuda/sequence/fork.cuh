@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/fork.cuh  A sequence becomes a copy of another one: pages are shared until
-/// somebody writes to them (LayerState::own_pages).
+/// @file cuda/sequence/fork.cuh  Forks a sequence. Pages are copied on write
+/// (LayerState::own_pages).
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Slot `target`, which is empty, becomes a copy of slot `source`; pages are shared, tail,
-/// tables and own epochs are copied.
+/// @brief Makes the empty slot `target` a copy of slot `source`. Pages are shared; tail, tables and
+/// the sequence's own epochs are copied.
 template <class = void>
 void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
   HostSequence& to = layer.sequence(target);
@@ -41,7 +41,7 @@ void fork_sequence(LayerState& layer, int source, int target, cudaStream_t strea
   }
   copy(tables.largest_values, heads);
   copy(tables.tail_scores, heads * static_cast<std::size_t>(tables.ring_rows()));
-  copy(tables.lengths, 1);  // where the ring of the tail begins
+  copy(tables.lengths, 1);  // for tail_first, where the ring of the tail begins
   copy(tables.tails, layer.tail_bytes());
   layer.rotary().write_shifts(target, to.shifts, stream);
   layer.epochs().fork(to.epochs, source, target, stream);

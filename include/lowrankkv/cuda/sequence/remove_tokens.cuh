@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/remove_tokens.cuh  Tokens leave the middle of a sequence: lists close up,
-/// and the tokens behind take their places.
+/// @file cuda/sequence/remove_tokens.cuh  Removes tokens from the middle of a sequence: lists are
+/// compacted, and later tokens move up.
 ///
-/// Rows keep their codes and move up in order (cuda/store/compaction/stable_compact.cuh), but for
-/// those that masses chose, whose order is nobody's (cuda/store/compaction/retain_rows.cuh).
+/// Rows keep their codes. Lists go through stable compaction
+/// (cuda/store/compaction/stable_compact.cuh); scored lists, whose order does not matter, through
+/// unordered compaction (cuda/store/compaction/retain_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -18,13 +19,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tokens [first, first + count) as rows: those of the lists, and of the tail. A list's rows
-/// [begin, end) go.
+/// @brief The rows of tokens [first, first + count): rows [begin, end) of the lists, and rows
+/// [tail_begin, tail_end) of the tail. In scored lists, which are in no order, end - begin is their
+/// number.
 struct RemovedRows {
   std::vector<HeadRows> begin, end;  ///< [heads]
   std::int32_t tail_begin = 0, tail_end = 0;
 
-  /// @param chosen  as RowCuts has it
+  /// @param chosen  values decided how rows are stored; as in RowCuts, which then waits
   static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count,
                         bool chosen, cudaStream_t stream) {
     const HostSequence& now = layer.sequence(slot);
@@ -35,7 +37,7 @@ struct RemovedRows {
     const RowCuts cuts(layer, slot, first, chosen, stream);
     return {cuts.below(first), cuts.below(first + count), in_tail(first), in_tail(first + count)};
   }
-  /// @brief Rows of the heads when these have gone.
+  /// @brief Rows of every head [heads] that are left without these rows.
   std::vector<HeadRows> left(const HostSequence& now) const {
     std::vector<HeadRows> rows;
     for (std::size_t head = 0; head < begin.size(); ++head) {
@@ -46,9 +48,9 @@ struct RemovedRows {
     }
     return rows;
   }
-  /// @brief The first row that another one takes the place of in a list of any head, counted as in
-  /// the head that has the most; -1: none does.
-  /// @param anywhere  rows that go may stand anywhere in the list
+  /// @brief The first row whose place another row takes, in a list of any head, numbered as in the
+  /// head with the longest list; -1: no row moves.
+  /// @param anywhere  removed rows may be anywhere in the list
   std::int64_t first_moved(const HostSequence& now, RowList list, bool anywhere) const {
     std::int64_t first = -1;
     for (std::size_t head = 0; head < begin.size(); ++head) {
@@ -63,8 +65,8 @@ struct RemovedRows {
   }
 };
 
-/// @brief Closes up, as stable_compact() does rows, their positions, which are so many less then,
-/// and their residuals, where they are kept. Grid: heads.
+/// @brief Compacts the positions and residuals (if kept) of rows as stable_compact() compacts the
+/// rows. Positions of rows that move decrease by `removed`. Grid: heads.
 template <class = void>
 __global__ void __launch_bounds__(kMoveThreads)
     compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
@@ -85,8 +87,8 @@ __global__ void __launch_bounds__(kMoveThreads)
     close(tables.row_residuals(list, slot, head), 0U);
 }
 
-/// @brief Rows [end, length) of a tail become rows [begin, ...), their masses with them. Grid:
-/// heads; a thread has the same channels of all rows.
+/// @brief Moves rows [end, length) of a tail to rows [begin, ...), with their accumulated scores.
+/// Grid: heads. A thread moves the same channels of all rows.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     compact_tail_kernel(LayerEdit tables, int slot, int begin, int end) {
@@ -109,15 +111,15 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief A row's number after rows [begin, end) of its list have gone; of those, that of the one
-/// that takes their place.
+/// @brief A row's number after rows [begin, end) of its list were removed. For a removed row: the
+/// number of the row that follows them.
 __host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int32_t begin,
                                                      std::int32_t end) {
   return row <= begin ? row : row >= end ? row - (end - begin) : begin;
 }
 
-/// @brief Where segments begin, after rows have gone, where the device alone knows them. A thread a
-/// list.
+/// @brief Updates where segments begin after rows were removed, with device-managed epochs. One
+/// thread per list.
 template <class = void>
 __global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cuts) {
   const int index = static_cast<int>(threadIdx.x);
@@ -127,8 +129,8 @@ __global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cu
   }
 }
 
-/// @brief Calls f(cuts) for all lists of a kind. @param lists  of them: those of the heads, or of
-/// joint values too
+/// @brief Calls function(cuts) for the lists of a kind, at most ListCuts::kMost at a time.
+/// @param lists  number of lists: of the heads only, or of joint values too
 template <class Function>
 void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows,
                   RowList list, int lists, Function&& function) {
@@ -147,8 +149,8 @@ void for_each_cut(const LayerState& layer, const HostSequence& now, const Remove
   }
 }
 
-/// @brief Adds the pages that remove_tokens() has to copy, since forks share them. Makes sure of
-/// its scratch memory, which may allocate and wait.
+/// @brief Adds to `demand` the pages shared with forks that remove_tokens() must copy. Reserves its
+/// scratch memory, which may allocate and wait.
 inline void demand_removal(const LayerState& layer, int slot, const RemovedRows& rows,
                            PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
@@ -161,9 +163,10 @@ inline void demand_removal(const LayerState& layer, int slot, const RemovedRows&
   }
 }
 
-/// @brief Raises unless a sequence has `count` tokens from `first` on, and its positions can be
-/// those that are left.
-/// @throws ShapeError beyond the sequence, ValueError and CapacityError as of positions that move
+/// @brief Checks that a sequence has `count` tokens from `first` on, and that the positions of the
+/// remaining tokens can be stored.
+/// @throws ShapeError beyond the sequence, ValueError for too large offsets, CapacityError beyond
+/// kMaxShifts pieces with pre-RoPE keys
 inline void check_removal(const LayerState& layer, const HostSequence& now, std::int64_t first,
                           std::int64_t count) {
   using ::lowrankkv::detail::fail;
@@ -178,8 +181,9 @@ inline void check_removal(const LayerState& layer, const HostSequence& now, std:
                         kMaxShifts, " on this backend");
 }
 
-/// @brief Removes the tokens [first, first + count), dropped ones among them. Pages were checked
-/// (demand_removal). @param rows  those tokens
+/// @brief Removes tokens [first, first + count), dropped ones included. The caller has checked the
+/// pages (demand_removal).
+/// @param rows  the rows of these tokens
 template <class = void>
 void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t count,
                    const RemovedRows& rows, cudaStream_t stream) {

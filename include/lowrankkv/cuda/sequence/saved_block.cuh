@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/saved_block.cuh  The device memory of a sequence as one block, and how it
-/// gets there and back.
+/// @file cuda/sequence/saved_block.cuh  Gathers the device memory of a sequence into one block, and
+/// scatters it back.
 ///
-/// The block: tiles of the full lists, head after head, tiles of the compressed ones, those of
-/// joint values last; own epochs; moved bases; rows of the tail [head, tile] as the ring has them;
-/// positions of listed rows, list after list [head, most rows]; residuals of rows, the same, and
-/// the heads' largest values; masses of the rows of lists that have them, list after list [head,
-/// most rows], then of the ring's [head, place]; sketches and their states.
+/// The block contains, in order:
+/// - tiles of the full lists, head after head;
+/// - tiles of the compressed lists, those of joint values last;
+/// - own epochs;
+/// - moved bases;
+/// - rows of the tail [head, tile], in ring order;
+/// - for each list: positions of its rows [head, most rows], if explicit, and their residuals, if
+///   kept, in the same shape;
+/// - the heads' largest values;
+/// - accumulated scores of the scored lists [head, most rows], then of the tail's ring [head,
+///   place];
+/// - sketches and their states.
 #pragma once
 
 #include <algorithm>
@@ -19,24 +26,24 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What is saved of a sequence besides device memory. Epochs are numbered by first use: 0 is
-/// the calibrated one.
+/// @brief The numbers that are saved besides the block. Epochs are numbered by first use; 0 is the
+/// calibrated epoch.
 struct SavedCounts {
   std::int64_t num_tokens = 0, rows_since_publication = 0, decode_steps = 0;
-  HeadRows rows;  ///< the most of a head
+  HeadRows rows;  ///< the most of any head
   std::int32_t tail_length = 0, tail_first = 0, current_epoch = 0, own_epochs = 0;
   std::int32_t moved = 0, unpublished = 0;
 };
 
-/// @brief Where the parts of the block begin.
+/// @brief Byte offsets of the parts of the block, and its size.
 struct SavedBlock {
   std::size_t lists[2] = {}, epochs = 0, bases = 0, tail = 0, positions[2] = {}, residuals[2] = {},
               largest_values = 0, accumulated_scores[2] = {}, tail_scores = 0, sketches = 0,
               sketch_states = 0, size = 0;
 };
 
-/// @brief Copies the tiles of lists from `first` on, which have `rows` rows each, between pages and
-/// a block, where they lie list after list. Grid: tiles x lists.
+/// @brief Copies tiles between pages and a block, for lists from `first` on that have `rows` rows
+/// each. In the block they lie list after list. Grid: tiles x lists.
 template <bool to_block>
 __global__ void move_tiles_kernel(LayerEdit tables, RowList list, int slot, int first, int rows,
                                   std::uint8_t* block) {
@@ -111,7 +118,7 @@ inline SavedBlock block_of(const LayerState& layer, const SequenceRows& all,
   return block;
 }
 
-/// Copies everything but epochs between a sequence and a block in device memory.
+/// Copies everything except epochs between a sequence and a block in device memory.
 template <bool to_block>
 void move_block(const LayerState& layer, int slot, const SequenceRows& all,
                 const SavedCounts& counts, const SavedBlock& block, std::uint8_t* memory,
@@ -127,7 +134,7 @@ void move_block(const LayerState& layer, int slot, const SequenceRows& all,
     const int which = static_cast<int>(list), lists = layer.num_lists(list);
     const std::size_t most_rows = static_cast<std::size_t>(all.num_rows(list));
     if (most_rows == 0) continue;
-    // Lists of as many rows at once: all of them, or, where heads differ, one after the other.
+    // Lists with equally many rows are copied at once: all lists, or one at a time if heads differ.
     const int together = all.missing.empty() ? lists : 1;
     std::size_t begin = block.lists[which];
     for (int first = 0; first < lists; first += together) {
@@ -141,9 +148,9 @@ void move_block(const LayerState& layer, int slot, const SequenceRows& all,
           <<<dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(together)), 128, 0, stream>>>(
               tables, list, slot, first, rows, memory + begin);
       check(cudaGetLastError(), "move_tiles_kernel");
-      begin += list_bytes(layer, all, list, first);  // where it matters, of this list alone
+      begin += list_bytes(layer, all, list, first);  // only used if together == 1
     }
-    const auto copy_listed = [&](auto* own, std::size_t offset) {  // four bytes a row
+    const auto copy_listed = [&](auto* own, std::size_t offset) {  // four bytes per row
       if (own == nullptr) return;
       const std::size_t width = most_rows * sizeof(*own),
                         pitch = static_cast<std::size_t>(tables.max_rows[which]) * sizeof(*own);

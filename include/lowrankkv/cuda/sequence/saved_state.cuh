@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/saved_state.cuh  A sequence in the caller's host memory:
-/// core/saved_frame.hpp around counts, rows that heads have fewer than others, shifts of positions,
-/// epochs, and one block of device memory.
+/// @file cuda/sequence/saved_state.cuh  Saves a sequence to the caller's host memory, and loads it.
 ///
-/// The block (cuda/sequence/saved_block.cuh) is gathered in the pool's scratch and crosses the bus
+/// The frame (core/saved_frame.hpp) contains counts, how many fewer rows heads have than the most,
+/// position shifts, segments, and one block of device memory. The block
+/// (cuda/sequence/saved_block.cuh) is gathered in the pool's scratch memory and crosses the bus
 /// once.
 #pragma once
 
@@ -24,7 +24,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief The first bytes of a saved sequence of this backend; the last digit is the version.
+/// @brief The first bytes of a sequence saved by this backend. The last digit is the version.
 inline constexpr std::string_view kSavedMagic = "LRKVGPU7";
 
 /// @brief A saved sequence, opened and checked.
@@ -83,7 +83,9 @@ inline LayerDescription describe_layer(const LayerState& layer) {
 
 }  // namespace detail
 
-/// @brief Frames a sequence. @return bytes written (or counted)
+/// @brief Writes a sequence to `buffer` as one frame. Waits for the stream.
+/// @param count_only  writes nothing and only counts the bytes
+/// @return bytes written or counted
 template <class = void>
 std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte> buffer,
                           bool count_only, cudaStream_t stream) {
@@ -105,7 +107,7 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
     if (std::find(own.begin(), own.end(), epoch) == own.end()) own.push_back(epoch);
     return static_cast<std::int32_t>(std::find(own.begin(), own.end(), epoch) - own.begin()) + 1;
   };
-  std::vector<std::int32_t> segments;  // by segment: epoch, level, first rows of the heads
+  std::vector<std::int32_t> segments;  // per segment: epoch, level, first rows of the heads
   for (const HostSegment& segment : epochs.segments) {
     segments.insert(segments.end(), {number_of(segment.epoch), segment.level});
     segments.insert(segments.end(), segment.first_rows.begin(), segment.first_rows.end());
@@ -159,7 +161,8 @@ inline std::vector<HostSegment> read_segments(ByteReader& in, int heads) {
   return segments;
 }
 
-/// Raises unless the segments of every head follow each other, and each has rows in some head.
+/// Checks that the segments of every head are contiguous and begin at row 0, and that each has rows
+/// in some head.
 inline void check_segments(const SavedSequence& sequence, std::int32_t own_epochs, int heads) {
   for (std::size_t i = 0; i < sequence.segments.size(); ++i) {
     const HostSegment& segment = sequence.segments[i];
@@ -182,9 +185,10 @@ inline void check_segments(const SavedSequence& sequence, std::int32_t own_epoch
   }
 }
 
-/// Raises unless the positions of a list ascend below `tail`, head after head; any order will do
-/// where others take the places of dropped rows, but each is there once.
-/// @param joint  heads of a group, whose values are joint: theirs are the same; 0: of none
+/// Checks that the positions of a list are below `tail` and ascend in every head. In a scored list
+/// (any_order) they may be in any order, but each occurs once.
+/// @param joint  heads of a group with joint values, whose positions must be equal; 0: no joint
+/// values
 inline void check_positions(const std::byte* data, int heads, const SequenceRows& all, RowList list,
                             std::int64_t tail, bool any_order, int joint) {
   const std::int64_t most = all.num_rows(list);
@@ -218,8 +222,8 @@ inline void check_positions(const std::byte* data, int heads, const SequenceRows
   }
 }
 
-/// Raises where a head has one position in both lists. @param full, compressed  positions, [heads,
-/// most rows]
+/// Checks that no head has a position in both lists.
+/// @param full, compressed  positions [heads, most rows]
 inline void check_apart(const std::byte* full, const std::byte* compressed, int heads,
                         const SequenceRows& all) {
   const auto positions_of = [&](const std::byte* data, RowList list, int head) {
@@ -242,7 +246,7 @@ inline void check_apart(const std::byte* full, const std::byte* compressed, int 
   }
 }
 
-/// Raises unless masses are finite and not negative.
+/// Checks that accumulated scores are finite and not negative.
 inline void check_scores(const std::byte* data, std::size_t count) {
   std::vector<float> accumulated_scores(count);
   if (count > 0) std::memcpy(accumulated_scores.data(), data, count * sizeof(float));
@@ -254,7 +258,7 @@ inline void check_scores(const std::byte* data, std::size_t count) {
   }
 }
 
-/// Raises unless numbers of f16 are norms, or infinite.
+/// Checks that residuals (f16) are not negative and not NaN. They may be infinite.
 inline void check_residuals(const std::byte* data, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     Half norm;
@@ -264,7 +268,7 @@ inline void check_residuals(const std::byte* data, std::size_t count) {
                                              ", at least 0 expected");
   }
 }
-/// The same of the heads' largest values.
+/// Checks that the norms of the heads' largest values are not negative and not NaN.
 inline void check_largest(const std::byte* data, std::size_t heads) {
   for (std::size_t head = 0; head < heads; ++head) {
     float norm;
@@ -276,7 +280,7 @@ inline void check_largest(const std::byte* data, std::size_t heads) {
   }
 }
 
-/// Raises unless sketches are finite and hold as many rows as there is room for.
+/// Checks that sketches are finite and hold no more rows than there is room for.
 inline void check_sketches(const LayerState& layer, std::span<const std::byte> data,
                            const SavedBlock& block) {
   using ::lowrankkv::detail::fail;
@@ -284,8 +288,8 @@ inline void check_sketches(const LayerState& layer, std::span<const std::byte> d
   for (std::size_t i = 0; i < states; ++i) {
     SketchState state;
     std::memcpy(&state, data.data() + block.sketch_states + i * sizeof state, sizeof state);
-    constexpr std::int64_t most_rows = std::int64_t{1}
-                                       << 48;  // a chunk outlives the tokens that are cut off
+    // Not max_tokens: a chunk also counts tokens that were removed.
+    constexpr std::int64_t most_rows = std::int64_t{1} << 48;
     const bool fits = state.held >= 0 && state.held <= layer.device_epochs().sketches().capacity &&
                       state.chunk_rows >= 0 && state.chunk_rows <= most_rows;
     if (!fits)
@@ -305,8 +309,8 @@ inline void check_sketches(const LayerState& layer, std::span<const std::byte> d
 
 }  // namespace detail
 
-/// @brief Opens a frame and checks that its sequence fits this layer. @throws FormatError,
-/// ShapeError, CapacityError
+/// @brief Opens a frame and checks that its sequence fits this layer and the pool.
+/// @throws FormatError, ShapeError, CapacityError
 inline SavedSequence read_sequence(const LayerState& layer, std::span<const std::byte> saved) {
   using ::lowrankkv::detail::fail;
   ByteReader in = open_framed(kSavedMagic, detail::describe_layer(layer), saved);
@@ -374,8 +378,8 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (counts.rows.num_compressed > layer.max_rows(RowList::compressed))
     fail<CapacityError>("compressed rows: at most ", layer.max_rows(RowList::compressed),
                         ", saved ", counts.rows.num_compressed);
-  // A sequence has so many epochs in use, one more that is published, and rows under the calibrated
-  // one.
+  // A sequence uses at most this many epochs of its own, plus one that is published and has no
+  // rows yet. Besides, it may have rows under the calibrated epoch.
   const int most_own = layer.epochs().adapts() ? layer.epochs().max_segments() - 2 : 0;
   constexpr std::int64_t most_steps = std::int64_t{1} << 48;
   const auto within = [](std::int64_t value, std::int64_t most) {
@@ -395,8 +399,9 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   if (!epochs_fit)
     fail<FormatError>("saved state: ", counts.own_epochs, " own epochs, the current one is ",
                       counts.current_epoch, "; at most ", most_own);
-  if (layer.device_epochs()
-          .used()) {  // batches bound epochs from above, and bases are always a sequence's own
+  // With device-managed epochs, bases are always a sequence's own, and there are at most as many
+  // segments as batches.
+  if (layer.device_epochs().used()) {
     const std::int64_t segments = static_cast<std::int64_t>(sequence.segments.size());
     if (counts.moved == 0 || counts.decode_steps < segments)
       fail<FormatError>("saved state: bases of its own: ", counts.moved, ", ", segments,
@@ -449,7 +454,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   return sequence;
 }
 
-/// @brief Makes an empty slot the saved sequence. Waits for the stream.
+/// @brief Restores a saved sequence in an empty slot. Waits for the stream.
 template <class = void>
 void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cudaStream_t stream) {
   const SavedCounts& counts = saved.counts;
@@ -505,7 +510,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
                         cudaMemcpyHostToDevice, stream),
         "load");
   layer.write_lengths(slot, segments, false, stream);
-  check(cudaStreamSynchronize(stream), "load");  // the caller's bytes are free
+  check(cudaStreamSynchronize(stream), "load");  // the caller may reuse its buffer
 }
 
 }  // namespace cuda

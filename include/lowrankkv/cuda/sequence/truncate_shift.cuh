@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/sequence/truncate_shift.cuh  A sequence forgets its last tokens; its tokens move to
-/// other positions.
+/// @file cuda/sequence/truncate_shift.cuh  Truncates a sequence, and shifts or divides its
+/// positions.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Forgets the tokens from `length` on, which the sequence has. @param kept  rows of every
-/// head that stand before that. Pages were checked (demand_truncation).
+/// @brief Removes the tokens from `length` on. The caller has checked the length and the pages
+/// (demand_truncation).
+/// @param kept  rows of every head [heads] that are left
 template <class = void>
 TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t length,
                                  std::vector<HeadRows> kept, cudaStream_t stream) {
@@ -41,7 +42,7 @@ TruncateResult truncate_sequence(LayerState& layer, int slot, std::int64_t lengt
   return exact ? TruncateResult::exact : TruncateResult::inexact;
 }
 
-/// @brief Adds the pages that truncate_sequence() has to copy, since forks share them.
+/// @brief Adds to `demand` the pages shared with forks that truncate_sequence() must copy.
 inline void demand_truncation(const LayerState& layer, int slot, std::int64_t length,
                               PageDemand& demand) {
   const HostSequence& now = layer.sequence(slot);
@@ -51,9 +52,9 @@ inline void demand_truncation(const LayerState& layer, int slot, std::int64_t le
   }
 }
 
-/// @brief What the shifts of a sequence are after the tokens from `first` on have moved by `delta`.
-/// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError beyond
-/// farthest_shift() in all, CapacityError beyond kMaxShifts pieces
+/// @brief The shifts of a sequence after its tokens from `first` on have moved by `delta`.
+/// @throws StateError with post-RoPE keys, ShapeError beyond the sequence, ValueError if an offset
+/// would exceed farthest_shift(), CapacityError beyond kMaxShifts pieces
 inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t first,
                               std::int64_t delta) {
   const HostSequence& now = layer.sequence(slot);
@@ -67,9 +68,10 @@ inline PositionShifts shifted(const LayerState& layer, int slot, std::int64_t fi
                                              " on this backend");
   return moved;
 }
-/// @brief What they are after the positions of tokens [first, first + count) were divided.
-/// @throws StateError if keys are stored turned, ShapeError beyond the sequence, ValueError for
-/// other divisors than 1 to 2^20 in all, CapacityError beyond kMaxShifts pieces
+/// @brief The shifts of a sequence after the positions of tokens [first, first + count) were
+/// divided.
+/// @throws StateError with post-RoPE keys, ShapeError beyond the sequence, ValueError unless the
+/// product of a token's divisors is in [1, 2^20], CapacityError beyond kMaxShifts pieces
 inline PositionShifts divided(const LayerState& layer, int slot, std::int64_t first,
                               std::int64_t count, std::int64_t divisor) {
   const HostSequence& now = layer.sequence(slot);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/append_rows.cuh  Decoded tokens come to the tails, and leave them.
+/// @file cuda/state/append_rows.cuh  Kernels that append decoded tokens to the tails, and update
+/// lengths after a flush.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +11,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Notes that rows were stored: the lists are longer, but for those that are counted
-/// already, and the tails, if the rows came from there, shorter.
-/// @param counts  [2, sequences, heads], full and compressed, where heads get other numbers than
-/// the host knows; else null
+/// @brief Updates lengths after rows were stored. Lists grow, except those that are counted
+/// already. Tails shrink if the rows came from them. Grid: sequences.
+/// @param from_tail  whether the rows came from the tails
+/// @param adds_full, adds_compressed  whether the list is still to be counted
+/// @param counts  [2, sequences, heads], full rows, then compressed rows, if the host does not know
+/// the numbers of every head; else null
 template <class = void>
 __global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool from_tail,
                                    bool adds_full, bool adds_compressed,
@@ -41,9 +44,9 @@ __global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool fr
   }
 }
 
-/// @brief Adds `m` tokens to the tail of each sequence: rows [first + i m, first + (i + 1) m) of
-/// the views belong to batch.slots[i]. A row that is not finite, or beyond `limit`, is stored as
-/// zeros and counted in tables.faults.
+/// @brief Appends `m` tokens to the tail of each sequence. Rows [first + i m, first + (i + 1) m) of
+/// the views belong to batch.slots[i]. If any element of a token is not finite, or beyond `limit`,
+/// the token is stored as zeros and counted in tables.faults. Grid: sequences.
 template <class Rows>
 __global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows value,
                               std::int64_t first, int m, float limit) {

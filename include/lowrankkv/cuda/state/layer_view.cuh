@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/layer_view.cuh  What kernels read besides pages: lengths, page tables, tails.
-/// Fixed capacity, never moves.
+/// @file cuda/state/layer_view.cuh  Device descriptors of a layer: lengths, row counts, page
+/// tables, segments and tails. Their capacity is fixed and they never move.
 #pragma once
 
 #include <cstddef>
@@ -19,40 +19,41 @@ namespace cuda {
 inline constexpr int kMaxBatch = 256;  ///< sequences of one launch; larger batches take several
 inline constexpr int kMaxEdits = 400;  ///< page-table entries written by one launch
 
-inline constexpr int kMaxSegments =
-    18;  ///< of a sequence: 16 epochs of its own, the calibrated one, and one that is being merged
+/// Most segments of a sequence: 16 epochs of its own, the calibrated epoch, and one that is being
+/// merged.
+inline constexpr int kMaxSegments = 18;
 
-/// @brief Lengths of one sequence on the device. The tail is a ring of rows.
+/// @brief Lengths of one sequence on the device. The tail is a ring buffer of rows.
 struct DeviceLengths {
-  std::int32_t tail_first = 0;  ///< place of the oldest row in the ring
+  std::int32_t tail_first = 0;  ///< index of the oldest row in the ring
   std::int32_t tail_length = 0;
   std::int32_t num_segments = 0;
-  std::int32_t tail_position = 0;  ///< of the oldest row of the tail
+  std::int32_t tail_position = 0;  ///< token position of the oldest row of the tail
 };
 
-/// @brief Rows of a list, of a head.
+/// @brief Number of rows of one of a head's lists.
 __host__ __device__ constexpr std::int32_t rows_in(const HeadRows& rows, RowList list) {
   return list == RowList::full ? rows.num_full : rows.num_compressed;
 }
 
-/// @brief Rows of a head's compressed list from first_row to the next segment or the end: one epoch
-/// wrote them. All heads have segments of the same epochs; where rows went that differ, one may be
-/// empty in some.
+/// @brief The rows of a head's compressed list that one epoch wrote: from first_row to the next
+/// segment or the end of the list. All heads have segments of the same epochs. After heads have
+/// lost different rows, a segment may be empty in some heads.
 struct DeviceSegment {
   std::int32_t epoch = 0;  ///< in LayerView::maps
   std::int32_t first_row = 0;
 };
 
-/// @brief A segment as kernels meet it: rows [begin, end), whose splits are [first_split,
-/// first_split + splits) of the list.
+/// @brief A segment resolved for a kernel: rows [begin, end) of the list, read in splits
+/// [first_split, first_split + splits) of the list.
 struct SegmentRows {
   int epoch = 0, begin = 0, end = 0, first_split = 0, splits = 0;
 };
 
-/// @brief Pointers to the descriptor arrays, the pages and the tails of a layer; given to kernels
+/// @brief Pointers to the descriptor arrays, the pages and the tails of a layer. Passed to kernels
 /// by value.
-/// @tparam edits  whether they may be written to: kernels take a LayerView, or, if they change what
-/// is stored, a LayerEdit
+/// @tparam edits  whether stored data may be written. Kernels take a LayerView, or a LayerEdit if
+/// they change what is stored
 template <bool edits>
 struct LayerTables {
   template <class Element>
@@ -60,49 +61,55 @@ struct LayerTables {
 
   Pointer<DeviceLengths> lengths = nullptr;  ///< [slots]
   Pointer<HeadRows> rows = nullptr;          ///< [slots, heads]
-  Pointer<std::int32_t> pages[2] = {};       ///< by RowList: [slots, num_lists, max_pages]
+  Pointer<std::int32_t> pages[2] = {};  ///< page tables by RowList: [slots, num_lists, max_pages]
   std::int32_t max_pages[2] = {};
-  Pointer<std::uint32_t> faults = nullptr;  ///< rows that were not finite
+  Pointer<std::uint32_t> faults = nullptr;  ///< counts rows that were not finite
   Pointer<std::uint8_t> pool = nullptr;
   std::uint64_t page_bytes = 0;
   Pointer<std::uint8_t> tails = nullptr;  ///< [slots, heads, tail_tiles] plain tiles
   std::int32_t tail_tiles = 0;
   std::int32_t num_heads = 0, head_dim = 0;
-  std::int32_t num_lists =
-      0;  ///< of compressed rows: those of the heads, then, with joint values, those of the groups
-  std::int32_t joint_heads = 0;  ///< whose values are one latent; 0: none
+  /// Number of compressed lists: one per head; with joint values, one more per group of heads,
+  /// after those of the heads.
+  std::int32_t num_lists = 0;
+  std::int32_t joint_heads = 0;  ///< heads of a group whose values are one latent; 0: none
   DType full_type = DType::f16;
-  HeadTiles full;                         ///< tiles of tails, and of prompts that are taken in
-  HeadTiles listed;                       ///< of full rows in pages: the same, or scaled
+  HeadTiles full;                         ///< of tails and of packed prompts
+  HeadTiles listed;                       ///< of full rows in pages: as `full`, or in 8 bits
   const HeadTiles* compressed = nullptr;  ///< [num_lists]
-  const HeadMaps* maps =
-      nullptr;  ///< [epochs, heads]: the calibrated ones, then those of the slots
-  const HeadMaps* metrics = nullptr;  ///< [heads]: of errors, where policies ask for errors; those
-                                      ///< without an encoder are plain
-  Pointer<std::int32_t> positions[2] =
-      {};  ///< by RowList: [slots, heads, max_rows], where policies choose or drop rows; else the
-           ///< order full, compressed, tail. They ascend, unless there are masses
+  /// [epochs, heads]: the calibrated maps first, then those of the slots' own epochs.
+  const HeadMaps* maps = nullptr;
+  /// [heads]: metrics of errors, for policies that need errors. A part without an encoder has the
+  /// plain metric.
+  const HeadMaps* metrics = nullptr;
+  /// By RowList: [slots, heads, max_rows], token positions of rows, if policies choose or drop
+  /// rows. Ascending, unless the list is scored. Null: the order of positions is full list,
+  /// compressed list, tail.
+  Pointer<std::int32_t> positions[2] = {};
   std::int32_t max_rows[2] = {};
-  Pointer<float> accumulated_scores[2] =
-      {};  ///< by RowList: [slots, heads, max_rows] of lists that are weighed: attention received
-           ///< so far, where rows are dropped by it: others take their places
-  Pointer<std::uint32_t> residuals[2] =
-      {};  ///< by RowList: [slots, heads, max_rows], where they are kept: at least what compression
-           ///< lost of a row's key, an f16, and of its value, in the upper half
-  Pointer<float> largest_values = nullptr;  ///< [slots, heads], together with them: at least the
-                                            ///< norm of every value that has left the tail
-  RowList scored = RowList::full;  ///< the list of rows that masses choose; where errors choose
-                                   ///< among those, the full list is weighed too
-  Pointer<float> tail_scores =
-      nullptr;  ///< [slots, heads, ring_rows()], by place; where rows have masses
-  Pointer<DeviceSegment> segments =
-      nullptr;  ///< [slots, heads, max_segments]; where the calibrated epoch is the only one, none
+  /// By RowList: [slots, heads, max_rows], accumulated attention scores of the rows of scored
+  /// lists. Rows are evicted by them, and others take their places.
+  Pointer<float> accumulated_scores[2] = {};
+  /// By RowList: [slots, heads, max_rows], if residuals are kept: upper bounds of what compression
+  /// lost of a row, as f16; of its key in the lower half, of its value in the upper half.
+  Pointer<std::uint32_t> residuals[2] = {};
+  /// [slots, heads], if residuals are kept: an upper bound of the norms of all values that have
+  /// left the tail.
+  Pointer<float> largest_values = nullptr;
+  /// The list whose rows are kept by accumulated score. Where errors choose full rows among the
+  /// rows kept by score, the full list is scored too.
+  RowList scored = RowList::full;
+  /// [slots, heads, ring_rows()], accumulated scores of the tail's rows by index in the ring; null
+  /// if rows have no scores.
+  Pointer<float> tail_scores = nullptr;
+  /// [slots, heads, max_segments]; null if the calibrated epoch is the only one.
+  Pointer<DeviceSegment> segments = nullptr;
   std::int32_t max_segments = 1;
-  Rotary rotary;  ///< of keys that are stored before it; else empty
+  Rotary rotary;  ///< of pre-RoPE keys; else empty
 
   __device__ int index(int slot, int head) const { return slot * num_heads + head; }
   __host__ __device__ int ring_rows() const { return tail_tiles * full.rows; }
-  /// @brief The tile of a tail that holds place `place` of its ring.
+  /// @brief The tile of a tail that holds index `place` of its ring.
   __device__ Pointer<std::uint8_t> tail_tile(int slot, int head, int place) const {
     return tail(slot, head) +
            static_cast<std::size_t>(place / full.rows) * static_cast<std::size_t>(full.bytes);
@@ -111,7 +118,7 @@ struct LayerTables {
     return tails + static_cast<std::size_t>(index(slot, head)) *
                        static_cast<std::size_t>(tail_tiles) * static_cast<std::size_t>(full.bytes);
   }
-  /// @param index  of a head; with joint values, of a compressed list
+  /// @brief Page table of a list. @param index  of the head, or of the compressed list
   __device__ const std::int32_t* page_table(RowList list, int slot, int index) const {
     const int which = static_cast<int>(list);
     return pages[which] + static_cast<std::size_t>(slot * num_lists + index) *
@@ -120,7 +127,7 @@ struct LayerTables {
   __device__ int num_rows(RowList list, int slot, int head) const {
     return rows_in(rows[index(slot, head)], list);
   }
-  /// @brief Positions of the rows of a list, or null.
+  /// @brief Positions of the rows of a list; null if they are not kept.
   __device__ Pointer<std::int32_t> row_positions(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return positions[which] == nullptr
@@ -128,48 +135,47 @@ struct LayerTables {
                : positions[which] + static_cast<std::size_t>(index(slot, head)) *
                                         static_cast<std::size_t>(max_rows[which]);
   }
-  /// @brief Residuals of the rows of a list; they must be kept.
+  /// @brief Residuals of the rows of a list, which must be kept.
   __device__ Pointer<std::uint32_t> row_residuals(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return residuals[which] +
            static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
-  /// @brief Whether rows of a list have masses.
+  /// @brief Whether a list is scored.
   __host__ __device__ bool has_scores(RowList list) const {
     return accumulated_scores[static_cast<int>(list)] != nullptr;
   }
-  /// @brief Whether masses choose among the rows of both lists: which of them a row is in, errors
-  /// have said.
+  /// @brief Whether rows of both lists are kept by accumulated score. Errors decide which of the
+  /// two lists a row is in.
   __host__ __device__ bool scores_both() const {
     return has_scores(RowList::full) && has_scores(RowList::compressed);
   }
-  /// @brief How many of these rows have masses.
+  /// @brief Number of a head's rows in scored lists.
   __host__ __device__ std::int32_t scored_rows(const HeadRows& own) const {
     return (has_scores(RowList::full) ? own.num_full : 0) +
            (has_scores(RowList::compressed) ? own.num_compressed : 0);
   }
-  /// @brief Masses of the rows of a list that is weighed.
+  /// @brief Accumulated scores of the rows of a list, which must be scored.
   __device__ Pointer<float> row_scores(RowList list, int slot, int head) const {
     const int which = static_cast<int>(list);
     return accumulated_scores[which] +
            static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(max_rows[which]);
   }
-  /// @brief Masses of the tail's rows, the same.
+  /// @brief Accumulated scores of the tail's rows, by index in the ring. Some list must be scored.
   __device__ Pointer<float> tail_row_scores(int slot, int head) const {
     return tail_scores +
            static_cast<std::size_t>(index(slot, head)) * static_cast<std::size_t>(ring_rows());
   }
-  /// @brief Segments of a compressed list of so many rows.
+  /// @brief Number of segments of a compressed list with so many rows.
   __device__ int num_segments(int slot, int list_rows) const {
     return max_segments == 1 ? (list_rows > 0 ? 1 : 0) : lengths[slot].num_segments;
   }
-  /// @brief Segments of a head, lengths[slot].num_segments; there must be more than the calibrated
-  /// epoch.
+  /// @brief The lengths[slot].num_segments segments of a head. Needs max_segments > 1.
   __device__ Pointer<DeviceSegment> segments_of(int slot, int head) const {
     return segments + index(slot, head) * max_segments;
   }
-  /// @brief Segment `index`, which must exist, of a compressed list of so many rows, its splits
-  /// beginning at `first_split`.
+  /// @brief Segment `index`, which must exist, of a compressed list with so many rows. Its splits
+  /// begin at `first_split`.
   __device__ SegmentRows segment(int slot, int head, int list_rows, int index,
                                  int first_split) const {
     if (max_segments == 1) return {0, 0, list_rows, 0, splits_of(list_rows)};
@@ -178,15 +184,15 @@ struct LayerTables {
               end = index + 1 < lengths[slot].num_segments ? own[1].first_row : list_rows;
     return {own->epoch, begin, end, first_split, segment_splits(end - begin, list_rows)};
   }
-  /// @brief Splits of all segments of a compressed list of so many rows.
+  /// @brief Number of splits of all segments of a compressed list with so many rows.
   __device__ int list_splits(int slot, int head, int list_rows) const {
     int splits = 0;
     for (int i = 0; i < num_segments(slot, list_rows); ++i)
       splits += segment(slot, head, list_rows, i, splits).splits;
     return splits;
   }
-  /// @brief The segment that split `split` of a compressed list is one of, and its number; of a
-  /// split beyond the last: one that ends before it.
+  /// @brief Finds the segment of a compressed list that contains split `split`, and sets `index` to
+  /// its number. For a split beyond the last one, returns a segment that ends before it.
   __device__ SegmentRows segment_of_split(int slot, int head, int list_rows, int split,
                                           int& index) const {
     SegmentRows range;
@@ -196,14 +202,14 @@ struct LayerTables {
     }
     return range;
   }
-  /// @brief The maps that rows of a sequence are written under now; the calibrated ones, if none
-  /// has been.
+  /// @brief The maps under which rows of a sequence are written now: those of its last segment, or
+  /// the calibrated maps if it has no segment.
   __device__ const HeadMaps& current_maps(int slot, int head) const {
     const int count = max_segments == 1 ? 0 : lengths[slot].num_segments,
               epoch = count == 0 ? 0 : segments_of(slot, head)[count - 1].epoch;
     return maps[epoch * num_heads + head];
   }
-  /// @brief Tile `tile` of a list whose page table and layout are given.
+  /// @brief Tile `tile` of a list with the given page table and layout.
   __device__ Pointer<std::uint8_t> tile(const std::int32_t* table, const HeadTiles& layout,
                                         int tile) const {
     const std::size_t page = static_cast<std::size_t>(table[tile / layout.tiles_per_page]);
@@ -212,7 +218,7 @@ struct LayerTables {
                static_cast<std::size_t>(layout.bytes);
   }
 
-  /// @brief What may be written to may be read.
+  /// @brief A LayerEdit converts to a LayerView.
   operator LayerTables<false>() const requires edits {
     LayerTables<false> view;
     view.lengths = lengths;
@@ -250,14 +256,15 @@ struct LayerTables {
   }
 };
 
-/// @brief A layer as kernels read it.
+/// @brief A layer that kernels only read.
 using LayerView = LayerTables<false>;
-/// @brief A layer as kernels change it.
+/// @brief A layer that kernels may change.
 using LayerEdit = LayerTables<true>;
 
 namespace detail {
 
-/// The first of `count` ascending numbers of which number(i) > wanted.
+/// The first index i with number(i) > wanted, among `count` ascending numbers; `count` if there is
+/// none.
 template <class Number>
 __device__ int upper_bound(int count, int wanted, Number&& number) {
   int low = 0, high = count;
@@ -271,7 +278,7 @@ __device__ int upper_bound(int count, int wanted, Number&& number) {
   return low;
 }
 
-/// The position of a row of a list.
+/// The token position of a row of a list.
 template <bool edits>
 __device__ int position_of(const LayerTables<edits>& tables, RowList list, int slot, int head,
                            const HeadRows& lists, int row) {
@@ -281,12 +288,12 @@ __device__ int position_of(const LayerTables<edits>& tables, RowList list, int s
   if (list == RowList::full) return row;
   if (full == nullptr) return lists.num_full + row;
   return row + upper_bound(lists.num_full, row,
-                           [&](int i) { return full[i] - i; });  // full rows that stand before it
+                           [&](int i) { return full[i] - i; });  // full rows before it
 }
 
 }  // namespace detail
 
-/// @brief The stored rows of a head that have masses: full ones, then compressed ones.
+/// @brief The rows of a head's scored lists: full rows, then compressed rows.
 template <bool edits>
 class ScoredRows {
  public:
@@ -300,7 +307,7 @@ class ScoredRows {
     if (tables.has_scores(RowList::full)) full_ = tables.num_rows(RowList::full, slot, head);
   }
   __device__ int count() const { return count_; }
-  /// @brief Those of them that are full.
+  /// @brief Number of full rows among them.
   __device__ int full() const { return full_; }
   __device__ std::conditional_t<edits, float&, float> accumulated(int row) const {
     return row < full_ ? accumulated_scores_[0][row] : accumulated_scores_[1][row - full_];
@@ -308,8 +315,8 @@ class ScoredRows {
   __device__ std::int32_t position(int row) const {
     return row < full_ ? positions_[0][row] : positions_[1][row - full_];
   }
-  /// @brief How many stand before position `pinned`: they stay in any case, and take nobody's
-  /// place. All threads of a block call it.
+  /// @brief Number of these rows at positions before `pinned`. They stay in any case, and displace
+  /// no other row. All threads of a block call it.
   __device__ int pinned_among(int pinned) const {
     int found = 0;
     for (int base = 0; base < count_ && pinned > 0; base += static_cast<int>(blockDim.x)) {
@@ -325,7 +332,7 @@ class ScoredRows {
   const std::int32_t* positions_[2] = {};
 };
 
-/// @brief Every step-th tile of a list in turn, without a division for each.
+/// @brief Iterates over every step-th tile of a list, without a division per tile.
 class PageWalk {
  public:
   template <bool edits>
@@ -338,12 +345,12 @@ class PageWalk {
         bytes_(layout.bytes) {
     seek(tile);
   }
-  /// @brief Goes to a tile.
+  /// @brief Moves to a tile.
   __device__ void seek(int tile) {
     page_ = tile / tiles_per_page_;
     tile_ = tile % tiles_per_page_;
   }
-  /// @brief The tile it stands at, which must exist; then `step` tiles on.
+  /// @brief Returns the current tile, which must exist, and moves on by `step` tiles.
   __device__ __forceinline__ const std::uint8_t* next(int step) {
     const std::uint8_t* here = pool_ + static_cast<std::size_t>(table_[page_]) * page_bytes_ +
                                static_cast<std::size_t>(tile_) * static_cast<std::size_t>(bytes_);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/row_source.cuh  Rows that are about to leave full rank: of a tail, or of a
-/// prompt, packed once into plain tiles.
+/// @file cuda/state/row_source.cuh  Source of flushed rows: the tails, or a prompt packed into
+/// plain tiles.
 ///
-/// A prompt is read from the engine's tensors once: rows are checked, rounded to full_type and
-/// written as plain tiles, behind the rows that are still in the tail. Attention, scores, updates
-/// and compression all read those.
+/// A prompt is read from the engine's tensors once: its rows are checked, rounded to full_type and
+/// packed into plain tiles, behind the rows that are still in the tail. Attention, scores, basis
+/// updates and compression all read the packed tiles.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,23 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Elements from a row of 16-bit numbers to the next in shared memory: rows begin at 16
-/// bytes, and no two of a matrix of eight meet in a bank.
+/// @brief Row stride, in elements, of 16-bit rows in shared memory. Rows are 16-byte aligned, and
+/// the rows of an 8 x 8 matrix fall into different banks.
 __host__ __device__ constexpr int plain_stride(int channels) {
   return (channels + kPlainUnit - 1) / kPlainUnit * kPlainUnit + 8;
 }
 
-/// @brief Where leaving rows are.
+/// @brief Where flushed rows are read from.
 struct RowSource {
-  const std::uint8_t* packed =
-      nullptr;  ///< plain tiles [heads, tiles] of one sequence; null: the tails of the batch
+  /// Plain tiles [heads, tiles] of one sequence; null: the rows are in the tails of the batch.
+  const std::uint8_t* packed = nullptr;
   std::int32_t tiles = 0;  ///< of a head
-  std::int32_t first = 0;  ///< row of them that is the oldest left: those before it are stored
-  std::int32_t tile_bytes =
-      0;  ///< of a packed tile; 0: keys and values, as full rows are stored. Less: keys alone
+  std::int32_t first = 0;  ///< packed row that is the oldest; rows before it are stored already
+  /// Of a packed tile. 0: as tiles of full rows, with keys and values. Smaller: keys alone.
+  std::int32_t tile_bytes = 0;
 };
 
-/// @brief The rows of one (sequence, KV head): row 0 is the oldest.
+/// @brief The source rows of one (sequence, KV head). Row 0 is the oldest.
 class SourceRows {
  public:
   template <bool edits>
@@ -49,15 +49,16 @@ class SourceRows {
                                         static_cast<std::size_t>(source.tiles) *
                                         static_cast<std::size_t>(tile_bytes_)) {}
 
-  /// @brief One element.
+  /// @brief One element as f32.
   __device__ float element(Part part, int row, int channel) const {
     const int place = (offset_ + row) % ring_;
     return from_bits(type_, *reinterpret_cast<const std::uint16_t*>(
                                 tile(place / layout_.rows) +
                                 layout_.plain_byte(part, place % layout_.rows, channel)));
   }
-  /// @brief rows[i, stride] for i in [begin, end) = row first + i, or row order[first + i], as f32
-  /// or, in std::uint16_t, as they are. All threads of the block call it; the caller synchronises.
+  /// @brief Loads source rows to rows[i, stride] for i in [begin, end): row first + i, or row
+  /// order[first + i] if `order` is not null. Element float converts; std::uint16_t keeps the bits.
+  /// All threads of the block call it; the caller synchronises.
   template <class Element>
   __device__ void load(Part part, const std::int32_t* order, int first, int begin, int end,
                        int head_dim, Element* rows, int stride) const {
@@ -97,7 +98,7 @@ class SourceRows {
       }
       return;
     }
-    // Sixteen rows of a unit are 16 bytes a lane, whatever of them is wanted.
+    // Sixteen rows of a unit are 16 bytes a lane. All are loaded, and unwanted rows skipped.
     const int from = offset_ + first + begin, until = offset_ + first + end,
               units = part == Part::key ? layout_.key_units : layout_.value_units;
     const int first_step = from / kPlainRows, steps = (until - 1) / kPlainRows - first_step + 1,
@@ -121,12 +122,13 @@ class SourceRows {
       }
     }
   }
-  /// @brief Which sixteen rows, as they lie, a row is in; steps go on where a ring begins anew.
+  /// @brief The step, a group of sixteen rows in storage order, that holds a row. Steps count on
+  /// where the ring wraps around.
   __device__ int step_of(int row) const { return (offset_ + row) / kPlainRows; }
-  /// @brief Where row 0 lies, so that step s begins with row 16 s - offset().
+  /// @brief Storage index of row 0: step s begins with row 16 s - offset().
   __device__ int offset() const { return offset_; }
-  /// @brief This lane's sixteen bytes of a step's first unit; those of the next units are 32
-  /// further on each.
+  /// @brief This lane's sixteen bytes of a step's first unit. The bytes of every further unit are
+  /// 32 elements further on.
   __device__ const uint4* words(Part part, int step) const {
     const int per_tile = layout_.rows / kPlainRows,
               units = part == Part::key ? layout_.key_units : layout_.value_units;

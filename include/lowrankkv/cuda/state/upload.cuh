@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/upload.cuh  What the host decides about a sequence's descriptors, given to the
-/// device by value: pages, lengths, segments, rows of lists.
+/// @file cuda/state/upload.cuh  Kernels that write a sequence's descriptors as the host decided
+/// them: page tables, lengths, segments, row counts. All data is passed by value.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Entries of a page table.
+/// @brief Page-table entries to be written, all of one RowList.
 struct PageEdits {
   std::int32_t count = 0;
   std::int32_t list = 0;
@@ -26,14 +26,14 @@ __global__ void write_pages_kernel(LayerEdit tables, PageEdits edits) {
     tables.pages[edits.list][edits.index[i]] = edits.page[i];
 }
 
-/// @brief Pages to be copied: sequences write only to pages of their own.
+/// @brief Pages to be copied (copy on write): sequences write only to pages of their own.
 struct PageCopies {
   std::int32_t count = 0;
   std::int32_t from[kMaxEdits];
   std::int32_t to[kMaxEdits];
 };
 
-/// @brief Copies pages of a pool. Grid: one block a page.
+/// @brief Copies pages of the pool. Grid: pages.
 template <class = void>
 __global__ void copy_pages_kernel(LayerEdit tables, PageCopies copies) {
   const uint4* from = reinterpret_cast<const uint4*>(
@@ -44,15 +44,15 @@ __global__ void copy_pages_kernel(LayerEdit tables, PageCopies copies) {
     to[i] = from[i];
 }
 
-/// @brief Segments of a sequence, as its first head has them, given to a kernel by value; a count
-/// of -1: those that are there stay.
+/// @brief Segments of a sequence with the first rows of its first head, passed to a kernel by
+/// value. A count of -1: the segments on the device stay.
 struct SegmentList {
   std::int32_t count = 0;
   DeviceSegment items[kMaxSegments];
 };
 
-/// @brief Sets the lengths and the segments of one sequence, all heads alike. Rows of the tail stay
-/// where they are: the newest go.
+/// @brief Sets the lengths and the segments of one sequence, the same in all heads. The tail keeps
+/// its oldest rows where they are, and loses the newest. One block.
 template <class = void>
 __global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t tail_length,
                                      std::int32_t tail_position, HeadRows rows,
@@ -69,7 +69,7 @@ __global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t ta
   }
 }
 
-/// @brief Where the segments of some heads begin, given to a kernel by value.
+/// @brief First rows of the segments of some heads, passed to a kernel by value.
 struct FirstRowsList {
   static constexpr int kMost = 32;
   std::int32_t first = 0, count = 0;  ///< heads
@@ -77,7 +77,8 @@ struct FirstRowsList {
   std::int32_t rows[kMost][kMaxSegments];
 };
 
-/// @brief Sets where the segments of heads that differ begin. One block, a thread a head.
+/// @brief Sets the first rows of segments, for heads that differ from the first head. One block,
+/// one thread per head.
 template <class = void>
 __global__ void write_first_rows_kernel(LayerEdit tables, int slot, FirstRowsList own) {
   const int head = static_cast<int>(threadIdx.x);
@@ -85,14 +86,14 @@ __global__ void write_first_rows_kernel(LayerEdit tables, int slot, FirstRowsLis
     tables.segments_of(slot, own.first + head)[i].first_row = own.rows[head][i];
 }
 
-/// @brief Rows of some heads, given to a kernel by value.
+/// @brief Row counts of some heads, passed to a kernel by value.
 struct HeadRowsList {
   static constexpr int kMost = 128;
   std::int32_t first = 0, count = 0;
   HeadRows items[kMost];
 };
 
-/// @brief Sets the rows of heads that differ. One block.
+/// @brief Sets the row counts of heads that differ. One block, one thread per head.
 template <class = void>
 __global__ void write_rows_kernel(LayerEdit tables, int slot, HeadRowsList own) {
   const int head = static_cast<int>(threadIdx.x);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/state/workspace.cuh  Memory that attention works in: queries as operands, partial
-/// states, sums of exponentials; of decode steps, and of prompts.
+/// @file cuda/state/workspace.cuh  Device workspace of attention calls, for decode steps and for
+/// prompts: query operands, partial states, log-sum-exp.
 #pragma once
 
 #include <algorithm>
@@ -19,29 +19,33 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Device memory that the caller lends. Layers whose calls follow each other can share it.
+/// @brief Device memory that the caller lends. Layers can share it if their calls run one after the
+/// other.
 struct LentMemory {
   std::uint8_t* data = nullptr;  ///< 128-byte aligned
   std::size_t bytes = 0;
-  std::shared_ptr<const void> owner =
-      nullptr;  ///< kept while the memory is in use; null: it outlives what uses it
+  /// Held while the memory is in use; null: the memory outlives its users.
+  std::shared_ptr<const void> owner = nullptr;
   explicit operator bool() const { return data != nullptr; }
 };
 
-/// @brief Logits of joint values whose keys are turned when they are read, 4 bytes a row and
-/// column, are set aside for as many chunks of columns at a time as so many bytes hold (of lists of
-/// max_tokens rows, of all sequences; of a prompt, one sequence); for one of them at least, whose
-/// kJointColumns columns take 128 bytes a row and group of heads.
+/// @brief Budget in bytes for the logits of joint values with pre-RoPE keys, which take 4 bytes per
+/// row and column. Logits are reserved for as many chunks of columns at a time as fit, for the
+/// longest lists of all sequences (for a prompt: of one sequence). At least one chunk is reserved,
+/// whose kJointColumns columns take 128 bytes per row and group of heads.
 inline constexpr std::size_t kLogitBytes = std::size_t{64} << 20;
 
-/// @brief The buffers of a layer's attention calls. Those of decode steps are made for
-/// max_sequences and max_query_tokens and never move; those of prompts grow.
+/// @brief The buffers of a layer's attention calls. Buffers of decode steps are allocated for
+/// max_sequences and max_query_tokens and never move. Buffers of prompts grow.
 class Workspace {
  public:
   Workspace() = default;
-  /// @param max_segments  of a sequence  @param max_rows  of its lists  @param lent  for decode
-  /// steps; null: owned
-  /// @throws CapacityError, ShapeError if what is lent is too small, or not aligned
+  /// @brief Reserves the buffers of decode steps.
+  /// @param max_segments  of a sequence
+  /// @param max_rows  of a head's lists, by RowList
+  /// @param lent  memory for decode steps, 128-byte aligned; null: the workspace allocates and owns
+  /// it
+  /// @throws CapacityError if the lent memory is too small, ShapeError if it is not aligned
   Workspace(const CacheConfig& config, const LayerTiles& tiles, int max_segments,
             const std::int64_t (&max_rows)[2], const LentMemory& lent)
       : heads_(config.shape.num_kv_heads),
@@ -66,7 +70,7 @@ class Workspace {
     std::uint8_t* base = lent.data == nullptr ? decode_.data() : lent.data;
     step_lse_ = reinterpret_cast<float*>(base + carve(step_, config.max_sequences, base));
   }
-  /// @brief Bytes of decode steps' buffers.
+  /// @brief Bytes of the buffers of decode steps.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerTiles& tiles,
                                   int max_segments, const std::int64_t (&max_rows)[2]) {
     AttentionStep step = step_of(config, tiles, max_segments, max_rows);
@@ -77,20 +81,22 @@ class Workspace {
            queries * sizeof(float);
   }
 
-  /// @brief Splits that a compressed list of so many rows may have, over all its segments; that of
-  /// joint values, where there are some.
+  /// @brief Largest number of splits of a compressed list with so many rows, over all its segments.
+  /// With joint values: of the list of latents.
   int coded_splits(std::int64_t list_rows) const {
     return step_.joint_width > 0 ? joint_splits(list_rows) : splits_in(list_rows, step_.segments);
   }
-  /// @brief Buffers of a step over so many query tokens.
+  /// @brief Buffers of a decode step over m query tokens per sequence.
   AttentionStep step(int m) const {
     AttentionStep step = step_;
     step.set_tokens(m);
     return step;
   }
-  /// @brief Buffers of a step over `m` query tokens of a prompt of one sequence, which has `rows`;
-  /// grown if they are too small, which allocates and waits.
-  /// @param packed  tiles of the prompt, so many a head
+  /// @brief Buffers of a step over `m` query tokens of one sequence's prompt. Grows them if they
+  /// are too small, which allocates and synchronises.
+  /// @param rows  largest numbers of stored rows of the sequence's heads
+  /// @param packed_tiles  tiles of the packed prompt, per head
+  /// @param packed  the packed prompt
   AttentionStep prompt_step(const HeadRows& rows, int m, std::int32_t packed_tiles,
                             const std::uint8_t* packed) {
     AttentionStep step = step_;
@@ -111,20 +117,20 @@ class Workspace {
     return step;
   }
 
-  /// @brief Memory for the log-sum-exp of a step's queries [sequences x m, num_qo_heads], for
-  /// masses that are asked for without it.
+  /// @brief Memory for the log-sum-exp of a step's queries, [sequences x m, num_qo_heads]. For
+  /// calls that ask for attention scores but not for the log-sum-exp.
   float* step_lse() const { return step_lse_; }
-  /// @brief The same for so many queries of a prompt, where masses are kept; grown if it is too
-  /// small, which allocates and waits.
+  /// @brief Memory for the log-sum-exp of so many query tokens of a prompt, for layers that
+  /// accumulate scores. Grows if it is too small, which allocates and synchronises.
   float* prompt_lse(std::int64_t tokens) {
     const std::size_t size = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(qo_heads_);
     if (prompt_lse_.size() < size) prompt_lse_ = DeviceArray<float>(size);
     return prompt_lse_.data();
   }
 
-  /// @brief Device memory that is owned.
+  /// @brief Bytes of owned device memory.
   std::size_t bytes() const { return decode_.bytes() + prompt_.bytes() + prompt_lse_.bytes(); }
-  /// @brief Bytes that decode steps work in, owned or lent.
+  /// @brief Bytes of the buffers of decode steps, owned or lent.
   std::size_t decode_bytes() const { return decode_bytes_; }
 
  private:
@@ -142,15 +148,12 @@ class Workspace {
     step.width = config.shape.head_dim;
     for (const HeadTiles& layout : tiles.compressed)
       step.width = !layout.keys ? step.width : (std::max)(step.width, layout.state_lines());
-    step.coded_units =
-        config.rope.keys == Rope::pre
-            ? 0
-            : tiles.max_units(
-                  Part::key);  // keys that are turned when they are read meet queries as they are
+    // Pre-RoPE keys are multiplied by the queries themselves.
+    step.coded_units = config.rope.keys == Rope::pre ? 0 : tiles.max_units(Part::key);
     if (tiles.joint_heads == 0) return step;
     step.joint_heads = tiles.joint_heads;
     step.joint_width = tiles.joint_width();
-    step.compressed_splits = 0;  // states of joint values are apart
+    step.compressed_splits = 0;  // joint values have buffers of their own
     step.joint_splits = joint_splits(max_rows[1]);
     step.joint_chunks = (std::min)(kJointChunks, joint_chunks(step, tiles.joint_heads));
     if (config.rope.keys == Rope::pre)
@@ -164,8 +167,8 @@ class Workspace {
   static std::int32_t logit_rows(std::int64_t rows) {
     return static_cast<std::int32_t>((rows + kCodeRows - 1) / kCodeRows * kCodeRows);
   }
-  /// Chunks of columns that a launch may have, so that kLogitBytes hold the logits of so many lists
-  /// of joint values.
+  /// Most chunks of columns in a launch, such that kLogitBytes hold the logits of so many lists of
+  /// joint values.
   static std::int32_t logit_chunks(int lists, std::int64_t rows) {
     const std::int64_t bytes = std::int64_t{lists} * logit_rows(rows) * kJointColumns *
                                static_cast<std::int64_t>(sizeof(float));
@@ -173,14 +176,16 @@ class Workspace {
         (std::clamp)(static_cast<std::int64_t>(kLogitBytes) / (std::max)(bytes, std::int64_t{1}),
                      std::int64_t{1}, std::int64_t{kJointChunks}));
   }
-  /// Has a step over joint values set aside logits for lists of so many rows.
+  /// Sets the sizes of a step's logits, for lists of joint values with so many rows.
   static void set_logits(AttentionStep& step, std::int32_t most_chunks, std::int64_t rows) {
     step.joint_chunks = (std::min)(step.joint_chunks, most_chunks);
     step.logit_columns =
         (std::min)(step.joint_chunks * kJointColumns, step.joint_heads * step.columns());
     step.logit_rows = logit_rows(rows);
   }
-  /// Gives a step over so many sequences its buffers, from `base` on. Returns their bytes.
+  /// Assigns the buffers of a step over so many sequences, from `base` on; null: only counts their
+  /// bytes.
+  /// @return bytes of all buffers
   static std::size_t carve(AttentionStep& step, int sequences, std::uint8_t* base, int heads) {
     const std::size_t rows = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(heads) *
                              static_cast<std::size_t>(step.blocks);
@@ -211,10 +216,10 @@ class Workspace {
   }
 
   int heads_ = 0, qo_heads_ = 0;
-  bool pre_rope_ = false;  ///< keys are turned when they are read
-  std::int32_t prompt_chunks_ =
-      0;  ///< of columns, in a launch over joint values of unrotated keys: the same whatever the
-          ///< rows, so that longer lists need no less
+  bool pre_rope_ = false;  ///< attention applies RoPE when it reads keys
+  /// Most chunks of columns in a prompt's launch over joint values of pre-RoPE keys. It does not
+  /// depend on the rows, so that longer lists never need less memory.
+  std::int32_t prompt_chunks_ = 0;
   AttentionStep step_;
   std::size_t decode_bytes_ = 0;
   DeviceArray<std::uint8_t> decode_, prompt_;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/latent_errors.cuh  How badly the joint values of leaving rows would be
-/// reconstructed, and the errors of rows whose heads have one fate.
+/// @file cuda/store/latent_errors.cuh  Reconstruction errors of the joint values of flushed rows,
+/// and the errors of rows that all heads of a group keep or compress together.
 ///
 /// error of a row = the sum over the heads of a group of ||k - k^||^2 + ||v - v^||^2, each over ||x
-/// - mean||^2 if errors are relative (token_policy/residual_outliers.hpp): all heads of the group
-/// get it. Latents are quantised as they would be and decoded head by head; products are those of
-/// cuda/store/row_errors.cuh. Floor: 4 rank head_dim flops a row and head.
+/// - mean||^2 if errors are relative (token_policy/residual_outliers.hpp). All heads of the group
+/// get this error. Latents are quantised as they would be when stored, and decoded head by head;
+/// products are those of cuda/store/row_errors.cuh. Floor: 4 rank head_dim flops a row and head.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,23 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kErrorChannels =
-    256;  ///< of latents that latent_errors_kernel has as operands at a time: where there are no
-          ///< more, they are quantised once for all heads
+/// Channels of latents that latent_errors_kernel has as operands at a time. A latent that has no
+/// more is quantised once for all heads.
+inline constexpr int kErrorChannels = 256;
 
-/// @brief Shared memory of latent_errors_kernel in bytes: rows, and latents as two numbers of 16
-/// bits.
+/// @brief Shared memory of latent_errors_kernel in bytes: rows, and latents split into two 16-bit
+/// numbers.
 inline std::size_t latent_error_bytes(int head_dim) {
   return static_cast<std::size_t>(2 * kStoreRows *
                                   (plain_stride(head_dim) + 2 * plain_stride(kErrorChannels)));
 }
 
-/// @brief errors [sequence of the batch, head, stride], by row of the source: those of keys, in; in
-/// all heads of a group, those of all its keys and values, out. Grid: pieces x groups of heads x
-/// sequences.
-/// @tparam type  of full rows  @tparam scale_groups  of tiles of codes; 0: plain ones  @param
-/// coded_type  of plain coefficients
+/// @brief Adds the errors of joint values to errors [sequence of the batch, head, stride], by row
+/// of the source. In: each head's errors of keys. Out, in all heads of a group: the sum of the
+/// errors of the group's keys and values. Grid: pieces x groups of heads x sequences.
+/// @tparam type  of full rows
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param coded_type  of plain coefficients
 template <DType type, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads)
     latent_errors_kernel(LayerEdit tables, RowSource source, FlushBatch flushed,
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kStoreThreads)
     __syncthreads();
     SourceRows(tables, source, slot, head)
         .load(Part::value, nullptr, range.from, range.begin, range.end, dim, rows, rows_stride);
-    float sums[kItems][2][2][4] = {};  // a warp decodes sixteen channels of 32 rows at a time
+    float sums[kItems][2][2][4] = {};  // a warp decodes 16 channels of 32 rows at a time
     for (int base = 0; base < channels; base += kErrorChannels) {
       const int count = min(kErrorChannels, channels - base);
       __syncthreads();
@@ -179,18 +180,21 @@ __global__ void __launch_bounds__(kStoreThreads)
     own[static_cast<std::size_t>(head) * static_cast<std::size_t>(stride)] = sum + total;
 }
 
-/// @brief Enqueues latent_errors_kernel for rows [first, first + count) of each sequence's source.
-/// @param leaving  of the rows that leave  @param most  of a sequence's that are wanted
-/// @param scratch  latent_floats() numbers  @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Enqueues latent_errors_kernel for rows [first, first + count) of each sequence's source,
+/// as `wanted` has them.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param flushed  the rows that are flushed
+/// @param most     rows of a sequence in `wanted`, at most
+/// @param scratch  latent_floats() numbers
 template <int scale_groups>
 void add_latent_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted,
                        bool relative, const RowSource& source, std::int64_t most, float* scratch,
                        float* errors, std::int64_t stride, cudaStream_t stream) {
-  FlushBatch all = flushed;  // as if all of them were compressed
+  FlushBatch all = flushed;  // as if all wanted rows were compressed
   for (int i = 0; i < flushed.count; ++i) {
     all.full[i] = wanted.first[i];
     all.compressed[i] = wanted.count[i];
-    all.limit[i] = -1;  // nor does it matter for how many there is room
+    all.limit[i] = -1;  // the limit of a scored list does not matter
   }
   detail::for_each_portion(
       layer, all, source, most, {}, {}, scratch, stream,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/merge_segments.cuh  An older segment's coefficients re-projected onto its
-/// successor's basis: C' = C (decoder_old encoder_new).
+/// @file cuda/store/merge_segments.cuh  Merges a segment into its successor: re-projects the older
+/// coefficients onto the newer basis, C' = C (decoder_old encoder_new).
 ///
-/// Means do not move, so nothing else is added. What a row loses is its part outside the newer
-/// basis, plus one rounding to the stored type.
+/// Means do not move, so nothing else is added. A row loses its part outside the newer basis, and
+/// is rounded to the stored type once more.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,9 @@ __device__ inline float plain_element(const std::uint8_t* tile, const HeadTiles&
 
 inline constexpr int kTransitionColumns = 16;  ///< new coefficients of a block of transition_kernel
 
-/// @brief transitions [sequence, head, part, most, most]: decoder_old encoder_new. Grid: pieces of
+/// @brief transitions [sequence, head, part, most, most] = decoder_old encoder_new. Grid: pieces of
 /// kTransitionColumns new coefficients x heads x (sequences x 2).
+/// @param most  the largest rank
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     transition_kernel(LayerView tables, MergePlans plans, int most, float* transitions) {
@@ -64,7 +65,10 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief Shared memory of merge_kernel in bytes. @param tile_bytes  of tiles of codes, the most
+/// @brief Shared memory of merge_kernel in bytes.
+/// @param coded_groups  as of merge_kernel
+/// @param most          the largest rank
+/// @param tile_bytes    of the largest tile of codes
 inline std::size_t merge_bytes(int coded_groups, int most, int tile_bytes) {
   const int old_rows = 4 * kStoreRows * (most + 1),
             new_rows = coded_groups > 0 ? old_rows + 4 * kStoreRows * coded_groups +
@@ -77,8 +81,9 @@ inline std::size_t merge_bytes(int coded_groups, int most, int tile_bytes) {
 
 namespace detail {
 
-/// Coefficients of rows [from, until) of a tile of codes: rows [64, stride], gains and steps in
-/// them. @tparam scale_groups  of the channels
+/// Decodes rows [from, until) of a tile of codes to f32 coefficients, rows [64, stride]; gains and
+/// steps are in them.
+/// @tparam scale_groups  of the channels
 template <Part part, int scale_groups>
 __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, const PartMaps& maps,
                             int from, int until, float* rows, int stride) {
@@ -100,7 +105,7 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
       const std::uint32_t word = *reinterpret_cast<const std::uint32_t*>(at + own.word);
       atomicAdd(codes + row * stride + place.source,
                 static_cast<int>((word >> own.shift & ((1U << bits) - 1U))
-                                 << place.shift));  // both halves of a code may be in one unit
+                                 << place.shift));  // planes of one code may be in one unit
     }
     at += code_unit_bytes(bits);
   }
@@ -123,8 +128,11 @@ __device__ void decode_tile(const std::uint8_t* tile, const HeadTiles& layout, c
 
 }  // namespace detail
 
-/// @brief Rewrites the rows of a plan. Grid: 64-row pieces x heads x sequences.
-/// @tparam coded_groups  scale groups of tiles of codes; 0: tiles are plain, of `type`
+/// @brief Rewrites the rows of each sequence's plan under the newer epoch. Grid: 64-row pieces x
+/// heads x sequences.
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles, of `type`
+/// @param most         the largest rank
+/// @param transitions  of transition_kernel
 template <int coded_groups>
 __global__ void __launch_bounds__(kStoreThreads)
     merge_kernel(LayerEdit tables, MergePlans plans, int most, const float* transitions,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/pack_rows.cuh  A prompt's rows as plain tiles behind those that are still in
-/// the tail, and its last ones as the tail.
+/// @file cuda/store/pack_rows.cuh  Packs a prompt's rows as plain tiles, behind the rows that are
+/// still in the tail. The last of them become the new tail.
 ///
 /// Floor: the prompt's keys and values read and written once.
 #pragma once
@@ -22,7 +22,7 @@ inline std::size_t pack_rows_bytes(int head_dim) {
 
 namespace detail {
 
-/// Whether eight elements of a view can be loaded at once, and are of this type.
+/// Whether a view has this type, and eight of its elements can be loaded at once.
 template <class Rows>
 __device__ bool loads_wide(const Rows& view, DType type) {
   if constexpr (std::is_same_v<Rows, PagedInput>) {
@@ -33,7 +33,7 @@ __device__ bool loads_wide(const Rows& view, DType type) {
          view.head_stride % 8 == 0;
 }
 
-/// Whether eight numbers of 16 bits are all of a magnitude up to `limit`; NaN is not. Magnitudes
+/// Whether the magnitudes of eight 16-bit numbers are all at most `limit`; NaN is not. Magnitudes
 /// are in the order of their bits.
 __device__ __forceinline__ bool all_within(const uint4& words, DType type, float limit) {
   const std::uint32_t magnitudes = __vmaxu2(__vmaxu2(words.x & 0x7fff7fffU, words.y & 0x7fff7fffU),
@@ -42,15 +42,17 @@ __device__ __forceinline__ bool all_within(const uint4& words, DType type, float
          limit;
 }
 
-/// Rows [64 piece, 64 piece + 64) of a prompt of `count` rows into stage [part, kStoreRows,
-/// stride], zeros behind the last. Returns whether this thread saw a number that is refused, and
-/// marks its row.
+/// Loads rows [first, first + kStoreRows) of a prompt of `count` rows into stage [part, kStoreRows,
+/// stride]; rows past the last are zeros.
+/// @param refused  [kStoreRows]: set to 1 for rows with a refused number: not finite, or beyond
+/// `limit`
+/// @return whether this thread saw such a number
 template <class Rows>
 __device__ bool stage_wide(const Rows& key, const Rows& value, std::int64_t first,
                            std::int64_t count, int head, int dim, DType type, float limit,
                            std::uint16_t* stage, int* refused) {
   constexpr bool paged = std::is_same_v<Rows, PagedInput>;
-  constexpr int kLanes = 16, kSteps = kStoreRows * kLanes / kStoreThreads;  // lanes of a row
+  constexpr int kLanes = 16, kSteps = kStoreRows * kLanes / kStoreThreads;  // kLanes: of a row
   const int stride = plain_stride(dim), lane = static_cast<int>(threadIdx.x) % kLanes,
             own = static_cast<int>(threadIdx.x) / kLanes;
   bool bad = false;
@@ -92,9 +94,9 @@ __device__ bool stage_wide(const Rows& key, const Rows& value, std::int64_t firs
 
 }  // namespace detail
 
-/// @brief The `tail_rows` rows of a tail, then `count` rows of a prompt, as plain tiles [head,
-/// tiles]. A row of a head that is not finite, or beyond `limit`, becomes zeros and is counted in
-/// tables.faults. Rows past the end are zeros. Grid: 64-row pieces x heads.
+/// @brief Packs the `tail_rows` rows of a tail, then `count` rows of a prompt, as plain tiles
+/// [head, tiles]. A row of a head that is not finite, or beyond `limit`, becomes zeros and is
+/// counted in tables.faults. Rows past the end are zeros. Grid: 64-row pieces x heads.
 template <class Rows>
 __global__ void __launch_bounds__(kStoreThreads)
     pack_rows_kernel(LayerEdit tables, int slot, Rows key, Rows value, int tail_rows,
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
   std::uint8_t* base = packed + static_cast<std::size_t>(head) * static_cast<std::size_t>(tiles) *
                                     static_cast<std::size_t>(layout.bytes);
-  const int units = layout.key_units,
-            steps_per_tile = layout.rows / kPlainRows;  // values have as many units
+  const int units = layout.key_units,  // values have as many
+      steps_per_tile = layout.rows / kPlainRows;
   for (int item = warp; item < kStoreRows / kPlainRows * units; item += kStoreThreads / 32) {
     const int unit = item % units, step = item / units, global_step = first / kPlainRows + step;
     if (global_step / steps_per_tile >= tiles) continue;
@@ -164,9 +166,9 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-inline constexpr int kRenewRows = 8;  ///< of a block of renew_tail_kernel
+inline constexpr int kRenewRows = 8;  ///< rows of a block of renew_tail_kernel
 
-/// @brief A tail becomes rows [first, first + count) of a packed source. Grid: pieces of kRenewRows
+/// @brief Makes rows [first, first + count) of a packed source the tail. Grid: pieces of kRenewRows
 /// rows (at least one) x KV heads.
 template <class = void>
 __global__ void renew_tail_kernel(LayerEdit tables, int slot, RowSource source, int first,

@@ -2,8 +2,8 @@
 /// @file cuda/store/project_rows.cuh  Rows become coefficients: products with the encoders on
 /// tensor cores.
 ///
-/// Rows of 16-bit numbers and maps of their type are operands as they are, sums are f32. Maps of
-/// f32 are the sum of two tf32, which rows of 16 bits are as they are.
+/// Rows of 16-bit numbers, and maps of the same type, are operands as they are; sums are f32. f32
+/// maps are split into two tf32 numbers; 16-bit rows are exact in tf32.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,15 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief How a block comes by the rows that it projects: straight from their tiles; through shared
-/// memory, as they are, where rows are chosen; as f32, where maps are of another type. The first
-/// two make the same bits: which of them it is may depend on the batch.
+/// @brief How a block gets the rows that it projects. words: operands straight from the tiles of
+/// the source. staged: through shared memory, in 16 bits; for rows that an order chooses. wide:
+/// through shared memory as f32; for maps of another type than the rows. words and staged give the
+/// same bits, so the choice between them may depend on the batch.
 enum class RowPath : std::uint8_t { words, staged, wide };
 
 namespace detail {
 
-/// Calls f with a path as a constant.
+/// Calls f with a path as a compile-time constant.
 template <class Function>
 void with_path(RowPath path, Function&& function) {
   if (path == RowPath::words) {
@@ -35,7 +36,8 @@ void with_path(RowPath path, Function&& function) {
   }
 }
 
-/// Elements from a row of f32 to the next: no two lanes of a fragment meet in a bank.
+/// Elements from a row of f32 to the next in shared memory: no two lanes of a fragment hit one
+/// bank.
 __host__ __device__ constexpr int row_stride(int head_dim) { return head_dim + 4; }
 
 /// Shared memory for the rows of a block, in bytes.
@@ -44,17 +46,22 @@ __host__ __device__ constexpr int path_bytes(RowPath path, int head_dim) {
                                 : kStoreRows * (path == RowPath::staged ? 2 * plain_stride(head_dim)
                                                                         : 4 * row_stride(head_dim));
 }
-/// coefficients [16 row_blocks, rank] = rows [16 row_blocks, head_dim] encoder [head_dim, rank] -
-/// offset, two neighbours at a time: put(row, channel, first, second), up to the next sixteen
-/// channels, where they are zeros. A warp makes 16 coefficients of all rows at a time. exact_rows:
-/// they are numbers of 16 bits, tf32 as they are; others are the sum of two.
+
+/// Projects rows of f32 in shared memory:
+///   coefficients = rows encoder - offset, in steps (PartMaps::to_steps()),
+/// with coefficients [16 row_blocks, rank], rows [16 row_blocks, head_dim], encoder [head_dim,
+/// rank]. A warp computes 16 coefficients of all rows at a time.
+/// @tparam exact_rows  rows are 16-bit numbers, which are exact in tf32; other rows are split into
+/// two tf32 numbers
+/// @param put  put(row, channel, first, second) takes two neighbouring coefficients; channels go up
+/// to the next multiple of 16, and are zeros beyond the rank
 template <int row_blocks, bool exact_rows, class Put>
 __device__ void project_rows(const float* rows, int head_dim, const PartMaps& maps, Put&& put) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             g = lane / 4, t = lane % 4;
   const int stride = row_stride(head_dim), steps = head_dim / 8;
-  const bool exact = maps.encoder.type !=
-                     DType::f32;  // maps of 16 bits are tf32 as they are; others the sum of two
+  // 16-bit maps are exact in tf32; others are split into two numbers.
+  const bool exact = maps.encoder.type != DType::f32;
   for (int block = warp; block < (maps.rank + 15) / 16; block += kStoreThreads / 32) {
     float sums[row_blocks][2][4] = {};
 #pragma unroll 2
@@ -95,20 +102,23 @@ __device__ void project_rows(const float* rows, int head_dim, const PartMaps& ma
   }
 }
 
-/// The words of sixteen values, as a tile has them, as operands that have rows as their own.
+/// A lane's words of 16 values, as a tile holds them (channels x rows), transposed to an operand
+/// that is rows x channels.
 __device__ __forceinline__ uint4 values_as_rows(const uint4& a) {
   return {transposed(a.x), transposed(a.z), transposed(a.y), transposed(a.w)};
 }
 
-/// The same of `steps` sixteens of rows of 16-bit numbers and maps of their type, of `num_parts`
-/// parts: exact products. words(part, step)(unit): a lane's operand, of values as tiles have them
-/// if from_tiles; put(part, row, channel, first, second). A warp has sixteen rows, and makes a
-/// share of their coefficients.
+/// project_rows() for rows of 16-bit numbers and maps of their type: `steps` steps of 16 rows, of
+/// `num_parts` parts. Products are exact. A warp has 16 rows, and computes a share of their
+/// coefficients.
+/// @tparam from_tiles  words of values are as tiles hold them
+/// @param words  words(part, step)(unit): a lane's operand
+/// @param put    put(part, row, channel, first, second)
 template <DType type, bool from_tiles, class Words, class Put>
 __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_part, int num_parts,
                                               int steps, int head_dim, Words&& words, Put&& put) {
   constexpr int kUnits = 8;
-  const int shares = steps % 4 == 0 ? 2 : 3;  // such that the last round leaves few warps idle
+  const int shares = steps % 4 == 0 ? 2 : 3;  // so that the last round leaves few warps idle
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             g = lane / 4, t = lane % 4, units = head_dim / kPlainUnit;
   for (int item = warp; item < num_parts * steps * shares; item += kStoreThreads / 32) {
@@ -123,8 +133,7 @@ __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_pa
     const auto load = [&](int first_unit) {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i)
-        a[i] =
-            own_words(min(first_unit + i, units - 1));  // all on their way before one is looked at
+        a[i] = own_words(min(first_unit + i, units - 1));  // all loads are in flight before a use
       if constexpr (from_tiles) {
         if (part == Part::key) return;
 #pragma unroll
@@ -133,8 +142,8 @@ __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_pa
     };
     if (units <= kUnits) load(0);
     for (int block = share; block < (maps.rank + 15) / 16; block += shares) {
-      float sums[2][2][4] =
-          {};  // of even units and of odd ones: products that wait for each other are fewer
+      // Even units and odd ones apart: chains of dependent products are shorter.
+      float sums[2][2][4] = {};
       for (int first_unit = 0; first_unit < units; first_unit += kUnits) {
         if (units > kUnits) load(first_unit);
         const uint2* map = static_cast<const uint2*>(maps.encoder.data) +
@@ -176,9 +185,11 @@ __device__ __forceinline__ void project_steps(const HeadMaps& both, int first_pa
   }
 }
 
-/// Projects rows [begin, end) of a block, parts first_part and, if num_parts is 2, the next:
-/// put(part, row, channel, first, second). Row r is row from + r of the source, or chosen[from +
-/// r]. All threads of the block call it; the caller synchronises.
+/// Projects rows [begin, end) of a block. Row r is row from + r of the source, or chosen[from + r].
+/// All threads of the block call it; the caller synchronises.
+/// @param first_part, num_parts  part first_part and, if num_parts is 2, the next
+/// @param memory  path_bytes() bytes of shared memory
+/// @param put     put(part, row, channel, first, second)
 template <RowPath path, class Put>
 __device__ __forceinline__ void project_block(const SourceRows& source, DType type,
                                               const std::int32_t* chosen, int from, int begin,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/row_errors.cuh  How badly leaving rows would be reconstructed, under the maps
-/// that are about to store them.
+/// @file cuda/store/row_errors.cuh  Reconstruction errors of flushed rows, under the maps that are
+/// about to store them.
 ///
 /// error = ||k - k^||^2 + ||v - v^||^2 in the metrics of the bases, each over ||x - mean||^2 if
 /// errors are relative (token_policy/residual_outliers.hpp). Rows are encoded, quantised and
-/// decoded as they would be. Rows, and maps of their type, are exact operands; other numbers are
-/// the sum of two of 16 bits. Floor: the rows' bytes once, 4 rank head_dim flops a row and part (2
-/// head_dim^2 more in a metric).
+/// decoded as they would be when stored. Rows, and maps of their type, are exact operands; other
+/// numbers are split into two 16-bit numbers. Floor: the rows' bytes once, 4 rank head_dim flops a
+/// row and part (2 head_dim^2 more in a metric).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows whose errors are wanted, by sequence of the batch: [first, first + count) of its
+/// @brief Rows whose errors are computed, by sequence of the batch: [first, first + count) of its
 /// source.
 struct ErrorRows {
   std::int32_t slots[kMaxBatch];
@@ -26,19 +26,21 @@ struct ErrorRows {
   std::int32_t count[kMaxBatch];
 };
 
-inline constexpr int kErrorBytes =
-    100 * 1024;  ///< of shared memory, so that two blocks share a multiprocessor
+/// Shared memory of a block, in bytes, up to which two blocks share a multiprocessor.
+inline constexpr int kErrorBytes = 100 * 1024;
 
-/// @brief Where row_errors_kernel has what, in bytes of its shared memory. @param steps  of sixteen
-/// rows, that a block takes: 2 or 4
+/// @brief Layout of the shared memory of row_errors_kernel: byte offsets.
 struct ErrorMemory {
-  int values = 0, rest = 0;  ///< coefficients as they will be read, as two numbers of 16 bits: [16
-                             ///< steps, plain_stride(rank)]
-  int coefficients = 0;      ///< [16 steps, rank + 1] f32, of codes
-  int lost = 0, rows = 0;  ///< [16 steps, row_stride(head_dim)] f32: in metrics; rows where errors
-                           ///< are relative too
+  /// [16 steps, plain_stride(rank)]: coefficients as they will be read, each split into two 16-bit
+  /// numbers.
+  int values = 0, rest = 0;
+  int coefficients = 0;  ///< [16 steps, rank + 1] f32, where rows become codes
+  /// [16 steps, row_stride(head_dim)] f32, where there is a metric: differences, and, where errors
+  /// are relative too, rows.
+  int lost = 0, rows = 0;
   int bytes = 0;
 
+  /// @param steps  of 16 rows, that a block takes: 2 or 4
   __host__ __device__ ErrorMemory(int steps, StoreForm form, int head_dim, int max_rank,
                                   bool metric, bool keeps_rows) {
     const int count = kPlainRows * steps;
@@ -57,8 +59,9 @@ struct ErrorMemory {
 
 namespace detail {
 
-/// A number as two of 16 bits, and the next one: what `low` says of both, in a word. Beyond the
-/// type's range they stay at its end: the error is large then, not undefined.
+/// Splits a number, and the next one, into two 16-bit numbers each; returns the high parts of both
+/// in a word, or the low parts if `low`. Numbers beyond the type's range stay at its end: the error
+/// is large then, not undefined.
 template <DType type>
 __device__ __forceinline__ std::uint32_t half_of(float first, float second, bool low) {
   if constexpr (type == DType::f16) {
@@ -68,8 +71,8 @@ __device__ __forceinline__ std::uint32_t half_of(float first, float second, bool
   return pair_of<type>(first, second, low);
 }
 
-/// project_steps() with maps of another type, as the sum of two numbers: put(row, channel, first,
-/// second).
+/// project_steps() for one part and maps of another type than the rows; maps are split into two
+/// numbers. put(row, channel, first, second).
 template <DType type, class Words, class Put>
 __device__ __forceinline__ void project_words(const PartMaps& maps, Part part, int steps,
                                               int head_dim, Words&& words, Put&& put) {
@@ -103,8 +106,8 @@ __device__ __forceinline__ void project_words(const PartMaps& maps, Part part, i
   }
 }
 
-/// Coefficients in steps of a warp's rows [first, end), as they will be read: quantised, in the
-/// unit of the maps.
+/// Quantises the coefficients of a warp's rows [first, end), which are in steps. Writes them as
+/// they will be read, in the unit of the maps, split into `values` and `rest`.
 template <DType type, int scale_groups>
 __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float* coefficients,
                                               int stride, std::uint16_t* values,
@@ -161,10 +164,11 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
   }
 }
 
-/// sums += coefficients [32 rows, sixteen of block `block`] x the decoder's: sixteen channels of
-/// rows, those of unit `unit`.
-/// @param exact  the decoder is of the type  @param values, rest  of the first row, at the block's
-/// first coefficient; rest null: values are exact  @param steps  sixteens of rows, 1 or 2
+/// sums += coefficients [32 rows, 16 of block `block`] x decoder [16, 16 channels of unit `unit`].
+/// @param exact   the decoder is of the type
+/// @param values, rest  coefficients split into two numbers, from the first row and the block's
+/// first coefficient on; rest null: values are exact
+/// @param steps   of 16 rows, 1 or 2
 template <DType type>
 __device__ __forceinline__ void add_decoded(const MapElements& decoder, bool exact, int block,
                                             int unit, int units, const std::uint16_t* values,
@@ -194,8 +198,8 @@ __device__ __forceinline__ void add_decoded(const MapElements& decoder, bool exa
       transposed_pair(both.x, both.y, map[n]);
     }
   } else {
-    for (const bool low :
-         {true, false}) {  // the rest first: map is the larger part when it is over
+    // Low parts first: `map` has the high parts after the loop.
+    for (const bool low : {true, false}) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const float4 four = decoder.quad(place + 32 * n);
@@ -212,9 +216,11 @@ __device__ __forceinline__ void add_decoded(const MapElements& decoder, bool exa
 }  // namespace detail
 
 /// @brief errors [sequence of the batch, head, stride], by row of the source; where values are
-/// joint, those of keys. Grid: groups of `steps` sixteens of rows x heads x sequences.
-/// @tparam type  of full rows  @tparam scale_groups  of tiles of codes  @param coded_type  of plain
-/// coefficients
+/// joint, those of keys alone. Grid: groups of `steps` steps of 16 rows x heads x sequences.
+/// @tparam type  of full rows
+/// @tparam scale_groups  of tiles of codes
+/// @param coded_type  of plain coefficients
+/// @param metric  whether there are metrics
 template <StoreForm form, RowPath path, DType type, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads, 2)
     row_errors_kernel(LayerView tables, RowSource source, ErrorRows wanted, bool relative,
@@ -227,7 +233,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             g = lane / 4, t = lane % 4;
   const SourceRows from(tables, source, slot, head);
-  // Blocks have the sixteens of rows that lie together in the source.
+  // Blocks take steps of 16 rows as they lie in the source.
   const int begin = wanted.first[index], end = begin + wanted.count[index];
   if (begin == end) return;
   const int first_step = from.step_of(begin) + static_cast<int>(blockIdx.x) * steps,
@@ -244,12 +250,12 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   float* coefficients = reinterpret_cast<float*>(shared_memory + memory.coefficients);
   float* lost_rows = reinterpret_cast<float*>(shared_memory + memory.lost);
   float* own_rows = reinterpret_cast<float*>(shared_memory + memory.rows);
-  __shared__ float loss[kShares][kMaxRows],
-      whole[kShares][kMaxRows];  // by unit of channels, or warp
+  // By unit of channels or, in a metric, by warp.
+  __shared__ float loss[kShares][kMaxRows], whole[kShares][kMaxRows];
   __shared__ float total[kMaxRows];
   if (threadIdx.x < kMaxRows) total[threadIdx.x] = 0.0F;
   for (const Part part : {Part::key, Part::value}) {
-    if (joint && part == Part::value) break;  // latent_errors_kernel adds them
+    if (joint && part == Part::value) break;  // latent_errors_kernel adds their errors
     const PartMaps& maps = maps_now.of(part);
     const PartMaps* own_metric = metric && tables.metrics[head].of(part).encoder.data != nullptr
                                      ? &tables.metrics[head].of(part)
@@ -281,13 +287,13 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       loss[item / kMaxRows][item % kMaxRows] = whole[item / kMaxRows][item % kMaxRows] = 0.0F;
     __syncthreads();
     if constexpr (form == StoreForm::codes) {
-      const int rows_of_warp = 2 * used;  // sixteens over eight warps
+      const int rows_of_warp = 2 * used;  // 16 used rows over eight warps
       detail::quantise_rows<type, scale_groups>(maps, coefficients, max_rank + 1, values, rest,
                                                 values_stride, warp * rows_of_warp,
                                                 (warp + 1) * rows_of_warp);
       __syncthreads();
     }
-    // A warp decodes sixteen channels of up to 32 rows.
+    // A warp decodes 16 channels of up to 32 rows.
     const int halves = (used + 1) / 2;
     const bool exact_values = form == StoreForm::coefficients && coded_type == type,
                exact_map = maps.decoder.type == type;
@@ -295,7 +301,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
     for (int item = warp; item < units * halves; item += kStoreThreads / 32) {
       const int unit = item / halves, half = item % halves;
       float sums[2][2][4] = {};
-      uint4 own_words[2];  // the rows themselves, on their way meanwhile
+      uint4 own_words[2];  // the rows themselves, in flight meanwhile
 #pragma unroll
       for (int s = 0; s < 2; ++s) own_words[s] = words(part, min(2 * half + s, used - 1))(unit);
       for (int block = 0; block < (maps.rank + 15) / 16; ++block) {

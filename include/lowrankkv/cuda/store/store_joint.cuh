@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/store_joint.cuh  Joint values of leaving rows: the values of all heads of a
-/// group projected onto their latent, quantised, packed.
+/// @file cuda/store/store_joint.cuh  Joint values of flushed rows: projects the values of all heads
+/// of a group onto their latent, quantises and packs it.
 ///
-/// Rows are taken in portions whose coefficients, f32, fit scratch memory: one launch makes those,
-/// the next one stores them. Every sum has one order, so portions change nothing. Floor: 2 x heads
-/// x head_dim x rank flops a row and group.
+/// Rows are taken in portions whose f32 coefficients fit scratch memory: one launch computes them,
+/// the next stores them. Every sum has one order, so results do not depend on portions. Floor: 2 x
+/// heads x head_dim x rank flops a row and group.
 #pragma once
 
 #include <algorithm>
@@ -19,22 +19,22 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kLatentPieces = 64;     ///< of 64 rows, of a portion
-inline constexpr int kLatentChannels = 128;  ///< of a block of project_latents_kernel
+inline constexpr int kLatentPieces = 64;     ///< 64-row pieces of a portion, at most
+inline constexpr int kLatentChannels = 128;  ///< channels of a block of project_latents_kernel
 
-/// @brief Rows of a portion.
+/// @brief The rows of a portion, and where their coefficients are.
 struct LatentPortion {
-  std::int32_t first_sequence = 0;  ///< of those that rows leave
-  std::int32_t first_piece = 0;     ///< of 64 rows of a list
-  std::int32_t pieces = 0;          ///< of a sequence
-  std::int32_t stride =
-      0;  ///< numbers set aside for a row: rows of a group of lower rank stand closer
+  std::int32_t first_sequence = 0;  ///< of the flush batch
+  std::int32_t first_piece = 0;     ///< of a list, in pieces of 64 rows
+  std::int32_t pieces = 0;          ///< of each sequence
+  /// Numbers set aside for a row; rows of a group of lower rank stand closer.
+  std::int32_t stride = 0;
   float* latents = nullptr;  ///< [sequence of the portion, group, 64 pieces, stride]
   RowOrder order;            ///< of the rows that are compressed
-  StagingTiles staging;      ///< where they go, if not to the lists' ends
+  StagingTiles staging;      ///< where rows go; empty: to the lists' ends
 
-  /// @brief The coefficients of a piece of a group of the sequence of the portion that a block is
-  /// of.
+  /// @brief The coefficients of a piece, for this block's sequence (blockIdx.z) and group
+  /// (blockIdx.y).
   __device__ float* of(int piece) const {
     return latents + ((static_cast<std::size_t>(blockIdx.z) * gridDim.y + blockIdx.y) *
                           static_cast<std::size_t>(pieces) +
@@ -43,13 +43,14 @@ struct LatentPortion {
   }
 };
 
-/// @brief Numbers of scratch memory that portions take. @param rank  the largest of a group
+/// @brief Scratch memory that a portion takes, in floats.
+/// @param rank  the largest of a group
 inline std::size_t latent_floats(int groups, int rank) {
   return static_cast<std::size_t>(kLatentPieces * kStoreRows) * static_cast<std::size_t>(groups) *
          static_cast<std::size_t>(rank + 1);
 }
 
-/// @brief Coefficients, in steps, of the values of a group's heads. Grid: (groups of
+/// @brief Computes the coefficients, in steps, of the values of a group's heads. Grid: (groups of
 /// kLatentChannels channels x pieces) x groups of heads x sequences.
 /// @tparam type  of full rows
 template <DType type>
@@ -70,13 +71,13 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   if (range.begin >= range.end) return;
   const std::int32_t* chosen = portion.order.of(index, tables.num_heads, leader);
   std::uint16_t* rows = reinterpret_cast<std::uint16_t*>(shared_memory);
-  const int block = static_cast<int>(blockIdx.x) / portion.pieces * (kLatentChannels / 16) + warp,
-            rank = tables.maps[leader].value.rank;  // of sixteen channels
+  const int block = static_cast<int>(blockIdx.x) / portion.pieces * (kLatentChannels / 16) +
+                    warp,  // of 16 channels
+      rank = tables.maps[leader].value.rank;
   const bool there = 16 * block < rank, exact = tables.maps[leader].value.encoder.type == type;
-  const float scale = exact || type == DType::bf16
-                          ? 1.0F
-                          : 1024.0F;  // numbers of orthonormal maps, and what is left of them, are
-                                      // then far from the smallest
+  // In f16: numbers of orthonormal maps, and the remainders of their splits, are then far from the
+  // smallest numbers.
+  const float scale = exact || type == DType::bf16 ? 1.0F : 1024.0F;
   float sums[kStoreRows / 16][2][4] = {};
   for (int head = leader; head < leader + tables.joint_heads; ++head) {
     __syncthreads();
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
         a[m] = detail::plain_words(Part::key, rows + 16 * m * stride, stride, unit);
       low = {low.x * scale, low.y * scale, low.z * scale, low.w * scale};
       high = {high.x * scale, high.y * scale, high.z * scale, high.w * scale};
-      // A map of another type is the sum of two numbers, of three in bf16; the largest first.
+      // A map of another type is split into two numbers (bf16: three), the largest first.
       for (int part = exact ? 1 : type == DType::f16 ? 2 : 3; part > 0; --part) {
         const std::uint32_t words[4] = {detail::half_of<type>(low.x, low.y, false),
                                         detail::half_of<type>(high.x, high.y, false),
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
     if (channel >= rank) continue;
     float2 steps = tables.maps[leader].value.to_steps(channel);
     for (int head = leader + 1; head < leader + tables.joint_heads; ++head)
-      steps.y += tables.maps[head].value.to_steps(channel).y;  // the means of all heads
+      steps.y += tables.maps[head].value.to_steps(channel).y;  // offsets of all heads add up
 #pragma unroll
     for (int m = 0; m < kStoreRows / 16; ++m) {
 #pragma unroll
@@ -140,9 +141,10 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   }
 }
 
-/// @brief Stores the coefficients of a portion. Pages are in place; lengths are those before. Grid:
-/// pieces x groups of heads x sequences.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @param type  of plain coefficients
+/// @brief Stores the coefficients of a portion. Pages are in place; lengths of lists are those
+/// before the flush. Grid: pieces x groups of heads x sequences.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param type  of plain coefficients
 template <int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads)
     store_latents_kernel(LayerEdit tables, FlushBatch flushed, LatentPortion portion, DType type) {
@@ -158,9 +160,9 @@ __global__ void __launch_bounds__(kStoreThreads)
   const PartMaps& maps = tables.maps[leader].value;
   float* latents = portion.of(piece);
   if constexpr (scale_groups == 0) {
+    // Rows past a list's end become zeros, which add nothing to products.
     const int channels = layout.channels(Part::value),
-              padded_end = (range.end + layout.rows - 1) / layout.rows *
-                           layout.rows;  // rows past a list's end become zeros, which weigh nothing
+              padded_end = (range.end + layout.rows - 1) / layout.rows * layout.rows;
     for (int item = thread; item < (padded_end - range.begin) * channels; item += kStoreThreads) {
       const int row = range.begin + item / channels, channel = item % channels;
       const float value =
@@ -180,13 +182,13 @@ __global__ void __launch_bounds__(kStoreThreads)
     }
     for (int item = thread; range.begin == 0 && item < layout.value_offset / 4;
          item += kStoreThreads)
-      reinterpret_cast<std::uint32_t*>(tile)[item] = 0;  // gains of rows to come
+      reinterpret_cast<std::uint32_t*>(tile)[item] = 0;  // gains of later rows
     __syncthreads();
     const detail::CodeMemory memory{latents, inverse_gains, reinterpret_cast<std::uint32_t*>(tile),
                                     plan};
     detail::store_gains<scale_groups>(layout, maps, Part::value, memory, range.begin, range.end);
     __syncthreads();
-    // Units group after group, plane after plane: a warp each.
+    // Units group after group, plane after plane; a warp packs a unit.
     int unit = 0;
     std::uint8_t* at = tile + layout.value_offset;
     for (int own = 0; own < scale_groups; ++own) {
@@ -217,18 +219,20 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 namespace detail {
 
-/// Enqueues the coefficients of the joint values of leaving rows, a portion at a time, and after
-/// each what becomes of them: then(portion, a grid of its pieces x groups of heads x sequences).
-/// @param most  of a sequence's rows  @param order, loose  as store_rows_kernel has them  @param
-/// scratch  latent_floats() numbers
+/// Enqueues the coefficients of the joint values of flushed rows, a portion at a time. After each
+/// portion calls then(portion, grid), which enqueues what uses them; grid is pieces x groups of
+/// heads x sequences.
+/// @param most  rows of a sequence, at most
+/// @param order, staging  as store_rows_kernel takes them
+/// @param scratch  latent_floats() numbers
 template <class Function>
 void for_each_portion(const LayerState& layer, const FlushBatch& flushed, const RowSource& source,
                       std::int64_t most, const RowOrder& order, const StagingTiles& staging,
                       float* scratch, cudaStream_t stream, Function&& then) {
   const LayerEdit& tables = layer.tables();
   const int groups = tables.num_heads / tables.joint_heads, dim = tables.head_dim,
-            all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) +
-                         1;  // one more, since lists go on inside a tile
+            // One more, since new rows may begin inside a piece.
+      all_pieces = static_cast<int>((most + kStoreRows - 1) / kStoreRows) + 1;
   const int rank = layer.most_value_rank();
   LatentPortion portion;
   portion.pieces = (std::min)(all_pieces, kLatentPieces);
@@ -259,9 +263,11 @@ void for_each_portion(const LayerState& layer, const FlushBatch& flushed, const 
 
 }  // namespace detail
 
-/// @brief Enqueues the joint values of leaving rows. @param most  of a sequence's that are stored
-/// @param order, loose  as store_rows_kernel has them  @param scratch  latent_floats() numbers
-/// @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Enqueues what stores the joint values of flushed rows.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @param most  rows of a sequence that are stored, at most
+/// @param order, staging  as store_rows_kernel takes them
+/// @param scratch  latent_floats() numbers
 template <int scale_groups>
 void store_latents(const LayerState& layer, const FlushBatch& flushed, const RowSource& source,
                    std::int64_t most, const RowOrder& order, const StagingTiles& staging,

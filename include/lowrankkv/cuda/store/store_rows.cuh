@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/store_rows.cuh  Rows leave full rank, or are stored as they are: project,
-/// quantise, pack into tiles.
+/// @file cuda/store/store_rows.cuh  Stores flushed rows: at full rank as they are, or projected,
+/// quantised and packed into tiles.
 ///
-/// A block stores what falls into 64 consecutive rows of a list of one KV head. Codes and gains are
-/// those of quantizer/code_layout.hpp.
+/// A block stores the rows that fall into 64 consecutive rows of a list of one KV head. Codes and
+/// gains are those of quantizer/code_layout.hpp.
 #pragma once
 
 #include <cstdint>
@@ -18,20 +18,22 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What is stored: plain rows, their coefficients in plain tiles, or their codes.
+/// @brief What is stored: full-rank rows in plain tiles, coefficients in plain tiles, or codes.
 enum class StoreForm : std::uint8_t { full, coefficients, codes };
 
 namespace detail {
 
-/// What a channel of a tile holds, as TileChannel says.
+/// What a channel of a tile holds: bits from `shift` on of the code of coefficient `source` (see
+/// TileChannel), which has 2 half_range levels.
 struct CodePlan {
   std::int16_t source;
   std::uint16_t shift;
   float half_range;
 };
 
-/// Shared memory of store_rows_kernel: rows, then either coefficients as plain tiles have them,
-/// keys and values, or the f32 coefficients of a part, gains, and a tile of codes.
+/// Shared memory of store_rows_kernel in bytes: rows, then either the coefficients of keys and
+/// values as plain tiles have them, or the f32 coefficients of one part, gains, plans and a tile of
+/// codes.
 __host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path, int head_dim,
                                                    int max_rank, int tile_bytes, int scale_groups) {
   if (form == StoreForm::full)
@@ -43,14 +45,15 @@ __host__ __device__ inline std::size_t store_bytes(StoreForm form, RowPath path,
   return static_cast<std::size_t>(path_bytes(path, head_dim) + results);
 }
 
-/// A row's gain as it is stored, and what that stands for.
+/// A row's gain: its stored bits, and the number that they stand for.
 struct StoredGain {
   std::uint16_t bits = 0;
   float value = 0.0F;
 };
 
-/// Sums of squares of coefficients [first, end) of each of `rows` rows, or largest magnitudes: a
-/// warp's, lane i gets that of row i. coefficients: of the first row.
+/// Sums of squares (ScaleKind::norm_log8) or largest magnitudes of coefficients [first, end) of
+/// each of `rows` rows. A warp calls it; lane i gets that of row i.
+/// @param coefficients  of the first row
 __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients,
                                               int stride, int rows, int first, int end) {
   const bool norm = maps.gains == ScaleKind::norm_log8;
@@ -69,24 +72,26 @@ __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float*
   }
   return result;
 }
-/// The gain of a row whose coefficients in steps, those of one scale group, have this sum of
-/// squares, or largest magnitude.
+
+/// The gain of a row and scale group.
+/// @param size  sum of squares, or largest magnitude, of its coefficients in steps
 __device__ inline StoredGain gain_of_size(const PartMaps& maps, float size, int group = 0) {
   if (maps.gains == ScaleKind::norm_log8) {
     const int code = gain_code(sqrtf(size) / maps.reference[group]);
     return {static_cast<std::uint16_t>(code), gain_of(code)};
   }
-  const __half up = __float2half_ru(
-      fminf(size / maps.reference[group], 65504.0F));  // not below: nothing is clipped
+  // Rounded up: nothing is clipped.
+  const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));
   return {__half_as_ushort(up), __half2float(up)};
 }
-/// The code of 2 half_range levels of a coefficient in steps, gains taken out.
+
+/// The code, of 2 half_range levels, of a coefficient in steps divided by its gain.
 __device__ inline std::uint32_t code_of(float coefficient, float half_range) {
   return static_cast<std::uint32_t>(fminf(fmaxf(0.0F, floorf(coefficient) + half_range),
-                                          2.0F * half_range - 1.0F));  // NaN becomes the lowest
+                                          2.0F * half_range - 1.0F));  // NaN becomes code 0
 }
 
-/// Shared memory for a tile of codes.
+/// Shared memory in which a tile of codes is packed.
 struct CodeMemory {
   float* coefficients;   // [kStoreRows, rank + 1]
   float* inverse_gains;  // [scale groups, kStoreRows]
@@ -94,7 +99,7 @@ struct CodeMemory {
   CodePlan* plan;  // [channels of a part]
 };
 
-/// What the channels of a part hold, into shared memory. The caller synchronises.
+/// Loads the plans of the channels of a part into shared memory. The caller synchronises.
 __device__ inline void load_plan(const PartMaps& maps, CodePlan* plan) {
   for (int channel = static_cast<int>(threadIdx.x); channel < maps.width;
        channel += kStoreThreads) {
@@ -103,7 +108,7 @@ __device__ inline void load_plan(const PartMaps& maps, CodePlan* plan) {
   }
 }
 
-/// Gains of the rows, into the tile and as inverses.
+/// Computes the gains of rows [begin, end), and writes them into the tile, and as inverses.
 template <int scale_groups>
 __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part part,
                             const CodeMemory& memory, int begin, int end) {
@@ -128,9 +133,10 @@ __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part 
   }
 }
 
-/// Codes of rows [begin, end) of a unit into a tile: words first_word, first_word + step and so on.
-/// Earlier rows keep theirs; bits of later ones are clear, if they do not keep theirs too. plan: of
-/// the unit's channels.
+/// Packs the codes of rows [begin, end) of a unit: words first_word, first_word + step, ... Codes
+/// of rows before `begin` stay. Codes of rows from `end` on stay if keeps_later; else their bits
+/// become zeros.
+/// @param plan  of the unit's channels
 template <Part part, int bits, bool keeps_later>
 __device__ __forceinline__ void pack_words(const CodeMemory& memory, const float* inverse_gains,
                                            int stride, const CodePlan* plan, std::uint32_t* unit,
@@ -158,7 +164,7 @@ __device__ __forceinline__ void pack_words(const CodeMemory& memory, const float
   }
 }
 
-/// The same of a unit in shared memory, by all threads.
+/// pack_words() for all words of a unit in shared memory, by all threads.
 template <Part part, int bits, bool keeps_later>
 __device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, int stride,
                           const CodePlan* plan, std::uint32_t* unit, int begin, int end) {
@@ -166,7 +172,7 @@ __device__ void pack_unit(const CodeMemory& memory, const float* inverse_gains, 
                                       static_cast<int>(threadIdx.x), kStoreThreads);
 }
 
-/// The same of all units of a part.
+/// pack_unit() for all units of a part.
 template <Part part, int scale_groups, bool keeps_later = false>
 __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, int stride,
                             int begin, int end) {
@@ -192,12 +198,14 @@ __device__ void store_codes(const HeadTiles& layout, const CodeMemory& memory, i
 
 }  // namespace detail
 
-/// @brief What a block stores of a list: 64 rows from tile_row on, of which [begin, end) are new;
-/// row r is row from + r of the order, or of the source, where there is none.
+/// @brief The part of a list that a block stores: 64 rows from tile_row on, of which [begin, end)
+/// are new. Row r is row from + r of the order, or of the source if there is no order.
 class ListPiece {
  public:
-  /// @param sequence  of the batch  @param index  of the list  @param head  whose rows they are,
-  /// the first of those that share them
+  /// @param sequence  of the batch
+  /// @param index  of the list
+  /// @param head   whose rows they are; the first of the heads that share the list
+  /// @param piece  counted from the piece that holds the list's first new row
   __device__ ListPiece(const LayerEdit& tables, const FlushBatch& flushed, const RowOrder& order,
                        const StagingTiles& staging, RowList list, int sequence, int index, int head,
                        int piece)
@@ -212,10 +220,10 @@ class ListPiece {
     const int2 active = order.active(sequence, tables.num_heads, head, added);
     const int count =
         apart ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
-    const int skipped =
-        order.rows == nullptr ? (full ? 0 : flushed.full[sequence])
-        : apart               ? added
-                : active.x;  // of the source, or of the order: they are stored elsewhere
+    // Rows of the order, or of the source, that are stored elsewhere.
+    const int skipped = order.rows == nullptr ? (full ? 0 : flushed.full[sequence])
+                        : apart               ? added
+                                              : active.x;
     tile_row = (first / kStoreRows + piece) * kStoreRows;
     begin = max(first - tile_row, 0);
     end = min(first + count - tile_row, kStoreRows);
@@ -223,7 +231,7 @@ class ListPiece {
     if (apart) staging_ = staging.of(tables, sequence, index);
   }
   int tile_row, begin, end, from;
-  /// @brief A tile of the list.
+  /// @brief A tile of the list, or of its staging tiles.
   __device__ std::uint8_t* tile(int tile) const {
     if (staging_ != nullptr)
       return staging_ + static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout_.bytes);
@@ -240,10 +248,11 @@ class ListPiece {
   std::uint8_t* staging_ = nullptr;
 };
 
-/// @brief Stores leaving rows of a batch in the full list (StoreForm::full) or the compressed one,
-/// or in loose tiles. Pages are in place; lengths are those before. Grid: 64-row pieces of a list x
-/// KV heads x sequences.
+/// @brief Stores flushed rows of a batch in the full list (StoreForm::full), in the compressed
+/// list, or in staging tiles. Pages are in place; lengths of lists are those before the flush.
+/// Grid: 64-row pieces of a list x KV heads x sequences.
 /// @tparam scale_groups  of tiles of codes
+/// @param type  of plain coefficients
 template <StoreForm form, RowPath path, int scale_groups>
 __global__ void __launch_bounds__(kStoreThreads, 2)
     store_rows_kernel(LayerEdit tables, RowSource source, FlushBatch flushed, RowOrder order,
@@ -306,7 +315,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       target[word] = memory.tile[word];
   } else {
     __shared__ std::uint8_t* tiles[kStoreRows / kPlainRows];
-    __shared__ float inverse_steps[form == StoreForm::full ? kStoreRows : 1];  // of scaled rows
+    __shared__ float inverse_steps[form == StoreForm::full ? kStoreRows : 1];  // of rows in 8 bits
     if (threadIdx.x < static_cast<unsigned>(kStoreRows / layout.rows) &&
         static_cast<int>(threadIdx.x) * layout.rows < end) {
       tiles[threadIdx.x] = piece.tile(tile_row / layout.rows + static_cast<int>(threadIdx.x));

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/code_products.cuh  Products of a tile's codes, straight from its words, with
-/// queries and with weights of 16 bits.
+/// @file cuda/tiles/code_products.cuh  Tensor-core products of a tile's packed codes: with queries
+/// for keys, with softmax weights for values.
 ///
-/// Four codes become one operand register by one AND; a code that stands at bit p of its byte
-/// counts 2^p times (tile_layout.cuh). The AND leaves what is below the code in its byte: the
-/// topmost need none, and differences of sums are what codes one by one would give, exactly while
-/// sums are integers.
+/// One AND turns four codes into one operand register. A code at bit p of its byte is scaled by 2^p
+/// (tile_layout.cuh). The AND keeps the lower bits of the byte, which hold other codes; codes at
+/// the bottom of a byte need no correction. The sums of those lower codes are subtracted. The
+/// differences equal the products of single codes exactly, as long as the sums are integers.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,15 @@ namespace cuda {
 
 namespace detail {
 
-/// A number known when the kernel is compiled, where a number is asked for.
+/// A compile-time integer that converts to int.
 template <int number>
 struct Constant {
   static constexpr int value = number;
   __host__ __device__ constexpr operator int() const { return number; }
 };
 
-/// How many units of 8, 4, 2 and 1 bits the keys, or the values, of a head have, in this order.
+/// Counts of a head's key units, or value units, by width: 8, 4, 2 and 1 bits, in the order in
+/// which the units lie in a tile.
 template <int n8, int n4, int n2, int n1>
 struct Pattern {
   static constexpr int units = n8 + n4 + n2 + n1;
@@ -37,9 +38,10 @@ struct Pattern {
   }
 };
 
-/// Calls f with the pattern of which `packed` is the number (code_pattern), if it is one of those
-/// that are compiled on their own: a third fewer instructions a tile than loops over any units.
-/// Returns whether it did.
+/// Calls f with the Pattern that `packed` encodes (code_pattern()), if it is one of the patterns
+/// compiled on their own. Those take a third fewer instructions per tile than loops over arbitrary
+/// units.
+/// @return whether f was called
 template <class Function>
 __device__ __forceinline__ bool with_pattern(int packed, Function&& function) {
   switch (packed) {
@@ -72,8 +74,8 @@ __device__ __forceinline__ bool with_pattern(int packed, Function&& function) {
   }
 }
 
-/// logits[b][m][r] += products of `units` units of keys of one width: rows 16 m + 8 r + lane / 4,
-/// column lane % 4 of column block b.
+/// Adds the products of `units` key units of one width to logits[b][m][r]: row 16 m + 8 r + lane /
+/// 4, column lane % 4 of column block b. Advances `unit` and `query` past these units.
 template <int bits, int column_blocks, class Count>
 __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count units,
                                              const uint2*& query,
@@ -128,8 +130,8 @@ __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count un
   for (int i = 1; i < units; ++i) add(Constant<0>{});
 #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    std::uint32_t
-        sums[4][2];  // of whole bytes: beyond 2^31 they wrap, and differences are right again
+    // Of masked bytes. They may wrap beyond 2^31; their differences are right all the same.
+    std::uint32_t sums[4][2];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -153,9 +155,9 @@ __device__ __forceinline__ void key_products(const std::uint8_t*& unit, Count un
   }
 }
 
-/// out[b][half][r] += weights x one unit of values: channels 16 half + 8 r + lane / 4. Channels at
-/// bit p of their bytes count 2^p times, and of 2 and 4 bits those below in the byte are still in
-/// (channel_below()): whoever reads the sums takes differences.
+/// Adds weights x one value unit to out[b][half][r]: channel 16 half + 8 r + lane / 4. A channel at
+/// bit p of its byte is scaled by 2^p. For 2 and 4 bits the sums still contain the channels below
+/// in the byte (channel_below()): the reader of the sums subtracts them.
 template <int column_blocks>
 __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bits,
                                                const std::uint32_t (&weights)[column_blocks][4],
@@ -231,7 +233,7 @@ __device__ __forceinline__ void value_products(const std::uint8_t* unit, int bit
   }
 }
 
-/// Calls f(0), ..., f(count - 1) with constants.
+/// Calls f(0), ..., f(count - 1), each index a Constant.
 template <int count, class Function>
 __device__ __forceinline__ void for_each_unit(Function&& function) {
   if constexpr (count > 0) {
@@ -240,11 +242,12 @@ __device__ __forceinline__ void for_each_unit(Function&& function) {
   }
 }
 
-/// Weights of a tile, relative to `largest`, as bytes: high parts in even columns, low ones in odd;
-/// operands of mma_codes.
+/// Rounds two softmax weights to 16-bit integers and returns them as B operands of mma_codes: high
+/// bytes in even columns, low bytes in odd columns.
+/// @param to_integer  32512 over the largest weight of the tile
 __device__ __forceinline__ std::uint32_t weight_bytes(float first, float second, float to_integer) {
-  // Adding 1.5 x 2^23 leaves the rounded integer in the low bits; 128 more, and the low byte is
-  // signed about the high one.
+  // Adding 1.5 x 2^23 leaves the rounded integer in the low mantissa bits. Adding 128 more makes
+  // the low byte signed around the high byte.
   const std::uint32_t y0 = __float_as_uint(fmaf(first, to_integer, 12582912.0F + 128.0F)),
                       y1 = __float_as_uint(fmaf(second, to_integer, 12582912.0F + 128.0F));
   return transposed(__byte_perm(y0, y1, 0x4051) ^ 0x80800000U);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/int8_tiles.cuh  Full rows in 8 bits (CacheConfig::full_row_bits): codes of
-/// plain tiles, and the numbers that they stand for. What rows become is what FullRows on the CPU
-/// makes of them.
+/// @file cuda/tiles/int8_tiles.cuh  Full rows in 8 bits (CacheConfig::full_row_bits): encoding and
+/// decoding of scaled plain tiles. Results equal those of FullRows on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +12,16 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr float kScaledHalf = 128.0F;    ///< steps that the largest number of a row has
-inline constexpr float kScaledCentre = 127.5F;  ///< the code that would be 0
-/// @brief Steps of values are at least this where weights are multiplied by them: the least f16, so
-/// that rows of zeros have a logarithm.
+inline constexpr float kScaledHalf = 128.0F;    ///< the largest number of a row, in steps
+inline constexpr float kScaledCentre = 127.5F;  ///< the code that would stand for 0
+/// @brief Lower bound of value steps where weights are multiplied by them: the least f16, so that
+/// the step of a row of zeros has a logarithm.
 inline constexpr float kLeastStep = 0x1p-24F;
 
 namespace detail {
 
-/// Codes in bytes `first` and first + 1 of a word as two 16-bit numbers, in steps, exactly.
+/// Converts the codes in bytes `first` and first + 1 of a word to two 16-bit numbers in units of
+/// the step. Exact.
 template <DType type>
 __device__ __forceinline__ std::uint32_t scaled_pair(std::uint32_t word, std::uint32_t first) {
   if constexpr (type == DType::f16) {
@@ -41,27 +41,27 @@ __device__ __forceinline__ std::uint32_t scaled_pair(std::uint32_t word, std::ui
     return *reinterpret_cast<const std::uint32_t*>(&steps);
   }
 }
-/// A lane's codes of a unit as the operand that 16-bit numbers would be.
+/// Converts a lane's eight codes of a unit to its part of a 16-bit A operand, in units of the step.
 template <DType type>
 __device__ __forceinline__ uint4 scaled_words(const uint2& codes) {
   return {scaled_pair<type>(codes.x, 0), scaled_pair<type>(codes.x, 2),
           scaled_pair<type>(codes.y, 0), scaled_pair<type>(codes.y, 2)};
 }
 
-/// The step of a row of a scaled tile.
+/// Loads the step of a row of a scaled tile.
 __device__ inline float step_of(const HeadTiles& layout, const std::uint8_t* tile, Part part,
                                 int row) {
   return __half2float(*reinterpret_cast<const __half*>(tile + layout.step_byte(part, row)));
 }
-/// An element of a scaled tile.
+/// Decodes an element of a scaled tile.
 __device__ inline float scaled_element(const HeadTiles& layout, const std::uint8_t* tile, Part part,
                                        int row, int channel) {
   return (static_cast<float>(tile[layout.plain_byte(part, row, channel)]) - kScaledCentre) *
          step_of(layout, tile, part, row);
 }
 
-/// The step of a row of numbers number(0) to number(channels - 1): not below an even share of the
-/// largest, so that nothing is clipped. A warp calls it.
+/// The step of a row of numbers number(0) to number(channels - 1): its largest magnitude over 128,
+/// rounded up to f16, so that nothing is clipped. All lanes of a warp call it.
 template <class Number>
 __device__ __half row_step(int channels, Number&& number) {
   float largest = 0.0F;
@@ -71,7 +71,7 @@ __device__ __half row_step(int channels, Number&& number) {
     largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, distance));
   return __float2half_ru(fminf(largest / kScaledHalf, 65504.0F));
 }
-/// One over a step; 0 for rows of zeros.
+/// The reciprocal of a step; 0 for rows of zeros.
 __device__ inline float inverse_of(__half step) {
   return __half2float(step) > 0.0F ? 1.0F / __half2float(step) : 0.0F;
 }
@@ -81,9 +81,11 @@ __device__ __forceinline__ std::uint32_t scaled_code(float number, float inverse
       fminf(fmaxf(0.0F, floorf(number * inverse_step) + kScaledHalf), 2.0F * kScaledHalf - 1.0F));
 }
 
-/// Writes rows [begin, end) of a part, the last ones of their list, into scaled tiles. Rows past
-/// the end have step 0. All threads of a block call it.
-/// @param tiles  those of the rows, from row 0 on  @param rows  [., stride], numbers of `type`
+/// Encodes rows [begin, end) of a part, the last rows of their list, into scaled tiles. Rows past
+/// the end, up to the end of the tile, get step 0. All threads of a block call it; it synchronises.
+/// @param tiles  tiles of the rows, from row 0 on
+/// @param rows  [., stride], 16-bit numbers of `type`
+/// @param inverse_steps  shared memory of kStoreRows numbers of `type`
 /// @param inverse_steps  shared memory of kStoreRows numbers
 __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const* tiles, Part part,
                                     const std::uint16_t* rows, int stride, DType type,
@@ -102,7 +104,8 @@ __device__ inline void store_scaled(const HeadTiles& layout, std::uint8_t* const
     inverse_steps[row] = inverse_of(step);
   }
   __syncthreads();
-  // Eight bytes a lane of every sixteen rows of a unit; those of earlier rows stay.
+  // Each lane writes eight bytes of every sixteen rows of a unit. Bytes of rows before `begin`
+  // stay.
   for (int item = begin / kPlainRows * units + static_cast<int>(threadIdx.x) / 32;
        item < padded_end / kPlainRows * units; item += kStoreThreads / 32) {
     const int unit = item % units, first_row = item / units * kPlainRows;

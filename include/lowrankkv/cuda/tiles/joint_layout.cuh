@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/joint_layout.cuh  Joint values: how codes of a latent lie in a tile, and what
-/// an attention call over joint values works in.
+/// @file cuda/tiles/joint_layout.cuh  Joint values: the tile layout of latent codes, and the sizes
+/// of attention's partial states.
 ///
-/// The latent of a row serves all heads of a group. It is a list of its own (LayerView::compressed,
-/// behind those of the heads): plain tiles of sixteen rows, or tiles of codes whose scale groups
-/// are blocks of 32 channels of equal bits, most first, each block a unit in every plane that its
-/// bits have, so that planes are sums of the same channels.
+/// All heads of a group share one latent per row. Latents are stored in lists of their own, whose
+/// layouts follow those of the heads in LayerView::compressed. Their tiles are plain tiles of
+/// sixteen rows, or tiles of codes. In a tile of codes, a scale group consists of blocks of 32
+/// channels of equal bits, blocks of most bits first. A block has one unit in every plane that its
+/// bits have, so that all planes are sums of the same channels.
 #pragma once
 
 #include <algorithm>
@@ -21,22 +22,23 @@ namespace cuda {
 /// @brief One block of a tile of codes of joint values.
 struct JointBlock {
   int bits = 0;  ///< of its codes: the sum of its planes' widths
-  int at[4] =
-      {};  ///< bytes of the tile where its units of 8, 4, 2 and 1 bits begin, of those that it has
+  /// Byte offsets in the tile of the block's units of 8, 4, 2 and 1 bits; only those set in `bits`
+  /// are meaningful.
+  int at[4] = {};
 
-  /// @brief Bits of a code below those that a plane has.
+  /// @brief Lowest bit of a code that the plane of `width` bits holds.
   __host__ __device__ int shift(int width) const { return bits & (width - 1); }
 };
 
-/// @brief Blocks of a scale group of the tiles of a list of joint values.
+/// @brief Number of blocks of a scale group, in tiles of joint values.
 __host__ __device__ inline int joint_blocks(const HeadTiles& layout, int group) {
   int blocks = 0;
   for (int bits = 8; bits > 0; --bits) blocks += layout.blocks_of(group, bits);
   return blocks;
 }
 
-/// @brief Block `index` of those tiles, counted over both scale groups. Cost: a few dozen
-/// operations.
+/// @brief Block `index` of a tile of joint values, counted over both scale groups. Cost: a few
+/// dozen operations.
 __host__ __device__ inline JointBlock joint_block(const HeadTiles& layout, int index) {
   const int first = joint_blocks(layout, 0), group = index < first ? 0 : 1;
   if (group == 1) index -= first;
@@ -62,7 +64,8 @@ __host__ __device__ inline JointBlock joint_block(const HeadTiles& layout, int i
   return block;
 }
 
-/// @brief The code of (row, channel of a block) in a tile of codes of joint values.
+/// @brief Reassembles the code of (row, channel of a block) from the planes of a tile of joint
+/// values.
 __device__ inline unsigned joint_code(const std::uint8_t* tile, const JointBlock& block, int row,
                                       int channel) {
   unsigned code = 0;
@@ -76,20 +79,24 @@ __device__ inline unsigned joint_code(const std::uint8_t* tile, const JointBlock
   return code;
 }
 
-/// @brief Splits of a list of so many rows over joint values, whose partial states are large:
-/// points that depend on the list alone.
+/// @brief Rows of a split of a list of joint values, and the most splits: longer lists have
+/// kMaxJointSplits splits, since partial states are large. Split points depend on the list alone.
 inline constexpr int kJointSplitRows = 1024, kMaxJointSplits = 64;
+/// @brief Number of splits of a list of joint values with so many rows.
 __host__ __device__ constexpr int joint_splits(std::int64_t rows) {
   const std::int64_t wanted = (rows + kJointSplitRows - 1) / kJointSplitRows;
   return static_cast<int>(wanted < kMaxJointSplits ? wanted : kMaxJointSplits);
 }
 
-inline constexpr int kJointColumns =
-    32;  ///< columns of a group, those of its heads one after the other, that a block serves
-inline constexpr int kJointChunks = 8;  ///< times so many columns, at most, in one launch
-inline constexpr int kJointLines =
-    6;  ///< of a partial state before its values: maximum, sum, sums of weights with the gains of
-        ///< two scale groups, what those and the values count, as powers of 2
+/// Columns of a group that a thread block serves. The columns of a group are those of its heads,
+/// head after head.
+inline constexpr int kJointColumns = 32;
+/// Largest number of chunks of kJointColumns columns in one launch.
+inline constexpr int kJointChunks = 8;
+/// Lines of a partial state ahead of its values: maximum; sum; for each of two scale groups the sum
+/// of weights times gains; for each the power of 2 that scales this sum and the values (its
+/// exponent).
+inline constexpr int kJointLines = 6;
 
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

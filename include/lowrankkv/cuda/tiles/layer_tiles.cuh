@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/layer_tiles.cuh  Which tiles a layer's lists are made of, found from maps and
-/// policies on the host.
+/// @file cuda/tiles/layer_tiles.cuh  Tile layouts of a layer's lists, derived on the host from maps
+/// and policies.
 #pragma once
 
 #include <algorithm>
@@ -15,23 +15,25 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What the tiles of a layer are, found from maps and policies on the host.
+/// @brief The tile layouts of a layer.
 struct LayerTiles {
   CodedForm form = CodedForm::none;
   DType coded_type = DType::f16;  ///< of plain tiles of coefficients
-  HeadTiles full;                 ///< of tails and of prompts that are taken in
-  HeadTiles listed;               ///< of full rows in pages: the same, or scaled
-  std::vector<HeadTiles>
-      compressed;  ///< per head, then, with joint values, per group; empty: nothing is compressed
-  bool orders = false;  ///< bases move, and channels of codes must stay those of principal axes
-                        ///< then: the two below
-  std::vector<std::vector<float>>
-      units;  ///< per head: keys, values: the quantizer's steps of coefficients of rms 1, 0 where
-              ///< there are no bits; empty: no steps
-  std::vector<std::vector<float>> rotations;  ///< the same: of axes into channels; empty: none
-  int joint_heads = 0;                        ///< of a group whose values are one latent; 0: none
-  std::vector<PartTiles> parts;               ///< per head: keys, values
-  std::vector<std::vector<float>> steps;      ///< the same
+  HeadTiles full;                 ///< of tails and of packed prompts
+  HeadTiles listed;               ///< of full rows in pages: as `full`, or in 8 bits
+  /// By head; with joint values, the groups of heads follow. Empty: nothing is compressed.
+  std::vector<HeadTiles> compressed;
+  /// Bases move, and channels of codes must remain principal axes. Then `units` and `rotations` are
+  /// set.
+  bool orders = false;
+  /// [heads, 2] (keys, values): the quantizer's step of a coefficient of rms 1; 0 where a
+  /// coefficient has no bits. Empty: no steps.
+  std::vector<std::vector<float>> units;
+  /// [heads, 2] (keys, values): rotations from principal axes to channels. Empty: none.
+  std::vector<std::vector<float>> rotations;
+  int joint_heads = 0;                    ///< heads of a group whose values are one latent; 0: none
+  std::vector<PartTiles> parts;           ///< [heads, 2]: keys, values
+  std::vector<std::vector<float>> steps;  ///< [heads, 2]: the quantizer's; empty: ones
   std::size_t page_bytes = 0;
 
   int max_units(Part part) const {
@@ -45,14 +47,15 @@ struct LayerTiles {
     for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.bytes);
     return most;
   }
-  /// @brief The same of the tiles of heads.
+  /// @brief The largest tile of a head's list, without the lists of joint values.
   int max_head_tile_bytes() const {
     int most = 0;
     for (const HeadTiles& tiles : compressed) most = (std::max)(most, tiles.keys ? tiles.bytes : 0);
     return most;
   }
-  /// @brief Channels of a latent as attention sums them, the most of a group of heads; of latents
-  /// without bits, whose weights are wanted all the same, a unit's.
+  /// @brief Channels of a latent as attention sums them: the largest number over the groups of
+  /// heads. A latent without bits counts as one unit, since its weights are summed all the same. 0
+  /// without joint values.
   int joint_width() const {
     int most = joint_heads > 0 ? kPlainUnit : 0;
     for (std::size_t part = 1; part < parts.size(); part += 2)
@@ -63,32 +66,36 @@ struct LayerTiles {
   }
 };
 
-/// @brief Of which lists the positions of rows are kept, since they do not follow from counts;
-/// whether errors of rows are wanted, or the attention that they have received.
+/// @brief Which lists keep the positions of their rows, because positions do not follow from
+/// counts. Also whether the errors of rows are needed, and whether rows accumulate attention
+/// scores.
 struct ListedRows {
   bool full = false, compressed = false, errors = false, accumulated_scores = false;
-  /// @brief Where masses are kept: the list of rows that they choose.
+  /// @brief The scored list: the list whose rows are kept by accumulated attention score.
+  /// Meaningful only with accumulated_scores.
   constexpr RowList scored() const { return compressed ? RowList::compressed : RowList::full; }
-  /// @brief Whether rows of a list go when others have received more: full ones too, where errors
-  /// choose them among those that masses do.
+  /// @brief Whether rows of a list are evicted by accumulated score. Where errors choose full rows
+  /// among the rows kept by score, both lists have scores.
   constexpr bool has_scores(RowList list) const {
     return accumulated_scores && (list == scored() || errors);
   }
 };
 
-/// @brief Rows that the lists of a sequence may have at most.
+/// @brief Largest numbers of rows of a sequence's lists.
 struct MostRows {
   std::int64_t full = 0, compressed = 0;
-  std::int64_t spare_full = 0;  ///< that tables have room for besides: heads differ after tokens
-                                ///< have gone from among rows that errors chose
+  /// Additional full rows that tables have room for. Heads come to differ in length when tokens are
+  /// removed from lists whose rows errors chose.
+  std::int64_t spare_full = 0;
 };
 
-/// @brief Units that so many channels fill in a plain tile.
+/// @brief Units of a plain tile that so many channels fill.
 constexpr int plain_units(int channels) { return (channels + kPlainUnit - 1) / kPlainUnit; }
 
-/// @brief Plain tiles of rows with so many channels, where the widest of the layer's heads fill
-/// `most_units` units: of about 8 KiB, so that what is done once a tile weighs little; of more
-/// where keys are turned when they are read.
+/// @brief The layout of plain tiles of rows with so many channels. Tiles are about 8 KiB, so that
+/// per-tile work costs little; they are larger for pre-RoPE keys.
+/// @param most_units  units of the widest head of the layer
+/// @param pre_rope  whether attention applies RoPE when it reads the keys
 inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_units, bool pre_rope) {
   HeadTiles tiles;
   tiles.key_units = plain_units(key_channels);
@@ -99,7 +106,7 @@ inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_unit
   return tiles;
 }
 
-/// @brief Plain tiles in 8 bits.
+/// @brief The layout of plain tiles in 8 bits, from that of 16 bits.
 inline HeadTiles scaled_tiles(HeadTiles tiles) {
   constexpr std::int32_t kAlignment = 128;
   const std::int32_t steps = tiles.rows / kPlainRows;
@@ -111,7 +118,8 @@ inline HeadTiles scaled_tiles(HeadTiles tiles) {
   return tiles;
 }
 
-/// @brief Plain tiles of so many channels of joint values. Sixteen rows: they are wide.
+/// @brief The layout of plain tiles of joint values with so many channels. Tiles have only sixteen
+/// rows, since rows are wide.
 inline HeadTiles joint_plain_tiles(int channels) {
   HeadTiles tiles;
   tiles.keys = false;
@@ -121,8 +129,8 @@ inline HeadTiles joint_plain_tiles(int channels) {
   return tiles;
 }
 
-/// @brief Tiles of codes of joint values: the planes of a block have their channels in the same
-/// places (cuda/tiles/joint_layout.cuh).
+/// @brief The layout of tiles of codes of joint values. All planes of a block hold its channels in
+/// the same places (cuda/tiles/joint_layout.cuh).
 inline HeadTiles joint_code_tiles(const PartTiles& value, int scale_groups) {
   static_assert(kMaxUnits == 2 * 8);  // blocks are counted by scale group and bits
   HeadTiles tiles;
@@ -146,7 +154,7 @@ inline HeadTiles joint_code_tiles(const PartTiles& value, int scale_groups) {
   return tiles;
 }
 
-/// @brief The tiles of a head whose values are joint: its keys alone.
+/// @brief The layout of a head whose values are joint: the keys without the values.
 inline HeadTiles keys_only(HeadTiles tiles) {
   const std::int32_t less =
       tiles.codes ? tiles.scale_groups * kCodeRows * tiles.gain_bytes() : 0;  // the values' gains
@@ -157,8 +165,9 @@ inline HeadTiles keys_only(HeadTiles tiles) {
   return tiles;
 }
 
-/// @brief Tiles of codes. @param scale_groups  gains of a row and part, 1 or 2: the same in all
-/// heads  @throws CapacityError beyond kMaxUnits
+/// @brief The layout of tiles of codes of a head.
+/// @param scale_groups  gains of a row's key, and of its value: 1 or 2, the same in all heads
+/// @throws CapacityError if keys or values need more than kMaxUnits units
 inline HeadTiles code_tiles(const PartTiles& key, const PartTiles& value, int scale_groups) {
   HeadTiles tiles;
   tiles.codes = true;

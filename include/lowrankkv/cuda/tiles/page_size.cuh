@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/page_size.cuh  How large a page is: the size at which lists of tiles waste
-/// least, and how many pages sequences need.
+/// @file cuda/tiles/page_size.cuh  The page size: chosen for the least waste at the ends of lists,
+/// and the number of pages that sequences need.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Pages that max_sequences can ever need, whose lists have so many rows at most.
+/// @brief Pages that max_sequences sequences need at most. @param most  rows of their lists
 inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& tiles,
                                  const MostRows& most) {
   std::int64_t pages = config.shape.num_kv_heads * tiles.listed.pages_for(most.full);
@@ -27,7 +27,7 @@ inline std::int64_t pages_needed(const CacheConfig& config, const LayerTiles& ti
 
 namespace detail {
 
-/// Sets how many tiles fit a page. @throws CapacityError if one does not
+/// Sets the number of tiles per page. @throws CapacityError if a tile is larger than a page
 inline void fit_pages(LayerTiles& tiles) {
   const auto fit = [&](HeadTiles& layout) {
     if (static_cast<std::size_t>(layout.bytes) > tiles.page_bytes)
@@ -40,8 +40,8 @@ inline void fit_pages(LayerTiles& tiles) {
   for (HeadTiles& layout : tiles.compressed) fit(layout);
 }
 
-/// Sets the page size of layers. @return pages that they can need in all  @throws CapacityError if
-/// a tile does not fit
+/// Sets the page size of layers. @return pages that all layers together need at most
+/// @throws CapacityError if a tile is larger than a page
 inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerTiles>& layers,
                                    const MostRows& most, std::size_t page_bytes) {
   std::int64_t pages = 0;
@@ -53,8 +53,9 @@ inline std::int64_t use_page_bytes(const CacheConfig& config, std::vector<LayerT
   return pages;
 }
 
-/// The page size, a few tiles of some head, at which a sequence of max_tokens takes the fewest
-/// bytes in all layers.
+/// The page size at which all layers together need the fewest bytes for their largest numbers of
+/// rows; of equal sizes, the largest. Candidates are 1 to 16 tiles of each list, up to four times
+/// the largest tile.
 inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles> layers,
                                const MostRows& most) {
   std::size_t largest = 0, best = 0, least = 0;
@@ -69,9 +70,10 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   for (const int tile_bytes : sizes) {
     for (std::size_t count = 1; count <= 16; ++count) {
+      // Rounded up: tiles of keys alone, or of latents, may be 64 bytes off a multiple of 128.
       const std::size_t page_bytes =
           (count * static_cast<std::size_t>(tile_bytes) + kPageAlignment - 1) / kPageAlignment *
-          kPageAlignment;  // keys alone, or latents, have half a line of gains
+          kPageAlignment;
       if (page_bytes < largest || page_bytes > 4 * largest) continue;
       const std::size_t bytes =
           static_cast<std::size_t>(use_page_bytes(config, layers, most, page_bytes)) * page_bytes;
@@ -86,8 +88,9 @@ inline std::size_t least_waste(const CacheConfig& config, std::vector<LayerTiles
 
 }  // namespace detail
 
-/// @brief A pool that layers share: pages of the configured size, or of that which wastes least
-/// over all of them. Shapes and rows of all layers are the same.
+/// @brief Size of the pool that layers share. Pages have the configured size, or, if that is 0, the
+/// size that wastes least over all layers. All layers must have the same shape and numbers of rows.
+/// @throws CapacityError if a tile is larger than a page
 inline PoolSize pool_of(const CacheConfig& config, std::vector<LayerTiles> layers,
                         const MostRows& most) {
   const std::size_t page_bytes =

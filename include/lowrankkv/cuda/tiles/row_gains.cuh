@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/row_gains.cuh  The gains that rows of codes have: 8 bits on a logarithmic
-/// scale, or f16.
+/// @file cuda/tiles/row_gains.cuh  Gains of rows in tiles of codes: 8 bits on a logarithmic scale,
+/// or f16.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace cuda {
 
 namespace detail {
 
-/// 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16).
+/// Encodes a gain in 8 bits: code 0 is 0, code c is 2^((c - 128) / 16).
 __device__ inline int gain_code(float gain) {
   if (!(gain > 0.0F)) return 0;
   if (!(gain < 256.0F)) return 255;
@@ -22,7 +22,7 @@ __device__ inline int gain_code(float gain) {
 __device__ inline float gain_of(int code) {
   return code == 0 ? 0.0F : exp2f((static_cast<float>(code) - 128.0F) * 0.0625F);
 }
-/// The gain of a row of a tile of codes.
+/// Loads the gain of a row from a tile of codes.
 __device__ inline float stored_gain(const std::uint8_t* tile, const HeadTiles& layout, Part part,
                                     int row, int group = 0) {
   const std::uint8_t* place = tile + layout.gain_place(part, row, group);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/tiles/tile_ring.cuh  A warp's ring of tiles in shared memory, filled ahead of use;
-/// and the instructions the attention kernels share.
+/// @file cuda/tiles/tile_ring.cuh  A warp's multi-stage ring of tiles in shared memory, and the PTX
+/// instructions that the attention kernels share.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,25 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Address of shared memory as instructions want it.
+/// @brief 32-bit shared-memory address for PTX instructions.
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// @brief `stages` tiles, or parts of tiles, of one warp. From sm_90 on each is one bulk copy;
-/// before, 16-byte copies by all lanes. All lanes call everything; fetch() and wait() alternate,
-/// stage after stage.
+/// @brief A ring of `stages` tiles, or parts of tiles, of one warp. From sm_90 on, one bulk copy
+/// fills a stage; before, all lanes copy 16 bytes at a time. All lanes make every call. Calls of
+/// fetch() and wait() alternate, stage after stage.
 template <int stages>
 class TileRing {
  public:
-  /// @param memory    [stages, most_bytes], 128-byte aligned  @param barriers [stages], this warp's
-  /// @param used  of the stages
+  /// @param memory  [stages, most_bytes], 128-byte aligned
+  /// @param barriers  [stages], of this warp alone
+  /// @param used  number of stages in use, at most `stages`
   __device__ TileRing(std::uint8_t* memory, std::uint64_t* barriers, int most_bytes,
                       int used = stages)
       : memory_(memory), barriers_(barriers), most_bytes_(most_bytes), used_(used) {
 #if __CUDA_ARCH__ >= 900
-    // Tiles are read once a step: they must not push maps and partial states out of the cache.
+    // A step reads every tile once: tiles must not evict maps and partial states from L2.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
     if (threadIdx.x % 32 == 0) {
       for (int stage = 0; stage < stages; ++stage)
@@ -39,8 +40,8 @@ class TileRing {
     __syncwarp();
 #endif
   }
-  /// @brief Starts to copy `bytes` bytes into the stage that was used longest ago; null: nothing
-  /// more comes.
+  /// @brief Starts to copy `bytes` bytes into the stage that was used longest ago. A null source:
+  /// no more tiles follow.
   __device__ __forceinline__ void fetch(const std::uint8_t* source, int bytes) {
     std::uint8_t* target = memory_ + filling_ * most_bytes_;
 #if __CUDA_ARCH__ >= 900
@@ -67,8 +68,8 @@ class TileRing {
 #endif
     filling_ = filling_ + 1 == used_ ? 0 : filling_ + 1;
   }
-  /// @brief Waits for what was fetched next. It stays until as many fetches later as there are
-  /// stages.
+  /// @brief Waits for the oldest fetched stage and returns it. Its contents stay valid for as many
+  /// later fetches as there are stages in use.
   __device__ __forceinline__ const std::uint8_t* wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -102,63 +103,65 @@ class TileRing {
   std::uint64_t policy_ = 0;
 };
 
-/// @brief Lets bulk copies write to shared memory that this thread has written to or read from. The
-/// caller synchronises.
+/// @brief Orders this thread's earlier accesses to shared memory before later bulk copies into it
+/// (proxy fence). The caller synchronises.
 __device__ __forceinline__ void release_to_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-/// @brief Lets the next kernel of the stream begin, if it was launched to do so. Nothing before
+/// @brief Lets the next kernel of the stream begin, if it was launched early. No effect before
 /// sm_90.
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-/// @brief Waits until the kernel before this one, if this one was launched early, is done and its
-/// results can be read.
+/// @brief If this kernel was launched early: waits until the kernel before it is done and its
+/// results are visible.
 __device__ __forceinline__ void wait_for_last_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// @brief The same for a grid as a whole: when it is done, the kernel before it is, though only its
-/// first block has waited. For kernels that need nothing of that one.
+/// @brief Makes the end of this grid imply the end of the kernel before it; only the first block
+/// waits. For kernels that read no results of that kernel.
 __device__ __forceinline__ void end_after_last_kernel() {
   if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) wait_for_last_kernel();
 }
 
-/// @brief Starts to bring 128 bytes of global memory into the cache that all multiprocessors share.
+/// @brief Prefetches a 128-byte line of global memory into L2.
 __device__ __forceinline__ void prefetch_line(const float* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(line)) : "memory");
 }
 
-/// @brief 2^x; 0 below 2^-126.
+/// @brief Approximate 2^x; results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// @brief 1 / sqrt(x), to 22 bits; infinity where x is below 2^-126.
+/// @brief Approximate 1 / sqrt(x), to 22 bits; infinity if x is below 2^-126.
 __device__ __forceinline__ float rsqrt_fast(float x) {
   float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// @brief The 8 x 8 matrix of 16-bit elements whose rows the lanes hold in pairs, transposed.
+/// @brief Transposes an 8 x 8 matrix of 16-bit elements. Lane 4 i + t holds elements 2t and 2t + 1
+/// of row i.
 __device__ __forceinline__ std::uint32_t transposed(std::uint32_t x) {
   std::uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-/// @brief Four 8 x 8 matrices of 16-bit elements from shared memory, transposed or not: lane 8 m +
-/// i names row i of matrix m, 16 aligned bytes.
+/// @brief Loads four 8 x 8 matrices of 16-bit elements from shared memory (ldmatrix). Lane 8 m + i
+/// passes the address of row i of matrix m, 16 aligned bytes.
+/// @tparam transposes  whether the matrices are transposed
 template <bool transposes>
 __device__ __forceinline__ uint4 load_matrices(const std::uint16_t* row) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -177,7 +180,7 @@ __device__ __forceinline__ uint4 load_matrices(const std::uint16_t* row) {
   return words;
 }
 
-/// @brief c += a b, 16 x 32 unsigned by 32 x 8 signed bytes.
+/// @brief c += a b: 16 x 32 unsigned bytes by 32 x 8 signed bytes, int32 sums.
 __device__ __forceinline__ void mma_codes(int (&c)[4], std::uint32_t a0, std::uint32_t a1,
                                           std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
                                           std::uint32_t b1) {
@@ -188,7 +191,7 @@ __device__ __forceinline__ void mma_codes(int (&c)[4], std::uint32_t a0, std::ui
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// @brief c = a b, the same.
+/// @brief c = a b, with operands as for mma_codes().
 __device__ __forceinline__ void mma_codes_new(int (&c)[4], std::uint32_t a0, std::uint32_t a1,
                                               std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
                                               std::uint32_t b1) {
@@ -199,7 +202,7 @@ __device__ __forceinline__ void mma_codes_new(int (&c)[4], std::uint32_t a0, std
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
 }
 
-/// @brief c += a b, 16 x 16 by 16 x 8 elements of f16 or bf16, f32 sums.
+/// @brief c += a b: 16 x 16 by 16 x 8 elements of f16 or bf16, f32 sums.
 template <DType type>
 __device__ __forceinline__ void mma_plain(float (&c)[4], const uint4& a, std::uint32_t b0,
                                           std::uint32_t b1) {
@@ -218,8 +221,8 @@ __device__ __forceinline__ void mma_plain(float (&c)[4], const uint4& a, std::ui
   }
 }
 
-/// @brief d = a b + c of f16, sums rounded to f16 too: d[0] has columns 2t and 2t + 1 of row g,
-/// d[1] of row g + 8; c is of both rows.
+/// @brief d = a b + c in f16, sums rounded to f16 too: d[0] holds columns 2t and 2t + 1 of row g,
+/// d[1] those of row g + 8. Both rows start from the same word c.
 __device__ __forceinline__ void mma_half_onto(std::uint32_t (&d)[2], const uint4& a,
                                               std::uint32_t b0, std::uint32_t b1, std::uint32_t c) {
   asm volatile(
@@ -227,7 +230,7 @@ __device__ __forceinline__ void mma_half_onto(std::uint32_t (&d)[2], const uint4
       : "=r"(d[0]), "=r"(d[1])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c));
 }
-/// @brief c += a b, the same.
+/// @brief c += a b in f16, with operands and sums as for mma_half_onto().
 __device__ __forceinline__ void mma_half(std::uint32_t (&c)[2], const uint4& a, std::uint32_t b0,
                                          std::uint32_t b1) {
   asm volatile(
@@ -236,7 +239,8 @@ __device__ __forceinline__ void mma_half(std::uint32_t (&c)[2], const uint4& a, 
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-/// @brief c += a b, 16 x 8 by 8 x 8 elements of tf32, f32 sums. Bits beyond tf32's are ignored.
+/// @brief c += a b: 16 x 8 by 8 x 8 elements of tf32, f32 sums. The hardware ignores mantissa bits
+/// beyond tf32's.
 __device__ __forceinline__ void mma_tf32(float (&c)[4], const float4& a, float b0, float b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -246,14 +250,14 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const float4& a, float b
         "r"(__float_as_uint(a.w)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-/// @brief What is left of a number when its first ten bits, all that tensor cores read, are taken
-/// away.
+/// @brief The part of an f32 number below its first ten mantissa bits, the bits that tf32 products
+/// read.
 __device__ __forceinline__ float beyond_tf32(float value) {
   return value - __uint_as_float(__float_as_uint(value) & ~0x1fffU);
 }
 
-/// @brief A weight in [0, 1] as two numbers of 16 bits, the larger in the low half of the word,
-/// whose sum it is.
+/// @brief Splits a weight in [0, 1] into two 16-bit numbers that sum to it; the larger one is in
+/// the low half of the word.
 template <DType type>
 __device__ __forceinline__ std::uint32_t split_in_two(float weight) {
   if constexpr (type == DType::f16) {
@@ -268,13 +272,13 @@ __device__ __forceinline__ std::uint32_t split_in_two(float weight) {
   }
 }
 
-/// @brief The largest over the lanes that hold the same column (lanes t, t + 4, ...).
+/// @brief The maximum over the lanes of a column (lanes t, t + 4, ...).
 __device__ __forceinline__ float column_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0U, x, 4));
   x = fmaxf(x, __shfl_xor_sync(~0U, x, 8));
   return fmaxf(x, __shfl_xor_sync(~0U, x, 16));
 }
-/// @brief The sum over the same.
+/// @brief The sum over the lanes of a column.
 __device__ __forceinline__ float column_sum(float x) {
   x += __shfl_xor_sync(~0U, x, 4);
   x += __shfl_xor_sync(~0U, x, 8);

@@ -1,24 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/token_policy/compose.cuh  What becomes of leaving rows on the Cuda backend: in which
-/// numbers, which the host knows beforehand (over all parts of a prompt: of one part a head may
-/// keep any), and by what the rows are chosen.
+/// @file cuda/token_policy/compose.cuh  What becomes of flushed rows on the Cuda backend: how many
+/// go to each list, and by what evidence they are chosen.
+///
+/// The host knows the numbers beforehand. In the parts of a prompt it knows only their sum: a head
+/// may keep any number of one part's rows.
 ///
 /// A token policy, alone or in a Compose, has an Impl<P, Cuda> with
-/// - `static constexpr RowFate fate`: of rows that nothing else is said about: compressed, full or
-/// dropped;
+/// - `static constexpr RowFate fate`: compressed, full or dropped, for rows that no other rule
+///   covers;
 /// - optional `static int recent(const P&)`: rows that never leave the tail;
-/// - optional `static std::int64_t pinned_rows(const P&, first_position, count)`: of so many rows
-/// from a position on, the first so many are full in any case;
+/// - optional `static std::int64_t pinned_rows(const P&, first_position, count)`: of `count` rows
+///   from a position on, how many of the first are full in any case;
 /// - optional `static constexpr RowChoice choice` and `static std::int64_t chosen_rows(const P&,
-/// first_position, count, Phase)`: so many rows are chosen
-///   among those that are not pinned. By errors: the chosen ones are full; with `static bool
-///   relative_errors(const P&)` and optional `static float least_error(const P&)`: above 0, only
-///   those whose error exceeds it, so that heads have other numbers of rows, which the host has to
-///   read. By scores: the others are dropped; with `static AttentionScores attention_scores(const
-///   P&)`. By masses, the attention that rows have received: chosen among all rows that have left
-///   the tail, `count` from position 0 on, and that are still stored; the others are dropped, also
-///   such as were stored before. Of the leaving rows that masses choose, errors then say which are
-///   full, and the host has to read how many;
+///   first_position, count, Phase)`: how many of the rows that are not pinned are chosen, by
+///   - errors: the chosen rows are full. Also `static bool relative_errors(const P&)` and optional
+///     `static float least_error(const P&)`: above 0, only rows whose error exceeds it are chosen,
+///     so that heads have different numbers of rows, which the host must read back;
+///   - scores: the other rows are dropped. Also `static AttentionScores attention_scores(const
+///     P&)`;
+///   - accumulated_scores, the attention that rows have received: rows are chosen among all stored
+///     rows that have left the tail, `count` from position 0 on. The others are dropped, even if
+///     they were stored before. If errors then say which of the chosen flushed rows are full, the
+///     host must read their number back;
 /// - optional `static void validate(const P&)`.
 #pragma once
 
@@ -37,26 +40,29 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What becomes of leaving rows. Those that are neither full nor compressed are dropped, or,
-/// where rows are chosen by masses, take the places of stored ones that are.
+/// @brief How many flushed rows go to each list. Rows that are neither full nor compressed are
+/// dropped. Where rows are kept by accumulated score, flushed rows may also take the places of
+/// stored rows that are dropped.
 struct RowCounts {
-  std::int64_t pinned = 0;  ///< of the full ones: the oldest, whatever their values
-  std::int64_t full = 0;  ///< by which the list of full rows grows; where it is masses that choose
-                          ///< those, rows that they choose among; where errors choose too, at most
-  std::int64_t compressed = 0;  ///< the same of compressed ones; where masses and errors choose,
-                                ///< besides as many as are not full for their errors
-  std::int64_t limit =
-      -1;  ///< where rows are chosen by masses: rows that their list, or lists but for the pinned
-           ///< ones, may have then, of which a head may have fewer; else -1
+  std::int64_t pinned = 0;  ///< full rows that are full whatever their values: the oldest
+  /// Rows added to the full list. If it is the scored list: rows that scores choose among. If
+  /// errors choose too: an upper bound.
+  std::int64_t full = 0;
+  /// Rows added to the compressed list. If it is the scored list: rows that scores choose among. If
+  /// errors choose too, rows whose errors do not make them full come on top.
+  std::int64_t compressed = 0;
+  /// Where rows are kept by accumulated score: the most rows of the scored list afterwards; if both
+  /// lists are scored, of both without their pinned rows. A head may have fewer. Else -1.
+  std::int64_t limit = -1;
 };
 
-/// @brief The policy, or, if it has no Impl on this backend, another: the static_assert that says
-/// so is then the only error.
+/// @brief The policy, or `Instead` if it has no Impl on this backend, so that the static_assert
+/// about it is the only error.
 template <class Policy, class Instead>
 using Known = std::conditional_t<HasImpl<Policy, Cuda>, Policy, Instead>;
 
-/// @brief The members of a token policy together: dropped beats full, full beats compressed, pinned
-/// rows stay.
+/// @brief The combined rules of a token policy's members: dropped beats full, full beats
+/// compressed, pinned rows stay.
 template <class... Members>
 struct MemberRules {
   static_assert((HasImpl<Members, Cuda> && ...),
@@ -78,23 +84,23 @@ struct MemberRules {
   static constexpr RowFate fate = (std::max)({Impl<Known<Members, CompressAll>, Cuda>::fate...});
   static constexpr bool compresses = fate == RowFate::compressed;
   static constexpr bool accumulates_scores = asking<RowChoice::accumulated_scores> > 0;
-  /// Nothing is to be chosen where all rows have one fate anyway.
+  /// If all rows have one fate anyway, there is nothing to choose.
   static constexpr bool by_errors = asking<RowChoice::errors> > 0 && compresses,
                         by_scores = asking<RowChoice::scores> > 0 && fate != RowFate::dropped;
   static constexpr bool chooses = by_errors || by_scores || accumulates_scores;
-  static constexpr bool scores_both =
-      accumulates_scores && by_errors;  ///< masses choose among the rows of both lists, and how
-                                        ///< many of each a head has, values say
+  /// Both lists are scored: rows of both are kept by accumulated score. Only values determine how
+  /// many of each a head has.
+  static constexpr bool scores_both = accumulates_scores && by_errors;
   static constexpr bool drops = fate == RowFate::dropped || by_scores || accumulates_scores;
 };
 
-/// @brief What the Cuda backend asks a token policy.
+/// @brief The rules of a token policy, alone or a Compose.
 template <class Policy>
 struct TokenRules : MemberRules<Policy> {};
 template <class... Members>
 struct TokenRules<Compose<Members...>> : MemberRules<Members...> {};
 
-/// @brief Raises what is wrong with a policy's parameters. @throws ValueError, CapacityError
+/// @brief Checks a policy's parameters. @throws ValueError, CapacityError
 template <class Policy>
 void validate_tokens(const Policy& policy) {
   for_each_member(policy, []<class Member>(const Member& member) {
@@ -112,7 +118,7 @@ int recent_rows(const Policy& policy) {
   });
   return longest;
 }
-/// @brief Of `count` rows from a position on, how many are pinned: the first ones.
+/// @brief How many of `count` rows from a position on are pinned: these are the first of them.
 template <class Policy>
 std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std::int64_t count) {
   std::int64_t pinned = 0;
@@ -122,7 +128,7 @@ std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std:
   });
   return pinned;
 }
-/// @brief What becomes of `count` rows from a position on.
+/// @brief How many of `count` flushed rows from a position on go to each list.
 template <class Policy>
 RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int64_t count,
                      Phase phase) {
@@ -145,9 +151,9 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   const std::int64_t exempt =
       Rules::by_errors    ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count))
       : Rules::compresses ? 0
-                          : kept;   // of those, full ones
-  if (Rules::accumulates_scores) {  // a share of all that have left the tail, the dropped ones
-                                    // included, never shrinks
+                          : kept;  // full rows among the kept ones
+  if (Rules::accumulates_scores) {
+    // A share of all rows that have left the tail, dropped ones included: it never shrinks.
     const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left),
                        limit = (std::min)(
                            left, ever_pinned + chosen_of(RowChoice::accumulated_scores, 0, left));
@@ -156,8 +162,8 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
   }
   return {pinned, pinned + exempt, kept - exempt};
 }
-/// @brief How many of `count` rows from a position on stay full for their errors, where so many
-/// can.
+/// @brief How many of `count` rows from a position on stay full for their errors, if a head keeps
+/// enough rows.
 template <class Policy>
 std::int64_t exempt_rows(const Policy& policy, std::int64_t first_position, std::int64_t count,
                          Phase phase) {
@@ -168,7 +174,7 @@ std::int64_t exempt_rows(const Policy& policy, std::int64_t first_position, std:
   });
   return rows;
 }
-/// @brief Whether errors are relative, where rows are chosen by them.
+/// @brief Whether the errors by which rows are chosen are relative; true if none are.
 template <class Policy>
 bool relative_errors(const Policy& policy) {
   bool relative = true;
@@ -178,8 +184,8 @@ bool relative_errors(const Policy& policy) {
   });
   return relative;
 }
-/// @brief What errors of rows that stay full for them exceed, where rows are chosen by them; 0:
-/// they are the largest, whatever they are.
+/// @brief The threshold that a row's error must exceed for the row to stay full; 0: no threshold,
+/// the largest errors win.
 template <class Policy>
 float least_error(const Policy& policy) {
   float least = 0.0F;
@@ -189,7 +195,7 @@ float least_error(const Policy& policy) {
   });
   return TokenRules<Policy>::by_errors ? least : 0.0F;
 }
-/// @brief The scores that rows are chosen by; a window of 0: they are not.
+/// @brief The scores by which prompt rows are chosen; a window of 0: rows are not chosen by score.
 template <class Policy>
 AttentionScores attention_scores(const Policy& policy) {
   AttentionScores scores;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/token_policy/row_choice.cuh  By what a token policy chooses rows on the device.
+/// @file cuda/token_policy/row_choice.cuh  The evidence by which a token policy chooses rows on the
+/// device.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief By what a member of a token policy chooses rows on the device.
+/// @brief The evidence by which a member of a token policy chooses rows: nothing, reconstruction
+/// errors, prompt scores, or accumulated attention scores.
 enum class RowChoice : std::uint8_t { none, errors, scores, accumulated_scores };
 
 }  // namespace cuda

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/adapt.cuh  FlushBatch rows move bases: which rows are observed, when an epoch
-/// is published, under which segment rows go on.
+/// @file cuda/update/adapt.cuh  Flushed rows move bases: which rows are observed, when an epoch is
+/// published, and under which segment rows are stored then.
 ///
-/// All of it follows from counts and is decided on the host; scores, moments, bases and maps are
-/// made by kernels in the order of the stream.
+/// All of it follows from counts, and the host decides it; kernels compute scores, moments, bases
+/// and maps in the order of the stream.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,8 @@ namespace cuda {
 
 namespace detail {
 
-/// Calls f with the units of channels that a scoring kernel is compiled for.
+/// Calls f with the units of channels that a scoring kernel is compiled for, 8 or 16, as a
+/// compile-time constant.
 template <class Function>
 void with_score_units(int units, Function&& function) {
   if (units <= 8) {
@@ -46,9 +47,10 @@ void with_score_units(int units, Function&& function) {
 
 }  // namespace detail
 
-/// @brief Those of the leaving rows of a packed prompt that have the highest scores stay, the
-/// others are dropped. Returns the order of the ones that stay.
-/// @param with_pinned  pinned rows stand in that order too: all go to one list
+/// @brief Of the flushed rows of a packed prompt, keeps those that have the highest scores; the
+/// others are dropped.
+/// @param with_pinned  the order has the pinned rows too, since all rows go to one list
+/// @return the order of the rows that are kept
 template <class = void>
 RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed,
                      const CompressScratch& scratch, const float* scores, bool with_pinned,
@@ -63,8 +65,9 @@ RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed,
   return {scratch.kept, scratch.rows};
 }
 
-/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over those
-/// that leave, summed over heads whose values are joint: [heads, rows].
+/// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the
+/// flushed rows, and summed over heads whose values are joint.
+/// @return [heads, rows]
 template <class = void>
 const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch,
                             const ScoreQueries& queries, const AttentionScores& wanted,
@@ -116,8 +119,8 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   return scores;
 }
 
-/// @brief The scores, or masses, of the rows of an order of a prompt, those of the others lower
-/// than any, in the half of the scores that `scores` are not in.
+/// @brief Copies the scores, or accumulated scores, of the rows in an order of a prompt; other rows
+/// get scores lower than any. The copy is in the half of scratch.scores that `scores` are not in.
 template <class = void>
 const float* mask_scores(const LayerState& layer, const CompressScratch& scratch,
                          const float* scores, const RowOrder& kept, int num_kept,
@@ -130,8 +133,9 @@ const float* mask_scores(const LayerState& layer, const CompressScratch& scratch
   return target;
 }
 
-/// @brief Enqueues the merges of `count` sequences. @param pieces  of 64 rows, the most of one
-/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones
+/// @brief Enqueues the merges of `count` sequences.
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
+/// @param pieces  64-row pieces of a merge, at most
 template <int coded_groups>
 void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count, int pieces,
                     const CompressScratch& scratch, cudaStream_t stream) {
@@ -149,8 +153,9 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
                         static_cast<const float*>(scratch.transitions), layer.tiles().coded_type);
 }
 
-/// @brief Rewrites the rows of a segment of a sequence as the next one's, which may begin here. The
-/// device has both. @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Rewrites the rows of segment `merged` of a sequence under the epoch of the next segment,
+/// which may have no rows yet. The device has both segments.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void merge_segment(LayerState& layer, int slot, int merged, const CompressScratch& scratch,
                    CacheStatistics& statistics, cudaStream_t stream) {
@@ -187,8 +192,9 @@ void merge_segment(LayerState& layer, int slot, int merged, const CompressScratc
     merge(plans);
 }
 
-/// @brief Rows go on under the sequence's current epoch: opens a segment if the last one is under
-/// another, merging old ones if need be. @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Opens a segment under the sequence's current epoch, if its last segment is under another;
+/// merges old segments if there are too many.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void open_segment(LayerState& layer, int slot, const CompressScratch& scratch,
                   CacheStatistics& statistics, cudaStream_t stream) {
@@ -213,13 +219,15 @@ void open_segment(LayerState& layer, int slot, const CompressScratch& scratch,
   layer.write_lengths(slot, own.segments, false, stream);
 }
 
-/// @brief Moments of rows, in the metric, as kernels take them: summed in the first of so many
-/// splits.
+/// @brief Moments of rows, in the metric, as kernels take them: the first of `splits` matrices has
+/// the sum.
 struct Moments {
   const float* sums = nullptr;
   int splits = 1;
 };
-/// @brief Enqueues the moments of rows of `count` sequences. @param splits  of a sequence's rows
+
+/// @brief Enqueues the moments of rows of `count` sequences.
+/// @param splits  shares in which a sequence's rows are summed
 template <class = void>
 Moments enqueue_moments(const LayerState& layer, const RowSource& source,
                         const ObservedRows& observed, int count, int splits,
@@ -244,7 +252,7 @@ Moments enqueue_moments(const LayerState& layer, const RowSource& source,
   return {scratch.metric_moments, 1};
 }
 
-/// @brief Bytes of so many compressed rows over all heads.
+/// @brief Bytes of so many compressed rows of every head, over all heads.
 inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) {
   std::size_t bytes = 0;
   for (int head = 0; head < layer.tables().num_heads; ++head)
@@ -253,13 +261,13 @@ inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) 
   return bytes;
 }
 
-/// @brief The updater sees the rows that will be compressed and moves the bases of at most
-/// kAdaptBatch sequences; those that are due publish them, but where the device alone knows how
-/// many rows there are (cuda/update/publish_on_device.cuh).
-/// @param kept    the rows of these sequences that are neither pinned nor dropped; null: those
+/// @brief The updater observes the rows that will be compressed, and moves the bases of at most
+/// kAdaptBatch sequences. Sequences that are due publish their bases, unless the layer has
+/// device-managed epochs (cuda/update/publish_on_device.cuh).
+/// @param kept    the rows of these sequences that are neither pinned nor dropped; null: all rows
 /// behind the pinned ones
 /// @param scores  of a packed prompt; null: all rows are observed
-/// @param share   of the prompt's rows, those with the highest scores are observed
+/// @param share   share of the prompt's rows that is observed: the rows with the highest scores
 template <class Updater>
 void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence,
            int count, const RowSource& source, const CompressScratch& scratch, Phase phase,
@@ -284,11 +292,11 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
     observed.slots[i] = steps.slots[i] = slot;
     observed.first[i] = kept.rows != nullptr ? 0 : flushed.pinned[from];
     observed.count[i] = flushed.candidates(from);
-    steps.moved[i] = device_epochs || own.moved;  // in place, then
+    steps.moved[i] = device_epochs || own.moved;  // device-managed bases begin there
     steps.epoch[i] = -1;
     steps.rate[i] = -1.0F;
     if (rows == 0) continue;
-    if (scores != nullptr) {  // a prompt is alone
+    if (scores != nullptr) {  // a prompt is the only sequence
       const std::int64_t wanted = static_cast<std::int64_t>(
           std::ceil(static_cast<double>(share) * static_cast<double>(scratch.rows)));
       Candidates candidates{scores,
@@ -355,7 +363,7 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
     AxisRows rows{};
     for (int i = 0; i < count; ++i) {
       rows.count[i] = observed.count[i];
-      if (scores == nullptr) continue;  // all of them were observed
+      if (scores == nullptr) continue;  // all rows were observed
       const int from = first_sequence + i;
       observed.order = kept;
       observed.first[i] = kept.rows != nullptr ? 0 : flushed.pinned[from];
@@ -369,7 +377,8 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
 }
 
 /// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores.
-/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
+/// @tparam joint  whether values are joint
 template <int coded_groups, bool joint>
 void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted,
                     bool relative, const RowSource& source, const CompressScratch& scratch,
@@ -385,9 +394,9 @@ void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const Er
         .bytes;
   };
   const int steps = memory_of(4) <= kErrorBytes ? 4 : 2;
+  // Two more, since rows may begin and end inside steps of 16 rows.
   const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2),
-                    static_cast<unsigned>(tables.num_heads),
-                    static_cast<unsigned>(flushed.count));  // rows begin and end inside sixteens
+                    static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(flushed.count));
   detail::with_type(tables.full_type, [&](auto type) {
     const auto start = [&](auto* kernel) {
       detail::launch_kernel(kernel, pieces, kStoreThreads,
@@ -405,12 +414,14 @@ void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const Er
                                     scratch.latents, scratch.scores, scratch.rows, stream);
 }
 
-/// @brief Of the rows that are about to be compressed, those with the largest errors under the maps
-/// that would store them stay full, so many that each sequence's count of full rows is reached, or
-/// fewer, if no more errors exceed `least`, or a head keeps no more: how many there are stands in
-/// scratch.exempt then. Returns the orders of the two lists, full and compressed.
-/// @param kept  the rows that are neither pinned nor dropped; null: those behind the pinned ones
-/// @tparam coded_groups  scale groups of tiles of codes; 0: plain ones  @tparam joint  values are
+/// @brief Chooses the rows that stay full, among the rows that are about to be compressed: those
+/// with the largest errors under the maps that would store them. So many stay that each sequence's
+/// count of full rows is reached. Fewer stay, if no more errors exceed `least` or a head has no
+/// more rows; then scratch.exempt holds how many.
+/// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
+/// @tparam joint  whether values are joint
+/// @param kept  the rows that are neither pinned nor dropped; null: all rows behind the pinned ones
+/// @return the orders of the two lists, full and compressed
 template <int coded_groups, bool joint>
 std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const FlushBatch& flushed,
                                               bool relative, float least, const RowOrder& kept,
@@ -430,9 +441,10 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const Flu
     candidates.wanted[i] = flushed.full[i] - flushed.pinned[i];
   }
   enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative, source, scratch, stream);
-  const bool counted =
-      least > 0.0F || kept.ends != nullptr;  // values say how many rows the lists get
-  if (kept.rows != nullptr) {  // these rows are numbered anew, chosen among, and named again
+  // Whether values decide how many rows the lists get.
+  const bool counted = least > 0.0F || kept.ends != nullptr;
+  // The kept rows are numbered anew, chosen among, and then named again (name_rows_kernel).
+  if (kept.rows != nullptr) {
     float* own_errors = scratch.second_scores(static_cast<int>(heads * sequences));
     gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
         scratch.scores, scratch.rows, kept, flushed, own_errors);

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/align_axes.cuh  Bases that are about to be published, turned within their span
-/// to the principal axes of the rows that are written under them first (cpu/fold_maps.hpp): codes
-/// give the first channels more bits, and steps follow how large coefficients are.
+/// @file cuda/update/align_axes.cuh  Aligns bases that are about to be published to principal axes:
+/// rotates each basis within its span to the principal axes of the rows that are written under it
+/// first (cpu/fold_maps.hpp). Codes give the first channels more bits, and their steps follow how
+/// large coefficients are.
 ///
-/// With C the coefficients of n rows, and `rank` calibrated rows besides where their sizes are
-/// known: G = C' C + rank diag(rms^2) = V L V', the axes are U V, largest first, rms^2 = L / (n +
-/// rank). Computed as one-sided rotations: with G = R' R (Cholesky) rows of R U' become orthogonal,
-/// which are the axes, as long as the roots of L (cuda/epochs/jacobi.cuh). G gets a millionth of
-/// its largest number in its diagonal, so that directions without rows are some. Sums are f32.
-/// Cost: 2 head_dim^2 rank flops, sweeps as of a sketch of `rank` rows.
+/// With C the coefficients of n rows and, where their sizes (rms) are known, `rank` calibrated rows
+/// besides:
+///   G = C' C + rank diag(rms^2) = V L V'.
+/// The axes are U V, largest first, and rms^2 = L / (n + rank). They are computed by one-sided
+/// rotations: with G = R' R (Cholesky), rows of R U' become orthogonal (cuda/epochs/jacobi.cuh).
+/// These rows are the axes, and their lengths are the roots of L. A millionth of G's largest
+/// diagonal number is added to its diagonal, so that directions without rows become axes too. Sums
+/// are f32. Cost: 2 head_dim^2 rank flops, and sweeps as of a sketch of `rank` rows.
 #pragma once
 
 #include <cstdint>
@@ -21,28 +24,31 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Rows whose axes are wanted, by sequence of a launch.
+/// @brief The rows whose principal axes are computed, by sequence of a launch.
 struct AxisRows {
   std::int32_t count[kMaxBatch];
-  RowOrder order;  ///< of a prompt's rows, of which a part may be meant
+  RowOrder order;  ///< of a prompt's rows; its active range may be a part of them
 };
 
-/// @brief Scratch of turned axes.
+/// @brief Scratch memory of align_axes().
 struct AxisScratch {
-  float* products = nullptr;  ///< [sequence, head, part, most x head_dim]: G, then the axes before
-                              ///< they are rotated
-  float* steps = nullptr;     ///< [sequence, head, part, most]: of the codes
-  float* buffers = nullptr;  ///< [sequence, head, part, rows, sketch_stride(head_dim)] where shared
-                             ///< memory is too small; else null
+  /// [sequence, head, part, most x head_dim]: G, then the axes before they are rotated into the
+  /// codes' channels.
+  float* products = nullptr;
+  float* steps = nullptr;  ///< [sequence, head, part, most]: of the codes
+  /// [sequence, head, part, rows, sketch_stride(head_dim)] where shared memory is too small; else
+  /// null.
+  float* buffers = nullptr;
 };
 
-inline constexpr int kAxisColumns = 16;     ///< of G, of a block of axis_products_kernel
-inline constexpr float kAxisFloor = 1e-6F;  ///< of the largest number of G
+inline constexpr int kAxisColumns = 16;  ///< columns of G of a block of axis_products_kernel
+/// What is added to G's diagonal, as a share of its largest number.
+inline constexpr float kAxisFloor = 1e-6F;
 
-/// @brief The product M U of 16 columns, times U' from the left: columns of G [most, most] of each
-/// published basis. Grid: blocks of columns x (heads x 2) x sequences.
-/// @param moments  [sequence, head, part, split, head_dim, head_dim] in the metric, summed in the
-/// first of `splits`
+/// @brief G = U' M U [most, most] of each published basis; a block computes 16 columns. Grid:
+/// blocks of columns x (heads x 2) x sequences.
+/// @param moments  M [sequence, head, part, split, head_dim, head_dim] in the metric; the first of
+/// `splits` has the sum
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     axis_products_kernel(LayerView tables, PublishedEpochs epochs, WorkingBases bases,
@@ -92,15 +98,17 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 namespace detail {
 
-/// The Cholesky factor L of a symmetric matrix [rank, stride] in its lower half, in place, by all
-/// threads of a block. Returns whether it is positive definite.
+/// The Cholesky factor L of a symmetric matrix [rank, stride], in place in its lower half. All
+/// threads of a block call it.
+/// @param column  [rank] in shared memory
+/// @return whether the matrix is positive definite
 __device__ inline bool factorise(float* matrix, int rank, int stride, float* column) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x),
             warp = thread / 32, lane = thread % 32;
   for (int k = 0; k < rank; ++k) {
     __syncthreads();
     const float pivot = matrix[k * stride + k];
-    if (!(pivot > 0.0F) || !(pivot < INFINITY)) return false;  // everybody sees the same
+    if (!(pivot > 0.0F) || !(pivot < INFINITY)) return false;  // the same in all threads
     const float root = sqrtf(pivot), inverse = 1.0F / root;
     for (int i = k + 1 + thread; i < rank; i += threads)
       column[i] = matrix[i * stride + k] * inverse;
@@ -119,9 +127,9 @@ __device__ inline bool factorise(float* matrix, int rank, int stride, float* col
 
 }  // namespace detail
 
-/// @brief Rotations the bases that sequences work with, in place, and writes the steps of their
-/// codes. A basis without rows stays, unless the sizes of calibrated ones are known; so does one
-/// whose rows are not finite. Grid: 2 x heads x sequences.
+/// @brief Aligns the working bases of sequences to principal axes, in place, and writes the steps
+/// of their codes. A basis without rows stays as it is, unless the rms of calibrated coefficients
+/// is known; so does a basis whose rows are not finite. Grid: 2 x heads x sequences.
 /// @tparam channels  at least head_dim
 template <int channels>
 __global__ void __launch_bounds__(kSketchThreads)
@@ -204,8 +212,8 @@ __global__ void __launch_bounds__(kSketchThreads)
   }
   if (!pre_rope) return;
   __syncthreads();
-  // In their order and as long as 1, then, where codes want it, rotated: `matrix` has room for
-  // them.
+  // The axes are written in order and normalised. Where codes want rotated axes, they go to
+  // `matrix` first, which has room for them.
   const float* rotation = scales.rotations == nullptr
                               ? nullptr
                               : scales.rotations + static_cast<std::size_t>(which) *
@@ -226,7 +234,7 @@ __global__ void __launch_bounds__(kSketchThreads)
     float sums[channels / 32] = {};
     for (int k = 0; k < rank; ++k) {
       const float number = rotation[k * most + row];
-      if (number == 0.0F) continue;  // two blocks
+      if (number == 0.0F) continue;  // the rotation has two diagonal blocks
 #pragma unroll
       for (int i = 0; i < channels / 32; ++i) {
         if (lane + 32 * i < dim) sums[i] = fmaf(number, matrix[k * dim + lane + 32 * i], sums[i]);
@@ -240,18 +248,19 @@ __global__ void __launch_bounds__(kSketchThreads)
   }
 }
 
-/// @brief Shared memory of align_axes_kernel besides its buffer, at most.
+/// @brief Static shared memory of align_axes_kernel, in bytes, at most.
 inline constexpr std::size_t kAxisShared = 22528;
+
 /// @brief Bytes of a buffer of align_axes_kernel.
 inline std::size_t axis_buffer_bytes(int most, int head_dim) {
   return sizeof(float) *
          static_cast<std::size_t>(detail::buffered_rows(most) * detail::sketch_stride(head_dim));
 }
 
-/// @brief Rotations the bases that `count` sequences publish, and writes them as the maps of their
-/// epochs. Three launches.
-/// @param moments  in the metric, summed in the first of `splits`, of the rows that are written
-/// under them first
+/// @brief Aligns the bases that `count` sequences publish to principal axes, and writes them as the
+/// maps of their epochs. Three launches.
+/// @param moments  of the rows that are written under these bases first, in the metric; the first
+/// of `splits` has the sum
 template <class = void>
 void align_axes(const LayerState& layer, const PublishedEpochs& published, int count,
                 const float* moments, int splits, const AxisRows& rows, const AxisScratch& scratch,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/compress_scratch.cuh  What a call that compresses works in: one block of its
-/// pool's scratch memory.
+/// @file cuda/update/compress_scratch.cuh  Scratch memory of a call that compresses: one block of
+/// its pool's scratch.
 #pragma once
 
 #include <algorithm>
@@ -19,54 +19,60 @@ namespace cuda {
 /// @brief Shares in which the moment of a prompt is summed.
 inline constexpr int kMomentSplits = 16;
 
-/// @brief Where the scratch memory of a call stands.
+/// @brief Where the arrays of a call stand in its scratch memory.
 struct CompressScratch {
-  std::uint8_t* packed = nullptr;       ///< plain tiles of a prompt
-  std::uint8_t* rotated = nullptr;      ///< its keys, turned, where they are stored unrotated and
-                                        ///< queries score or weigh them
-  uint2* operands = nullptr;            ///< of score_operands_kernel
-  float2* sums = nullptr;               ///< of score_sums_kernel
-  float* lse = nullptr;                 ///< of score_lse_kernel
-  float* scores = nullptr;              ///< [lists, rows], then pooled ones
-  float* accumulated_scores = nullptr;  ///< [lists, rows]: what rows of a prompt have received;
-                                        ///< scores, where nobody wants both
-  std::int32_t* chosen = nullptr;       ///< [lists, rows]
-  std::int32_t* rest = nullptr;         ///< the same
-  std::int32_t* kept =
-      nullptr;  ///< the same, of prompts whose rows are dropped by score; where masses drop them,
-                ///< those that updaters observe, or those that masses keep and errors choose among
-  std::int32_t* observed = nullptr;   ///< [lists]: how many of those there are
+  std::uint8_t* packed = nullptr;  ///< plain tiles of a prompt
+  /// The prompt's post-RoPE keys, where keys are stored pre-RoPE and queries score them or
+  /// accumulate scores.
+  std::uint8_t* rotated = nullptr;
+  uint2* operands = nullptr;  ///< of score_operands_kernel
+  float2* sums = nullptr;     ///< of score_sums_kernel
+  float* lse = nullptr;       ///< of score_lse_kernel
+  float* scores = nullptr;    ///< [2, lists, rows]: scores; then pooled or selected ones
+  /// [lists, rows]: accumulated scores of a prompt's rows; the same memory as `scores`, unless a
+  /// call needs both.
+  float* accumulated_scores = nullptr;
+  std::int32_t* chosen = nullptr;  ///< [lists, rows]
+  std::int32_t* rest = nullptr;    ///< [lists, rows]
+  /// [lists, rows]: of a prompt whose rows are dropped by score, the rows that stay. Where rows are
+  /// dropped by accumulated score: the rows that updaters observe, or the rows that stay and among
+  /// which errors choose.
+  std::int32_t* kept = nullptr;
+  std::int32_t* observed = nullptr;   ///< [lists]: how many rows updaters observe
   std::int32_t* part_ends = nullptr;  ///< of part_ends_kernel
-  std::int32_t* exempt = nullptr;     ///< of exempt_outliers() and exempt_of_part(): [2, lists]
+  std::int32_t* exempt = nullptr;     ///< [2, lists]: of exempt_outliers() and exempt_of_part()
   float* moments = nullptr;           ///< of moment_kernel
   float* metric_moments = nullptr;    ///< of metric_moments_kernel
   float* transitions = nullptr;       ///< of transition_kernel
   float* latents = nullptr;           ///< of project_latents_kernel
   float* group_scores = nullptr;      ///< of group_scores_kernel
-  std::int32_t* replaced = nullptr;   ///< [sequences, heads]: rows that take the places of others;
-                                      ///< where lists close up, that stay
-  ListMoves moves;                    ///< of stored rows then
-  StagingTiles staging;               ///< that they wait in, if they are compressed
-  Rollover rollover;                  ///< of roll_over_kernel
-  float* sketch_buffers = nullptr;    ///< of sketch_kernel, where shared memory is too small
-  AxisScratch axes;                   ///< of align_axes()
-  float* decoded = nullptr;  ///< rows that note_residuals() compares, keys, then values; where
-                             ///< bases move, those that merge_noting_moves() does
-  std::int32_t rows = 0;     ///< of the prompt, the tail's included; of tails, those that leave
+  /// [sequences, heads]: how many flushed rows take the places of evicted rows; where lists are
+  /// compacted, how many flushed rows stay.
+  std::int32_t* replaced = nullptr;
+  ListMoves moves;                  ///< of stored rows, where lists are compacted
+  StagingTiles staging;             ///< of compressed rows that take the places of evicted rows
+  Rollover rollover;                ///< of roll_over_kernel
+  float* sketch_buffers = nullptr;  ///< of sketch_kernel, where shared memory is too small
+  AxisScratch axes;                 ///< of align_axes()
+  /// Rows that note_residuals() compares: keys, then values. Where bases move, also the rows of
+  /// merge_noting_moves().
+  float* decoded = nullptr;
+  std::int32_t rows = 0;  ///< of the prompt, the tail's included; of tails, the flushed ones
 
-  /// @brief The second half of the scores of so many lists: of a prompt's heads, or of some
-  /// sequences'.
+  /// @brief The second half of the scores of so many lists: of a prompt's heads, or of the heads of
+  /// some sequences.
   float* second_scores(int lists) const {
     return scores + static_cast<std::size_t>(lists) * static_cast<std::size_t>(rows);
   }
 };
 
-/// @brief Carves the scratch of a call out of its pool's. @param rows of a packed prompt; 0: rows
-/// leave tails  @param columns of the queries that score it
-/// @param lists, list_rows  lists of rows that are chosen by value, and how long they may be @param
-/// keeps  rows are dropped by score
-/// @param weighed  stored rows of a list that is weighed, of which others may take the places
-/// @param pinned  as many rows more may go from both lists than come, where both are weighed
+/// @brief Lays out the scratch of a call in its pool's scratch memory.
+/// @param rows       of a packed prompt; 0: rows are flushed from tails
+/// @param columns    of the queries that score the prompt
+/// @param lists, list_rows  lists of rows that are chosen by value, and rows of one, at most
+/// @param scored     stored rows of a scored list, whose places flushed rows may take
+/// @param pinned     where both lists are scored, so many more rows may be evicted than come
+/// @param keeps      rows are dropped by score
 inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t rows, int columns,
                                         std::size_t lists, std::int64_t list_rows,
                                         std::int64_t scored, std::int64_t pinned,
@@ -97,11 +103,12 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
   const std::size_t sums = reserve(heads * static_cast<std::size_t>(columns) * pieces *
                                    sizeof(float2)),
                     lse = reserve(heads * groups * kScoreColumns * sizeof(float));
+  // with_scores: a call needs scores as well as accumulated scores. shares: an updater observes
+  // only some of the rows that are kept by accumulated score.
   const bool device_epochs = layer.device_epochs().used(),
              accumulated_scores = layer.tables().tail_scores != nullptr,
              both = layer.tables().scores_both(), with_scores = accumulated_scores && columns > 0,
-             shares = with_scores && device_epochs;  // scores are wanted besides masses; an updater
-                                                     // observes some of the rows that these choose
+             shares = with_scores && device_epochs;
   const std::size_t scores =
                         reserve(2 * lists * static_cast<std::size_t>(list_rows) * sizeof(float)),
                     own_scores =
@@ -151,7 +158,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
              closes = has_scores && (device_epochs || both);
   const std::size_t fates =
       joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
-  // As many as there can ever be: scratch that grows while a sequence does would make flushes wait.
+  // Sized for full lists: scratch that grows with a sequence would make flushes wait.
   const std::size_t group_scores =
                         reserve(has_scores ? fates *
                                                  static_cast<std::size_t>(

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/update/frequent_directions.cuh  Frequent Directions on the device: rows enter a
-/// sequence's sketches, and a chunk's end gives bases (cpu/frequent_directions.hpp says what and
-/// why).
+/// sequence's sketches, and the end of a chunk gives new bases (method and source:
+/// cpu/frequent_directions.hpp).
 ///
-/// One block a sketch, of all heads, keys and values, and sequences of a batch at once. Singular
-/// vectors by one-sided Jacobi rotations of the buffered rows (cuda/epochs/jacobi.cuh, cost and
-/// floor there).
+/// One block a sketch; one launch for all heads, keys and values, and sequences of a batch.
+/// Singular vectors come from one-sided Jacobi rotations of the buffered rows (cost and floor:
+/// cuda/epochs/jacobi.cuh).
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,9 @@ struct SketchSteps {
 
 namespace detail {
 
-/// Takes the mean, if there is one, out of rows [count, stride]. A row whose squares could overflow
-/// becomes zeros: it must not reach a basis. All threads call it and are synchronised at the end.
+/// Subtracts the mean, if there is one, from rows [count, stride]. A row whose squares could
+/// overflow becomes zeros: it must not reach a basis. All threads call it and are synchronised at
+/// the end.
 __device__ inline void centre_rows(float* rows, int count, int dim, int stride, const float* mean) {
   constexpr float most = 1e18F;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -53,8 +54,8 @@ __device__ inline void centre_rows(float* rows, int count, int dim, int stride, 
   __syncthreads();
 }
 
-/// Squared lengths of rows, and their places by length: the longest first, of equal ones the first.
-/// All threads call it and are synchronised at the end.
+/// Squared lengths of rows, and the order of rows by length, the longest first; of equal ones the
+/// earlier row. All threads call it and are synchronised at the end.
 __device__ inline void rank_rows(const float* rows, int count, int dim, int stride, float* lengths,
                                  std::int16_t* order) {
   measure_rows(rows, count, dim, stride, lengths);
@@ -69,9 +70,10 @@ __device__ inline void rank_rows(const float* rows, int count, int dim, int stri
   __syncthreads();
 }
 
-/// The largest distance of rows [first, end) of a buffer from the space of a basis [rank,
-/// head_dim], whose numbers are bits of `type` or f32: of each row by a warp, which has three at a
-/// time; every lane of a warp gets that of the warp's rows.
+/// The largest distance of rows [first, end) of a buffer from the span of a basis [rank, head_dim].
+/// A warp takes three rows at a time.
+/// @param basis  numbers of `type` as bits, or f32
+/// @return to every lane, the largest distance of its warp's rows
 template <int channels, class Number>
 __device__ float largest_residual(const float* rows, int first, int end, int dim, int stride,
                                   const Number* basis, [[maybe_unused]] DType type, int rank) {
@@ -138,10 +140,11 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 
 }  // namespace detail
 
-/// @brief Rows enter sketches; where a chunk ends, the working basis becomes the sketch's top
-/// directions, and rolled[sequence] 1. Grid: 2 x heads x sequences.
+/// @brief Adds rows to sketches. Where a chunk ends, the working basis becomes the sketch's top
+/// directions, and begun[sequence] 1. Grid: 2 x heads x sequences.
+/// @tparam channels  at least head_dim
 /// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small;
-/// else null  @tparam channels  at least head_dim
+/// else null
 template <int channels>
 __global__ void __launch_bounds__(kSketchThreads)
     sketch_kernel(LayerView tables, RowSource source, SketchSteps steps, Sketches sketches,
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(kSketchThreads)
                     element = bases.type == DType::f32 ? 4 : 2;
   std::uint8_t* basis = static_cast<std::uint8_t*>(bases.moved) + own * basis_size * element;
   SketchState& state = sketches.states[own];
-  int held = min(state.held, min(limit, dim));  // as it is, unless a saved state says otherwise
+  int held = min(state.held, min(limit, dim));  // a loaded state may say more
   const std::int64_t chunk_rows = state.chunk_rows;
   const auto load_stored = [&] {
     for (int row = warp; row < held; row += warps) {
@@ -184,8 +187,8 @@ __global__ void __launch_bounds__(kSketchThreads)
     }
     __syncthreads();
   };
-  // The rows become diag(sqrt(sigma^2 - delta)) V^T, the longest first, in `stored`: as few as a
-  // sketch may have.
+  // The buffered rows become diag(sqrt(sigma^2 - delta)) V^T, the longest first, in `stored`: at
+  // most as many as a sketch may have.
   const auto compress = [&](bool shrinks) {
     detail::make_orthogonal<channels>(rows, held, dim, stride, lengths, products);
     detail::rank_rows(rows, held, dim, stride, lengths, order);
@@ -220,8 +223,8 @@ __global__ void __launch_bounds__(kSketchThreads)
       __syncthreads();
       detail::rows_to_metric(rows + held * stride, taken, dim, stride, metric);
       __syncthreads();
-      detail::centre_rows(rows + held * stride, taken, dim, stride,
-                          nullptr);  // squares may overflow there
+      // Squares may overflow in the metric.
+      detail::centre_rows(rows + held * stride, taken, dim, stride, nullptr);
     }
     const auto residual = [&](const auto* numbers) {
       return detail::largest_residual<channels>(rows, held, held + taken, dim, stride, numbers,
@@ -246,8 +249,8 @@ __global__ void __launch_bounds__(kSketchThreads)
   }
   if (thread == 0) state = {ends ? 0 : chunk_rows + count, held, 0};
   if (!ends) return;
-  // The directions of the longest rows; missing ones are unit vectors made orthogonal to all before
-  // them, each the one that is furthest from those.
+  // The new basis has the directions of the longest rows. Each missing column is the unit vector
+  // that is furthest from the columns before it, made orthogonal to them.
   const auto put = [&](int column, int channel, float value) {
     const int place = column * dim + channel;
     if (bases.type == DType::f32)
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(kSketchThreads)
   detail::measure_rows(rows, known, dim, stride, lengths);
   __syncthreads();
   for (int column = warp; column < known; column += warps) {
-    const float inverse = 1.0F / sqrtf(lengths[column]);  // rows that are kept have a length
+    const float inverse = 1.0F / sqrtf(lengths[column]);  // stored rows have a length
     for (int channel = lane; channel < dim; channel += 32) {
       rows[column * stride + channel] *= inverse;
       put(column, channel, rows[column * stride + channel]);
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kSketchThreads)
   for (int column = known; column < rank; ++column) {
     float* target = rows + column * stride;  // the buffer has room for a basis
     if (thread < dim) {
-      float left = 1.0F;  // of unit vector `thread`
+      float left = 1.0F;  // squared length of unit vector `thread`
       for (int before = 0; before < column; ++before)
         left = fmaf(-rows[before * stride + thread], rows[before * stride + thread], left);
       new_column[thread] = left;
@@ -311,15 +314,16 @@ __global__ void __launch_bounds__(kSketchThreads)
     }
     __syncthreads();
   }
-  if (thread == 0) begun[sequence] = 1;  // whoever says so says the same
+  if (thread == 0) begun[sequence] = 1;  // all blocks of a sequence write the same
 }
 
-/// @brief FlushBatch rows of at most kAdaptBatch sequences enter their sketches; where a chunk
-/// ends, they go on under a new epoch, and old ones may merge. A launch, and those of
-/// begin_epochs().
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are
-/// compressed, if scores or masses chose them  @param exempt  so many of every head's will stay
-/// full after all  @param before  rows of it that were stored and that the host does not count yet
+/// @brief Adds the flushed rows of at most kAdaptBatch sequences to their sketches. Where a chunk
+/// ends, rows are stored under a new epoch from then on, and old ones may merge. One launch, and
+/// those of begin_epochs().
+/// @param source  its row 0 is the first flushed row
+/// @param order   of the rows that are compressed, if scores chose them
+/// @param exempt  so many of every head's rows will stay full after all
+/// @param before  rows of the prompt that are stored and that the host does not count yet
 template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushBatch& flushed,
                int first_sequence, int count, const RowSource& source, const RowOrder& order,
@@ -338,7 +342,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushB
     const int from = first_sequence + i;
     steps.slots[i] = flushed.slots[from];
     steps.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
-    steps.count[i] = flushed.candidates(from);  // errors choose under the new basis
+    steps.count[i] = flushed.candidates(from);  // errors choose among them under the new basis
   }
   check(cudaMemsetAsync(scratch.rollover.begun, 0,
                         static_cast<std::size_t>(count) * sizeof(std::int32_t), stream),

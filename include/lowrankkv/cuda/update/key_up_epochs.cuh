@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/key_up_epochs.cuh  What is made on the device of a basis that a sequence
-/// publishes, besides the basis: maps in its metric, what lifts unrotated keys.
+/// @file cuda/update/key_up_epochs.cuh  What the device derives from a basis that a sequence
+/// publishes: maps in its metric, readers and steps of codes, and up-projection maps of pre-RoPE
+/// keys.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Writes the lifting maps of epochs whose decoders, and steps, were written before. Grid:
-/// kStoreThreads operands x heads x sequences.
-/// @param axes  of codes of principal axes, whose scale, and means, are an epoch's own: no sum over
-/// a row's channels, gain left out, is beyond 16 (up_project_codes()); else without numbers Cost:
-/// the decoder once, head_dim x rank numbers of 16 bits.
+/// @brief Writes the up-projection maps of epochs whose decoders, and steps, were written before.
+/// Grid: pieces of kStoreThreads operands x heads x sequences. Cost: the decoder once, head_dim x
+/// rank 16-bit numbers.
+/// @param axes  of codes of principal axes; else empty. With them scales and means are an epoch's
+/// own, such that no sum over a row's channels, without its gain, is beyond 16 (up_project_codes())
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     key_up_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales axes) {
@@ -84,10 +85,10 @@ __global__ void __launch_bounds__(kStoreThreads)
                                                     word(2, second)};
 }
 
-/// @brief Writes what codes of principal axes want of epochs whose encoders and decoders were
-/// written before: steps, offsets in them, the maps that read channels. Grid: pieces of
-/// kStoreThreads numbers of the widest map x (heads x 2) x sequences. @param steps  [sequence,
-/// head, part, most], of the codes
+/// @brief Writes what codes of principal axes need of epochs whose encoders and decoders were
+/// written before: steps, offsets in steps, and readers. Grid: pieces of kStoreThreads numbers of
+/// the largest reader x (heads x 2) x sequences.
+/// @param steps  [sequence, head, part, most], of the codes
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     code_epochs_kernel(LayerView tables, PublishedEpochs epochs, AxisScales scales,
@@ -137,9 +138,9 @@ __global__ void __launch_bounds__(kStoreThreads)
       exp2f(8.0F - ceilf(log2f(most * scales.longest[which])));
 }
 
-/// @brief Enqueues what is made of the bases that `count` sequences have published besides
-/// themselves: maps in their metric, maps that lift keys which are stored unrotated. @param steps
-/// of align_axes(), where codes want principal axes; else null
+/// @brief Enqueues what is derived from the bases that `count` sequences have published: maps in
+/// their metric, readers and steps of codes, up-projection maps of pre-RoPE keys.
+/// @param steps  of align_axes(), where codes want principal axes; else null
 template <class = void>
 void finish_epochs(const LayerView& tables, const EpochStore& store, const PublishedEpochs& epochs,
                    int count, const float* steps, cudaStream_t stream) {

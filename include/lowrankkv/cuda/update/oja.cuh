@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/oja.cuh  The Oja step on the device: K^T K of the observed rows, U <- orth(U +
-/// eta s K^T K U) or a printed form, and U as an epoch's maps.
+/// @file cuda/update/oja.cuh  Oja's rule on the device: K^T K of the observed rows, the step U <-
+/// orth(U + eta s K^T K U) or a form that the paper prints, and U as an epoch's maps.
 ///
-/// Symbols as in updater/oja.hpp; s = d / ||K||_F^2. One block a basis, of all heads, keys and
-/// values, and sequences of a batch at once.
+/// Symbols as in updater/oja.hpp; s = d / ||K||_F^2. One block a basis; one launch for all heads,
+/// keys and values, and sequences of a batch.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace cuda {
 
 inline constexpr int kMomentSide = 128;  ///< channels of a block of moment_kernel, both ways
 
-/// @brief The rows that updaters observe: of every sequence of the batch, and head.
+/// @brief The rows that updaters observe, by sequence of the batch.
 struct ObservedRows {
   RowOrder order;                 ///< null: rows first, first + 1, ...
   std::int32_t count[kMaxBatch];  ///< by sequence of the batch
@@ -33,15 +33,15 @@ struct ObservedRows {
 inline std::size_t moment_bytes(int head_dim) {
   return sizeof(float) * static_cast<std::size_t>(kStoreRows * (head_dim + 8));
 }
-/// @brief Blocks of channels, both ways, that cover a moment.
+/// @brief Blocks of kMomentSide x kMomentSide channels that cover a moment.
 constexpr int moment_blocks(int head_dim) {
   return (head_dim + kMomentSide - 1) / kMomentSide * ((head_dim + kMomentSide - 1) / kMomentSide);
 }
 
 namespace detail {
 
-/// sums += X^T X of sixteens of rows [16 steps, stride] of 16-bit numbers: channels [m0, m0 + 16)
-/// by [n0, n0 + kMomentSide). Products are exact.
+/// sums += X^T X of rows [16 steps, stride] of 16-bit numbers: channels [m0, m0 + 16) by channels
+/// [n0, n0 + kMomentSide). Products are exact.
 template <DType type>
 __device__ __forceinline__ void add_moments(const std::uint16_t* rows, int stride, int steps,
                                             int m0, int n0, int dim,
@@ -62,8 +62,9 @@ __device__ __forceinline__ void add_moments(const std::uint16_t* rows, int strid
 }  // namespace detail
 
 /// @brief moments [sequence, head, part, split, head_dim, head_dim] = sum of (x - mean)^T (x -
-/// mean) over a share of the observed rows, f32. Rows without a mean enter as they are, centred
-/// ones as sums of two tf32. Grid: (splits x blocks of channels) x (heads x 2) x sequences.
+/// mean) over a share of the observed rows, f32. Without a mean, rows are operands as they are;
+/// centred rows are split into two tf32 numbers. Grid: (splits x blocks of channels) x (heads x 2)
+/// x sequences.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     moment_kernel(LayerView tables, RowSource source, ObservedRows observed, int splits,
@@ -150,15 +151,15 @@ __global__ void __launch_bounds__(kStoreThreads)
 struct OjaSteps {
   std::int32_t slots[kMaxBatch];
   float rate[kMaxBatch];  ///< negative: no step
-  OjaRate of_steps;       ///< the rate of any other number, where the device counts steps
-  const SketchState* states = nullptr;  ///< then [slots, heads, 2]
+  OjaRate of_steps;       ///< the rate after any number of steps, where the device counts them
+  const SketchState* states = nullptr;  ///< [slots, heads, 2]: steps so far; null: `rate` holds
   std::int32_t epoch[kMaxBatch];        ///< in LayerView::maps, to be written; -1: none
   bool moved[kMaxBatch];                ///< the bases have moved before
   OjaForm form = OjaForm::power;
 };
 
-/// @brief The splits of moments [matrices, splits, size] summed, in their order, into the first.
-/// Grid: 1024 numbers x matrices.
+/// @brief Sums the splits of moments [matrices, splits, size], in order, into the first split.
+/// Grid: pieces of 1024 numbers x matrices.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     sum_moments_kernel(float* moments, int splits, int size) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 /// @brief Threads of oja_kernel.
 inline constexpr int kOjaThreads = 512;
-/// @brief A moment of so many channels at most fits its shared memory.
+/// @brief The most channels whose moment fits the shared memory of oja_kernel.
 inline constexpr int kOjaKept = 128;
 /// @brief Shared memory of oja_kernel in bytes.
 inline std::size_t oja_bytes(int head_dim) {
@@ -189,16 +190,16 @@ inline std::size_t oja_bytes(int head_dim) {
 
 namespace detail {
 
-/// The columns of a basis in the registers of a block: column warp + kOjaThreads / 32 i, channel
-/// lane + 32 q. All threads call what is here.
-/// @tparam columns  that a warp has, at most  @tparam parts  channels that a lane has of each, at
-/// most
+/// The columns of a basis in the registers of a block. A warp has columns warp + kOjaThreads / 32
+/// i, a lane channels lane + 32 q of them. All threads of the block call the functions.
+/// @tparam columns  of a warp, at most
+/// @tparam parts    channels of a lane in a column, at most
 template <int columns, int parts>
 struct BasisColumns {
   static constexpr int kWarps = kOjaThreads / 32;
   float x[columns][parts];
 
-  /// Sum of products of two bases' numbers, over this warp.
+  /// The sum, over this warp, of products of two bases' numbers.
   __device__ float warp_dot(const BasisColumns& other) const {
     float sum = 0.0F;
 #pragma unroll
@@ -209,7 +210,7 @@ struct BasisColumns {
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0U, sum, distance);
     return sum;
   }
-  /// a x + b other.
+  /// x <- a x + b other.
   __device__ __forceinline__ void mix(float a, float b, const BasisColumns& other) {
 #pragma unroll
     for (int i = 0; i < columns; ++i) {
@@ -217,7 +218,7 @@ struct BasisColumns {
       for (int q = 0; q < parts; ++q) x[i][q] = fmaf(a, x[i][q], b * other.x[i][q]);
     }
   }
-  /// This becomes moment u; moment [dim, dim] is symmetric.
+  /// x <- moment u; moment [dim, dim] is symmetric.
   __device__ __forceinline__ void multiply(const float* moment, const BasisColumns& u, int rank,
                                            int dim) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -244,7 +245,8 @@ struct BasisColumns {
       }
     }
   }
-  /// Takes a column's part out of the columns j of this warp for which wanted(j).
+  /// Removes the component along a column of length 1 from the columns j of this warp for which
+  /// wanted(j).
   template <class Wanted>
   __device__ __forceinline__ void remove(const float* column, int dim, Wanted&& wanted) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -263,8 +265,9 @@ struct BasisColumns {
       for (int q = 0; q < parts; ++q) x[j][q] = fmaf(-dot, done[q], x[j][q]);
     }
   }
-  /// Every column in turn: put(i, shared) in the warp whose column i it is, then, when all can see
-  /// what was put, seen(i, column, shared). @param buffers  two columns in shared memory
+  /// Broadcasts the columns one after the other: the warp that has column i calls put(i, shared);
+  /// then, after a barrier, all warps call seen(i, column, shared).
+  /// @param buffers  two columns in shared memory
   template <class Put, class Seen>
   static __device__ __forceinline__ void pass_columns(int rank, float (&buffers)[2][kMaxHeadDim],
                                                       Put&& put, Seen&& seen) {
@@ -280,10 +283,10 @@ struct BasisColumns {
       }
     }
   }
-  /// Gram-Schmidt, one column after the other, what is left of the others in registers. Returns, to
-  /// this warp, whether its columns had a finite length.
-  /// @param buffers  two columns in shared memory  @param least  of the squared length that is left
-  /// of a column
+  /// Gram-Schmidt, one column after the other; the later columns are updated in registers.
+  /// @param buffers  two columns in shared memory
+  /// @param least    squared length that must remain of a column
+  /// @return to this warp, whether its columns had more than that, and a finite length
   __device__ __forceinline__ bool orthonormalise(int rank, int dim,
                                                  float (&buffers)[2][kMaxHeadDim],
                                                  float least = 1e-12F) {
@@ -309,7 +312,7 @@ struct BasisColumns {
     });
     return usable;
   }
-  /// Takes the space of an orthonormal basis out: (I - U U^T) x.
+  /// x <- (I - U U^T) x: removes the span of an orthonormal basis.
   __device__ void leave_space(const BasisColumns& u, int rank, int dim,
                               float (&buffers)[2][kMaxHeadDim]) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -326,7 +329,8 @@ struct BasisColumns {
   }
 };
 
-/// The sum of a number that every warp has; partial [warps] in shared memory.
+/// The sum over all warps of a number that each warp has.
+/// @param partial  [warps] in shared memory
 __device__ inline float block_sum(float of_warp, float* partial) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x % 32 == 0) partial[warp] = of_warp;
@@ -339,11 +343,11 @@ __device__ inline float block_sum(float of_warp, float* partial) {
 
 }  // namespace detail
 
-/// @brief Moves bases and publishes them. moments: of moment_kernel, summed. A basis whose rows
-/// have no energy, or of which a column would vanish or not be finite, stays. Grid: 2 x heads x
-/// sequences.
-/// @tparam columns, parts  as of BasisColumns  @tparam printed  steps as the paper prints them
-/// (steps.form), not the power form
+/// @brief Moves bases, and publishes them. A basis stays as it is if its rows have no energy, or if
+/// a column would vanish or not be finite. Grid: 2 x heads x sequences.
+/// @tparam columns, parts  as of BasisColumns
+/// @tparam printed  steps as the paper prints them (steps.form), not the power form
+/// @param moments  of moment_kernel; the first of `splits` has the sum
 template <int columns, int parts, bool printed>
 __global__ void __launch_bounds__(kOjaThreads)
     oja_kernel(LayerView tables, OjaSteps steps, WorkingBases bases, const float* moments,
@@ -403,27 +407,26 @@ __global__ void __launch_bounds__(kOjaThreads)
                         steps.states[static_cast<std::size_t>(slot * tables.num_heads * 2) + which]
                             .chunk_rows),
           per_energy = static_cast<float>(dim) / energy;
-      if constexpr (printed)
-        u.orthonormalise(rank, dim, column);      // it was rounded when it was stored
-      detail::BasisColumns<columns, parts> pull;  // K^T K U
+      if constexpr (printed) u.orthonormalise(rank, dim, column);  // storing it has rounded it
+      detail::BasisColumns<columns, parts> pull;                   // K^T K U
       pull.multiply(moment, u, rank, dim);
       if constexpr (!printed) {
         const float keep = 1.0F / (1.0F + rate);
         pull.mix((1.0F - keep) * per_energy, keep, u);
         if (__syncthreads_and(pull.orthonormalise(rank, dim, column)) != 0) u = pull;
       } else {
-        // f32 sums know what is captured to about 1e-6.
+        // f32 sums give the captured energy to about 1e-6.
         const bool raw = steps.form == OjaForm::printed_raw;
         const float before = 0.999998F * detail::block_sum(u.warp_dot(pull), partial);
         pull.leave_space(u, rank, dim, column);
         float step = rate * (raw ? 1.0F : per_energy);
         for (int attempt = 0; attempt < (raw ? 1 : 20); ++attempt, step *= 0.5F) {
           detail::BasisColumns<columns, parts> moved = u, again;
-          const float keep =
-              1.0F / (1.0F + step * energy);  // the same span, of numbers that do not overflow
+          // Scaled by this, columns have the same span, and numbers do not overflow.
+          const float keep = 1.0F / (1.0F + step * energy);
           moved.mix(keep, keep * step, pull);
-          // Columns of a large step are nearly parallel: what the first pass leaves of that goes in
-          // the second.
+          // Columns of a large step are nearly parallel: the second pass removes what the first one
+          // leaves.
           const bool usable =
               __syncthreads_and(moved.orthonormalise(rank, dim, column, 1e-6F * keep * keep)) != 0;
           if (__syncthreads_and(usable && moved.orthonormalise(rank, dim, column)) == 0) continue;

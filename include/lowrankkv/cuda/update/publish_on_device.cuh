@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/update/publish_on_device.cuh  Where the device decides that an epoch begins, rows go
-/// on under it: maps are written, a segment is opened, old ones may merge
-/// (cuda/epochs/device_epochs.cuh has the kernels that decide).
+/// @file cuda/update/publish_on_device.cuh  Publishes bases of device-managed epochs. Where the
+/// device decides that an epoch begins, maps are written, a segment is opened for the rows that are
+/// stored next, and old segments may merge. The kernels that decide are in
+/// cuda/epochs/device_epochs.cuh.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +16,17 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief When bases that rows chosen by masses have moved are published, as cpu/adapt.hpp says: by
-/// rows of the head that has the most.
+/// @brief When bases are published that rows kept by accumulated score have moved, as in
+/// cpu/adapt.hpp. Rows are those of the head that has the most.
 struct PublicationRule {
-  std::int64_t interval = 0;       ///< since the last time
-  std::int32_t rows[kAdaptBatch];  ///< at once
-  bool decode = false;             ///< steps are counted
+  std::int64_t interval = 0;       ///< rows since the last publication
+  std::int32_t rows[kAdaptBatch];  ///< rows of one call that are enough, by sequence
+  bool decode = false;             ///< the updater's steps are counted
   bool observes = false;           ///< the updater sees rows: of prompts it may see none
 };
 
-/// @brief Notes that the rows of an order have moved bases, and says whether they are published.
-/// Grid: sequences.
+/// @brief Notes that the rows of an order have moved bases, and decides whether these are
+/// published. Grid: sequences.
 template <class = void>
 __global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrder order,
                                    int first_sequence, PublicationRule rule,
@@ -52,8 +53,8 @@ __global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrde
   begun[index] = due ? 1 : 0;
 }
 
-/// @brief The fewest rows of a head whose compressed form outweighs an epoch's, of at most so many;
-/// beyond them: none do.
+/// @brief The fewest rows of every head whose compressed form has more bytes than an epoch; `most`
+/// + 1, if `most` rows have not.
 inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::int32_t most) {
   std::int32_t low = 0, high = most + 1;
   while (low + 1 < high) {
@@ -63,8 +64,9 @@ inline std::int32_t rows_that_outweigh_an_epoch(const LayerState& layer, std::in
   return high;
 }
 
-/// @brief Enqueues publication_kernel for the sequences of one adapt(). @param order  of their
-/// rows, the first's first  @param observes  the updater saw some of them, if there are any
+/// @brief Enqueues publication_kernel for the sequences of one adapt().
+/// @param order     of their rows, from the first of these sequences on
+/// @param observes  whether the updater saw some of the rows, if there are any
 template <class = void>
 void decide_publications(const LayerState& layer, const FlushBatch& flushed, int first_sequence,
                          int count, const RowOrder& order, Phase phase, bool observes,
@@ -80,15 +82,17 @@ void decide_publications(const LayerState& layer, const FlushBatch& flushed, int
   check(cudaGetLastError(), "publication_kernel");
 }
 
-/// @brief FlushBatch rows of at most kAdaptBatch sequences go on under new epochs where
-/// scratch.rollover.rolled says so. Up to eight launches, five more where codes want principal
-/// axes; where residuals are kept, and there are epochs enough that some could merge, six for every
-/// 2048 stored rows of a sequence, which end at once unless some do.
-/// @param source  whose row 0 is the first that leaves  @param order  of the rows that are
-/// compressed, if values chose them: of these sequences, the first's first  @param exempt  so many
-/// of every head's are not, which errors choose under the new epoch  @param before  rows of it that
-/// were stored and that the host does not count yet  @param splits  in which the moments of a
-/// sequence's rows are summed
+/// @brief Begins new epochs for the flushed rows of at most kAdaptBatch sequences, where
+/// scratch.rollover.begun says so. Up to eight launches, and five more where codes want principal
+/// axes. Where residuals are kept, and there are epochs enough that some could merge: six launches
+/// for every 2048 stored rows of a sequence, which end at once unless there is a merge.
+/// @param source  its row 0 is the first flushed row
+/// @param order   of the rows that are compressed, if values chose them; from the first of these
+/// sequences on
+/// @param exempt  so many of every head's rows are not compressed: errors choose them under the new
+/// epoch
+/// @param before  rows of the prompt that are stored and that the host does not count yet
+/// @param splits  shares in which the moments of a sequence's rows are summed
 template <int coded_groups>
 void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequence, int count,
                   const RowSource& source, const RowOrder& order, int exempt, std::int32_t before,
@@ -108,8 +112,8 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     observed.first[i] = order.rows == nullptr ? flushed.pinned[from] : 0;
     observed.count[i] = flushed.candidates(from);
     if (observed.count[i] == 0) continue;
-    if (++now.epochs.decode_steps >= device_epochs.limits().own &&
-        flushed.compressed[from] > 0) {  // before, there are too few epochs to merge any
+    // Before this many steps there are too few epochs to merge any.
+    if (++now.epochs.decode_steps >= device_epochs.limits().own && flushed.compressed[from] > 0) {
       may_merge = true;
       most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
       layer.own_pages(flushed.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);

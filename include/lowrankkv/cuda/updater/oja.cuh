@@ -11,7 +11,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 namespace cuda {
 
-/// @brief The rate of steps: first / (1 + decay x steps so far).
+/// @brief The rate of a step: first / (1 + decay x steps so far), at most 1e6.
 struct OjaRate {
   float first = 0.0F, decay = 0.0F;
   __host__ __device__ float after(std::int64_t steps) const {
@@ -23,7 +23,7 @@ struct OjaRate {
 
 }  // namespace cuda
 
-/// Rates are at most 1e6, which is as good as infinity: the old basis counts for nothing.
+/// Rates are at most 1e6, which acts as infinity: the old basis counts for nothing.
 template <>
 struct Impl<Oja, Cuda> {
   static constexpr bool adapts = true;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/attend_joint.cuh  Decode attention over joint values: the heads of a
-/// group together, so that a latent is read once a token and not once a head.
+/// @file cuda/attention/joint/attend_joint.cuh  Decode attention over joint values: one block
+/// serves all heads of a group, so that a latent is read once per token and not once per head.
 ///
-/// A block goes through a split, 16 or 64 rows an iteration, the keys of all heads and the latents
-/// together. Its warps make the weights of the heads' columns, a head's at a time, which go to
-/// shared memory as operands; then each multiplies its own channels of the latents with the weights
-/// of all columns, while the next weights are made. Queries and weights enter as a larger and a
-/// smaller part, as in cuda/attention/post_rope/attend_plain.cuh; those of codes' keys as in
-/// cuda/attention/post_rope/attend_codes.cuh. Where keys are stored before their rotary embedding,
-/// their logits are there already (cuda/attention/pre_rope/logits.cuh), and latents are all that is
-/// fetched. Floor: the tiles' bytes, once, at the memory's rate.
+/// A block goes through a split, 16 or 64 rows per iteration, reading the keys of all heads and the
+/// latents together. Its warps compute the weights of the heads' columns, one head at a time, and
+/// write them to shared memory as operands. Then each warp multiplies its own channels of the
+/// latents with the weights of all columns, while the next weights are computed. Queries and
+/// weights enter as a high and a low part, as in cuda/attention/post_rope/attend_plain.cuh; queries
+/// for keys in codes as in cuda/attention/post_rope/attend_codes.cuh. With pre-RoPE keys an earlier
+/// kernel has written the logits (cuda/attention/pre_rope/logits.cuh), and only latents are
+/// fetched. Floor: the tiles' bytes, read once.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ namespace cuda {
 
 namespace detail {
 
-/// Raises a column's maximum where logits, relative to it, exceed the headroom, and lowers them.
-/// Returns what sums so far count.
+/// Raises a column's maximum if logits, which are relative to it, exceed the headroom, and lowers
+/// the logits by the same amount. Returns the factor for the sums so far.
 template <int count>
 __device__ __forceinline__ float raise_maximum(float& top, float (&logits)[count], bool& raised) {
   float highest = -INFINITY;
@@ -32,7 +32,7 @@ __device__ __forceinline__ float raise_maximum(float& top, float (&logits)[count
   const bool first = top == -INFINITY;
   if (__any_sync(~0U, first || highest > kHeadroom) == 0) return 1.0F;
   raised = true;
-  highest = column_max(highest);  // finite: an iteration has a row
+  highest = column_max(highest);  // finite: an iteration has at least one row
   const bool moves = first || highest > kHeadroom;
   const float by = moves ? highest : 0.0F;
   top = (first ? 0.0F : top) + by;
@@ -41,8 +41,9 @@ __device__ __forceinline__ float raise_maximum(float& top, float (&logits)[count
   return first ? 0.0F : exp2_fast(-by);
 }
 
-/// The same of weights with gains, which count 2^reference: raises that where they exceed the
-/// headroom; they come back relative to it. Returns what sums so far count.
+/// Raises the reference of a column's weights with gains. They are stored relative to 2^reference;
+/// the reference is raised if they exceed the headroom. Returns the factor for the sums so far.
+/// @param weights  in: weights; out: weights times 2^-reference
 template <int count>
 __device__ __forceinline__ float raise_reference(float& reference, float (&weights)[count],
                                                  bool& raised) {
@@ -65,9 +66,10 @@ __device__ __forceinline__ float raise_reference(float& reference, float (&weigh
 
 /// @brief Partial states of joint values. Grid: (splits x chunks of columns x parts of the
 /// channels) x groups of heads x sequences.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam mine  times sixteen
-/// channels that a warp has  @tparam steps  times sixteen rows of an iteration: 4 of codes
-/// @tparam turned  logits are there
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles, of `type`
+/// @tparam mine  times sixteen channels of a warp
+/// @tparam steps  times sixteen rows of an iteration; 4 for codes
+/// @tparam rotated  logits were computed by an earlier kernel
 template <int scale_groups, DType type, int mine, int steps, bool rotated>
 __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
     attend_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call,
@@ -77,13 +79,13 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
   constexpr int warps = joint_warps(scale_groups), threads = 32 * warps,
                 groups = scale_groups == 2 ? 2 : 1, rows_at_once = kPlainRows * steps,
                 all_tiles = kJointColumns / 8;
-  constexpr int most_pairs =
-      steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;  // of a warp
+  // Most pairs of a warp.
+  constexpr int most_pairs = steps > 1 && !codes ? 1 : (kJointColumns + warps - 1) / warps;
   __shared__ __align__(8) std::uint64_t barriers[kMaxJointStages];
   __shared__ detail::JointCopy copies[detail::joint_copies(codes ? 1 : steps)];
-  __shared__ int4 key_info[kJointColumns];  // of heads: units, patterns of the two scale groups,
-                                            // where codes begin
-  __shared__ JointBlock blocks[mine * warps / 2];  // of codes, those of the part
+  // Of each head: units, patterns of the two scale groups, where codes begin.
+  __shared__ int4 key_info[kJointColumns];
+  __shared__ JointBlock blocks[mine * warps / 2];  // for codes: blocks of the part
   const int split = static_cast<int>(blockIdx.x) % call.splits,
             chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks,
             part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
   }
   const JointMemory memory(call, scale_groups, step.coded_units);
   const HeadTiles& layout = tables.compressed[tables.num_heads + group];
-  // Pairs of a head and a block of its columns, in order.
+  // Pairs (head, block of its columns), in order.
   const int first_pair = step.pair_of(first_column),
             pairs = step.pair_of(last_column) - first_pair + 1,
             first_head = first_pair / step.blocks,
@@ -122,12 +124,13 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
     key_info[thread] = {keys.key_units, keys.first_key_pattern,
                         keys.key_pattern - keys.first_key_pattern, keys.key_offset};
   }
+  // all_halves: groups of sixteen channels of a latent.
   const int first_blocks = codes ? joint_blocks(layout, 0) : 0,
             all_halves = codes ? 2 * (first_blocks + (groups == 2 ? joint_blocks(layout, 1) : 0))
-                               : layout.value_units;  // sixteens of channels
+                               : layout.value_units;
+  // halves: groups of sixteen channels of the part. The number of warps is even.
   const int part_first = part * mine * warps,
-            halves =
-                max(0, min(mine * warps, all_halves - part_first));  // warps are even in number
+            halves = max(0, min(mine * warps, all_halves - part_first));
   if (codes && 2 * thread < halves) blocks[thread] = joint_block(layout, part_first / 2 + thread);
   __syncthreads();
   for (int i = 0; i < min(call.stages, count); ++i) {
@@ -138,16 +141,17 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
     reinterpret_cast<uint4*>(shared_memory + memory.weights)[item] = uint4{0, 0, 0, 0};
   for (int item = thread; item < call.buffers * groups * kJointColumns; item += threads)
     reinterpret_cast<float*>(shared_memory + memory.factors)[item] = 1.0F;
-  wait_for_last_kernel();  // for the queries; the tiles were there
+  wait_for_last_kernel();  // for the queries; tiles are in flight already
   release_next_kernel();
   uint2* const queries = reinterpret_cast<uint2*>(shared_memory + memory.queries);
   JointPair* const shared_pairs = reinterpret_cast<JointPair*>(shared_memory + memory.states);
   JointPair own[codes ? 1 : most_pairs];                              // lane t has column t
-  float sums[most_pairs] = {}, weight_sums[most_pairs][groups] = {};  // of this lane's rows
-  // Of a pair: its head, plus the column of the chunk that lane t has and the one that words of
-  // transposed weights are of, if there are such.
+  float sums[most_pairs] = {}, weight_sums[most_pairs][groups] = {};  // over this lane's rows
+  // Of each pair: its head; the column of the chunk that lane t has; and the column of the lane's
+  // words of transposed weights. Columns are -1 where there is none.
   int heads_of[most_pairs], columns_of[most_pairs], word_columns[most_pairs];
-  // Logits that are there, of the chunk's columns; of those of a pair, lane t has one.
+  // Logits of the chunk's columns, computed by an earlier kernel. Lane t reads the logits of one
+  // column of a pair.
   [[maybe_unused]] const float* const chunk_logits =
       !rotated ? nullptr
                : step.logits(static_cast<std::size_t>(sequence) * gridDim.y +
@@ -201,11 +205,11 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
   __syncwarp();
 
   const bool ahead = call.buffers == 2;
-  // Weights of the columns for an iteration, as operands, into its buffer.
+  // Computes the weights of the columns for an iteration, as operands, into its buffer.
   const auto make_weights = [&](int i) {
     const int buffer = ahead ? i & 1 : 0, valid = rows - (first_iteration + i) * rows_at_once;
-    [[maybe_unused]] float given[2 * steps];  // logits of a pair: they come while latents do, or
-                                              // the pair before is made
+    // Logits of a pair, loaded while latents are in flight or the previous pair is computed.
+    [[maybe_unused]] float given[2 * steps];
     const auto load_logits = [&](int k) {
       if (k >= most_pairs || warp + warps * k >= pairs) return;
       const int column = columns_of[k];
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
             put(k, s, j / 2, j % 2, weighted[j]);
           }
         }
-        __syncwarp();  // all lanes have what was there before
+        __syncwarp();  // all lanes have read the previous state
         if (g == 0) shared_pairs[pair * kBlockColumns + t] = state;
       }
     }
@@ -356,8 +360,9 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
   };
 
   float out[mine][all_tiles][4] = {};
-  [[maybe_unused]] std::uint32_t bits_of_halves =
-      0;  // four bits each, of this warp's: known before their places come
+  // Bits of the warp's groups of sixteen channels, four bits each. Known before their addresses are
+  // loaded.
+  [[maybe_unused]] std::uint32_t bits_of_halves = 0;
 #pragma unroll
   for (int k = 0; codes && k < mine; ++k) {
     if (warp + warps * k < halves)
@@ -396,9 +401,8 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
         }
       }
     }
-    const int left = codes ? steps
-                           : ((rows - 1) / kPlainRows - (first_iteration + i) * steps) +
-                                 1;  // sixteens of rows that are there
+    // Groups of sixteen rows that exist.
+    const int left = codes ? steps : ((rows - 1) / kPlainRows - (first_iteration + i) * steps) + 1;
     uint4 weights[all_tiles];
     const auto load_weights = [&](int s, int m) {
 #pragma unroll
@@ -424,11 +428,10 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
         load_weights(0, m);
         const uint4* words =
             reinterpret_cast<const uint4*>(latents) + (m * units + part_first) * 32 + lane;
+        // All loads are issued before one is used.
         uint4 a[mine];
 #pragma unroll
-        for (int k = 0; k < mine; ++k)
-          a[k] = words[max(0, min(warp + warps * k, halves - 1)) *
-                       32];  // all on their way before one is used
+        for (int k = 0; k < mine; ++k) a[k] = words[max(0, min(warp + warps * k, halves - 1)) * 32];
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
           if (warp + warps * k < halves)
@@ -437,8 +440,8 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
       }
     }
   };
-  // With two buffers, an iteration's weights are made while those before are used: by half of a
-  // scheduler's warps first, while the others multiply.
+  // With two buffers, an iteration's weights are computed while the previous ones are used. On each
+  // scheduler half of the warps compute weights first, while the others multiply.
   const bool weights_first = !ahead || warp / 4 % 2 == 0;
   __syncthreads();
   for (int i = ahead ? -1 : 0; i < count; ++i) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/fold_joint.cuh  Attention over joint values, launched: splits
-/// attended to, their partial states folded into one a head, which
-/// cuda/attention/post_rope/combine.cuh takes as that of its compressed rows.
+/// @file cuda/attention/joint/fold_joint.cuh  Launches attention over joint values and folds the
+/// partial states of the splits into one state per head.
+///
+/// cuda/attention/post_rope/combine.cuh takes that state as the one of the head's compressed rows.
 #pragma once
 
 #include <algorithm>
@@ -18,24 +19,24 @@ namespace cuda {
 
 inline constexpr int kFoldChannels = 16;  ///< of a block of fold_joint_kernel
 
-/// @brief Folds the splits of joint values, in order, takes codes' centres out, and hands every
-/// head its columns. Grid: groups of kFoldChannels channels x (chunks of columns x groups of heads)
-/// x sequences.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones
+/// @brief Folds the splits of joint values in order, subtracts the centres of codes, and writes
+/// each head's columns. Grid: groups of kFoldChannels channels x (chunks of columns x groups of
+/// heads) x sequences.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 __global__ void __launch_bounds__(32 * kFoldWarps)
     fold_joint_kernel(LayerView tables, AttentionStep step, Batch batch, JointCall call,
                       int first_sequence) {
   constexpr int groups = scale_groups == 2 ? 2 : 1;
+  // `factors` scale the sums; `references` scale the values and the sums of weights.
   __shared__ float factors[kMaxJointSplits][kJointColumns],
-      references[groups][kMaxJointSplits]
-                [kJointColumns];  // of sums; besides, of values and sums of weights
+      references[groups][kMaxJointSplits][kJointColumns];
   const int group = static_cast<int>(blockIdx.y) / call.chunks,
             chunk = static_cast<int>(blockIdx.y) % call.chunks,
             sequence = first_sequence + static_cast<int>(blockIdx.z),
             slot = batch.slots[blockIdx.z];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
-            heads = tables.num_heads, leader = group * tables.joint_heads;  // lane: the column
+            heads = tables.num_heads, leader = group * tables.joint_heads;  // a lane is a column
   const int splits = joint_splits(tables.num_rows(RowList::compressed, slot, leader)),
             columns = step.columns(), column = (call.first_chunk + chunk) * kJointColumns + lane;
   wait_for_last_kernel();
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
   }
   __syncthreads();
   if (!there) return;
-  // Sums over the splits, in order, of some lines that have one factor: those of eight splits are
-  // on their way at a time.
+  // Sums some lines that share a factor over the splits, in order. The lines of eight splits are in
+  // flight at a time.
   const auto fold_lines = [&]<int count>(const float(&counts)[kMaxJointSplits][kJointColumns],
                                          const int(&which)[count], float(&totals)[count]) {
     constexpr int at_once = 8;
@@ -90,11 +91,10 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
                    static_cast<std::size_t>(which[i % count] * kJointColumns)];
 #pragma unroll
       for (int i = 0; i < at_once; ++i) {
+        // A factor of 0 means that nothing was written there. Compilers load the next
+        // line before they know that there is one.
         const float own = counts[min(first + i, splits - 1)][lane],
-                    factor = first + i < splits
-                                 ? own
-                                 : 0.0F;  // 0: nothing was written there. Compilers ask for the
-                                          // next one before they know that there is one
+                    factor = first + i < splits ? own : 0.0F;
 #pragma unroll
         for (int line = 0; line < count; ++line)
           totals[line] =
@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
                        block) +
       t;
   if (blockIdx.x == 0 && warp == 0) {
-    // The means of keys shift every logit of a column alike; those of keys that are turned when
-    // they are read are in the logits.
+    // The key mean shifts all logits of a column equally. With pre-RoPE keys the logits include it.
     const float shift = tables.rotary.pre_rope()
                             ? 0.0F
                             : step.coded_scales[(step.query_row(sequence, heads, head, 0) +
@@ -135,19 +134,20 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
   if (begin >= channels) return;
   const bool in_second = scale_groups == 2 && begin >= kCodeUnit * first_blocks;
   constexpr int mine = kFoldChannels / kFoldWarps;
-  int which[mine +
-            (scale_groups > 0 ? 1 : 0)];  // besides, of codes, the sum of weights with their gains
+  // For codes, one more line: the sum of weights with their gains.
+  int which[mine + (scale_groups > 0 ? 1 : 0)];
   float totals[mine + (scale_groups > 0 ? 1 : 0)];
+  // Lines are clamped to ones that exist.
   which[mine - 1 + (scale_groups > 0 ? 1 : 0)] = in_second ? 3 : 2;
 #pragma unroll
   for (int i = 0; i < mine; ++i)
-    which[i] =
-        kJointLines + min(begin + warp + i * kFoldWarps, channels - 1);  // a line that is there
+    which[i] = kJointLines + min(begin + warp + i * kFoldWarps, channels - 1);
   fold_lines(references[in_second ? groups - 1 : 0], which, totals);
+  // Codes are mid-rise: b bits are centred at (2^b - 1) / 2.
   const float centre =
       scale_groups > 0
           ? -0.5F * static_cast<float>((1 << joint_block(layout, begin / kCodeUnit).bits) - 1)
-          : 0.0F;  // mid-rise: codes of b bits are centred at (2^b - 1) / 2
+          : 0.0F;
 #pragma unroll
   for (int i = 0; i < mine; ++i) {
     const int channel = begin + warp + i * kFoldWarps;
@@ -161,11 +161,12 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
 
 namespace detail {
 
-/// Attention over joint values: two launches for every step.joint_chunks x kJointColumns columns of
-/// a group.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones  @tparam turned  logits are there, keys
-/// are not read  @param before  (call): enqueues what a launch needs
-/// @throws CapacityError where shared memory does not hold a stage
+/// Launches attention over joint values: two launches for every step.joint_chunks x kJointColumns
+/// columns of a group.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam rotated  logits come from an earlier kernel; keys are not read
+/// @param before  (call): enqueues what a launch needs
+/// @throws CapacityError if shared memory does not hold one stage
 template <int scale_groups, bool rotated, class Before>
 void attend_joint(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                   int first_sequence, int splits, cudaStream_t stream, Before&& before) {
@@ -195,8 +196,9 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
       call.buffers = buffers;
       return JointMemory(call, scale_groups, step.coded_units).bytes;
     };
+    // Choices of stages. Negative: with one buffer of weights.
     int bytes = 0;
-    for (const int choice : {4, 3, 2, -4, -3, -2, -1}) {  // stages; with one buffer of weights
+    for (const int choice : {4, 3, 2, -4, -3, -2, -1}) {
       if ((bytes = bytes_of(std::abs(choice), choice > 0 ? 2 : 1)) <= limit) break;
     }
     if (bytes > limit)
@@ -222,8 +224,8 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
                          stream, layer.tables(), step, batch, call, first_sequence);
     }
   };
-  // Times sixteen channels that a warp has: for latents of half as many channels, and of 1024 and
-  // what codes are filled up to.
+  // Groups of sixteen channels per warp, so that one part covers latents of 512 or of 1024
+  // channels. For codes it covers 576 or 1152, since codes are padded.
   const bool small = step.joint_width <= (codes ? 3 : 2) * 16 * joint_warps(scale_groups);
   if constexpr (codes) {
     call.steps = kCodeRows / kPlainRows;
@@ -234,8 +236,8 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
       launch(attend_joint_kernel<scale_groups, DType::f16, 6, 4, rotated>,
              fold_joint_kernel<scale_groups>, 6);
   } else {
-    // Sixteen rows are little where heads are few: four times as many, if there is room for three
-    // stages of them.
+    // Sixteen rows are little work if heads are few: use four times as many if three stages of them
+    // fit.
     const int key_bytes = call.key_bytes, value_bytes = call.value_bytes;
     const bool more =
         call.heads <= 16 && call.pairs <= joint_warps(0) &&
@@ -254,7 +256,7 @@ void attend_joint(const LayerState& layer, const AttentionStep& step, const Batc
     });
   }
 }
-/// The same of heads whose keys are stored turned.
+/// Launches attention over joint values for post-RoPE keys.
 template <int scale_groups>
 void attend_joint(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                   int first_sequence, int splits, cudaStream_t stream) {

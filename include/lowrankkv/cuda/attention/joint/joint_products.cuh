@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/joint_products.cuh  What a block of attention over joint values keeps
-/// where, and latents as operands of products with the weights of all columns.
+/// @file cuda/attention/joint/joint_products.cuh  Shared-memory layout of a block of attention over
+/// joint values, and latents as operands of products with the weights of all columns.
 ///
-/// Codes become operands of 16-bit products without a conversion: a code as the bits of an f16 is
-/// 2^-24 times itself, exactly.
+/// Codes become operands of 16-bit products without a conversion: a code read as the bits of an f16
+/// is exactly 2^-24 times its value.
 #pragma once
 
 #include <cstdint>
@@ -21,41 +21,42 @@ __host__ __device__ constexpr int joint_warps(int scale_groups) {
   return scale_groups > 0 ? 12 : 16;
 }
 inline constexpr int kMostJointWarps = 16, kFoldWarps = 8;
-inline constexpr int kMaxJointStages = 4;          ///< iterations that are on their way
-inline constexpr float kCodeUnitExponent = 24.0F;  ///< of what a code's operand lacks
+inline constexpr int kMaxJointStages = 4;          ///< iterations in flight
+inline constexpr float kCodeUnitExponent = 24.0F;  ///< log2 of the code over its operand
 
-/// @brief One launch over joint values.
+/// @brief Parameters of one launch over joint values.
 struct JointCall {
   std::int32_t first_chunk = 0, chunks = 0;  ///< of columns
-  std::int32_t parts = 0;                    ///< in which the channels of latents are shared out
-  std::int32_t splits = 0;                   ///< an upper bound over the batch
+  std::int32_t parts = 0;                    ///< parts of the channels of latents
+  std::int32_t splits = 0;                   ///< upper bound over the batch
   std::int32_t steps = 0;                    ///< times sixteen rows of an iteration
   std::int32_t stages = 0;
-  std::int32_t buffers = 0;      ///< of weights: 2, or 1 where shared memory is short
-  std::int32_t key_bytes = 0;    ///< set aside for the keys of a head in a stage
-  std::int32_t heads = 0;        ///< that a chunk of columns may touch
-  std::int32_t value_bytes = 0;  ///< set aside for latents in a stage
-  std::int32_t pairs = 0;        ///< of heads and blocks that a chunk may touch
+  std::int32_t buffers = 0;      ///< of weights: 2, or 1 if shared memory is short
+  std::int32_t key_bytes = 0;    ///< reserved for the keys of a head in a stage
+  std::int32_t heads = 0;        ///< most heads that a chunk of columns covers
+  std::int32_t value_bytes = 0;  ///< reserved for latents in a stage
+  std::int32_t pairs = 0;        ///< most pairs (head, block) of a chunk
 };
 
-/// @brief What is known of a column of a pair of a head and a block of its columns.
+/// @brief Scale and running state of a column of a pair (head, block of its columns).
 struct JointPair {
-  float unit = 0.0F, constants[2] = {};  ///< as ColumnScale has them
-  float top = -INFINITY;                 ///< of the state so far
-  float reference[2] = {-120.0F,
-                        -120.0F};  ///< weights with the gains of a scale group count 2^so much
+  float unit = 0.0F, constants[2] = {};  ///< as in ColumnScale
+  float top = -INFINITY;                 ///< maximum of the state so far
+  /// By scale group: weights with gains are relative to 2^reference.
+  float reference[2] = {-120.0F, -120.0F};
 };
 
-/// @brief Where a block has what, in bytes of its shared memory.
+/// @brief Layout of a block's shared memory, as byte offsets.
 struct JointMemory {
-  int stage_bytes = 0;  ///< from 0 on: stages
-  int weights =
-      0;  ///< [buffers, groups of gains, steps, tiles of eight columns, 32 lanes] operands
-  int weight_bytes = 0;  ///< of a buffer
-  int factors = 0;       ///< [buffers, groups of gains, columns]: what sums so far count
-  int raised = 0;        ///< [buffers, warps]: whether those are not all 1
+  int stage_bytes = 0;  ///< the stages begin at byte 0
+  /// [buffers, groups of gains, steps, tiles of eight columns, 32 lanes] operands
+  int weights = 0;
+  int weight_bytes = 0;  ///< of one buffer
+  int factors = 0;       ///< [buffers, groups of gains, columns]: factors of the sums so far
+  int raised = 0;        ///< [buffers, warps]: whether some factor is not 1
   int queries = 0;       ///< [pairs, coded units, 32 lanes]
-  int states = 0;        ///< [pairs, kBlockColumns] JointPair, of codes: registers are short
+  /// [pairs, kBlockColumns] JointPair; only for codes, where registers are short
+  int states = 0;
   int bytes = 0;
 
   __host__ __device__ JointMemory(const JointCall& call, int scale_groups, int coded_units) {
@@ -79,10 +80,10 @@ struct JointMemory {
 
 namespace detail {
 
-/// The operand of rows [16 m, 16 m + 16) and sixteen channels, half `half` of a block's, of codes:
-/// channels x rows. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
-/// @tparam planes  the widths that there are, as bits; 0: as `bits` says  @param at  bytes of the
-/// block's units of 8, 4, 2 and 1 bits in the tile
+/// The operand, channels x rows, of rows [16 m, 16 m + 16) and the sixteen channels in half `half`
+/// of a block of codes. Bytes of a word are rows 2t, 2t + 8, 2t + 1, 2t + 9 (tile_layout.cuh).
+/// @tparam planes  widths of the planes that exist, as a bit mask; 0: given by `bits`
+/// @param at  byte offsets of the block's units of 8, 4, 2 and 1 bits in the tile
 template <int planes>
 __device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const int* at, int bits,
                                                int half, int m) {
@@ -107,7 +108,8 @@ __device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const i
       has(1) ? reinterpret_cast<const std::uint32_t*>(tile + at[3] + 8 * lane)[m % 2] >>
                    (4 * (m / 2) + 2 * half)
              : 0U;
-  std::uint32_t all[4] = {};  // channels g and g + 8 of rows 2t, 2t + 1; then of rows eight on
+  // Channels g and g + 8 of rows 2t, 2t + 1; then of the rows eight further on.
+  std::uint32_t all[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int second = i % 2, byte = 8 * (i / 2);
@@ -118,8 +120,8 @@ __device__ __forceinline__ uint4 joint_operand(const std::uint8_t* tile, const i
   return {all[0], all[1], all[2], all[3]};
 }
 
-/// out[n] += sixteen channels x the weights of eight columns: weights of a step, larger parts
-/// first, then what those lack.
+/// out[n] += sixteen channels x the weights of eight columns, for one step of rows: first the high
+/// parts of the weights, then the low parts.
 template <DType type>
 __device__ __forceinline__ void add_products(const uint4& a,
                                              const uint4 (&weights)[kJointColumns / 8], int tiles,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/joint/joint_ring.cuh  The tiles that a block of attention over joint values
-/// takes: keys of some heads and their group's latents.
+/// @file cuda/attention/joint/joint_ring.cuh  Ring of the tiles that a block of attention over
+/// joint values reads: keys of some heads and their group's latents.
 #pragma once
 
 #include <cstdint>
@@ -12,30 +12,33 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What a lane copies for every iteration: a step of one list. In shared memory: registers are
-/// short.
+/// What a lane copies in every iteration: one step of one list. In shared memory, since registers
+/// are short.
 struct JointCopy {
   const std::int32_t* table;
-  int step, place, bytes,
-      per_page;  // which step of an iteration, where in a stage, so many bytes; steps of a page
+  // step: which step of an iteration. place: byte offset in a stage. bytes: of the copy. per_page:
+  // steps of a page.
+  int step, place, bytes, per_page;
   int page, in_page;  // of the next iteration
 };
-/// Copies of an iteration, at most: of 32 heads and latents; with more than one step, of up to 16
-/// heads in four. Shared memory is short where it is one.
+/// Most copies of an iteration: 32 heads and the latents; with more than one step, four steps of up
+/// to 16 heads and the latents. Kept small for one step, where shared memory is short.
 __host__ __device__ constexpr int joint_copies(int list_steps) { return list_steps > 1 ? 68 : 33; }
 
-/// Stages of iterations: [heads, key_bytes] keys, then latents, sixteen rows after sixteen rows, or
-/// a tile of codes each. From sm_90 on a bulk copy each, before, copies by lanes. Four warps do it,
-/// a lane of theirs for every step of every list: where tiles follow each other in pages, those
-/// steps do too.
+/// A ring of stages, one per iteration. A stage holds keys [heads, key_bytes], then latents. Each
+/// list contributes one or more groups of sixteen rows, or a tile of codes.
+///
+/// From sm_90 on, each copy is one bulk copy; before, lanes copy. Four warps do it, with one lane
+/// per step of each list. Tiles are contiguous within a page, so steps are too.
 class JointRing {
  public:
-  static constexpr int kWarps = 4;  ///< the last of a block
+  static constexpr int kWarps = 4;  ///< the last warps of a block
 
-  /// @param keys  tiles of the heads that are wanted, `first_head` the first of them  @param list,
-  /// latents  of the group  @param tile_rows  of an iteration's steps: 16, of codes 64
-  /// @param first, end  steps of the list that the block has  @param copies  shared memory of
-  /// joint_copies()
+  /// @param keys  layouts of the wanted heads' tiles; `first_head` is the first of these heads
+  /// @param list, latents  the group's list of latents and its layout
+  /// @param tile_rows  rows of a step: 16, or 64 for codes
+  /// @param first, end  steps of the list that the block covers
+  /// @param copies  shared memory of joint_copies() entries
   __device__ JointRing(const LayerView& tables, int slot, int first_head, int heads,
                        const HeadTiles* keys, int list, const HeadTiles& latents, int tile_rows,
                        int first, int end, const JointCall& call, std::uint8_t* memory,
@@ -50,8 +53,8 @@ class JointRing {
         copies_(copies) {
     const int place = static_cast<int>(threadIdx.x + kWarps * 32) - static_cast<int>(blockDim.x),
               item = place / 32 + kWarps * (place % 32);
-    const int head = item % (heads + 1),
-              step = item / (heads + 1);  // of index `heads`: the latents
+    // Index `heads` is the list of latents.
+    const int head = item % (heads + 1), step = item / (heads + 1);
     if (place < 0 || step >= steps_) return;
     own_ = item;
     const bool key = head < heads;
@@ -79,13 +82,13 @@ class JointRing {
 #endif
   }
 
-  /// Looks up where the next iteration's steps are: pages come while other things are done. Then
-  /// fetch().
+  /// Looks up the page of the next iteration's step, so that the load overlaps other work. fetch()
+  /// must follow.
   __device__ __forceinline__ void look() {
     if (own_ < 0 || copies_[own_].step >= left_) return;
     found_ = copies_[own_].table[copies_[own_].page];
   }
-  /// Starts to copy what was looked up into the stage that was filled longest ago.
+  /// Starts to copy the step found by look() into the stage that was filled longest ago.
   __device__ __forceinline__ void fetch() {
     if (own_ < 0) return;
     JointCopy& own = copies_[own_];
@@ -101,10 +104,9 @@ class JointRing {
                    "r"(total_ * min(steps_, left_))
                    : "memory");
     if (there) {
+      // Tiles are read once a step. They must not evict maps and partial states from the cache.
       std::uint64_t policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;"
-                   : "=l"(policy));  // tiles are read once a step: they must not push maps and
-                                     // partial states out of the cache
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
           "[%1], %2, [%3], %4;" ::"r"(shared_address(target)),
@@ -120,8 +122,8 @@ class JointRing {
       ++own.page;
     filling_ = filling_ + 1 == stages_ ? 0 : filling_ + 1;
   }
-  /// The next iteration's stage, when it is there. Before sm_90, the block was synchronised twice
-  /// since the fetch.
+  /// Waits for the next iteration's stage and returns it. Before sm_90, the block must have
+  /// synchronised twice since the fetch.
   __device__ __forceinline__ const std::uint8_t* wait() {
     const int stage = using_;
 #if __CUDA_ARCH__ >= 900
@@ -148,8 +150,9 @@ class JointRing {
   int filling_ = 0, using_ = 0;
   std::uint32_t phase_ = 0;
   JointCopy* copies_;
-  int own_ = -1;   // this lane's, if it has one
-  int total_ = 0;  // bytes of a step of all lists, which the first lane knows
+  int own_ = -1;  // index of this lane's copy; -1: none
+  // Bytes of one step of all lists; only the lane of copy 0 knows it.
+  int total_ = 0;
   std::int32_t found_ = 0;
 };
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/post_rope/attend_codes.cuh  Decode attention straight from tiles of codes:
-/// integers all the way, f32 sums of tiles.
+/// @file cuda/attention/post_rope/attend_codes.cuh  Decode attention straight from tiles of codes,
+/// with integer products and f32 sums over tiles.
 ///
-/// A warp takes tiles of 64 rows from its ring. Logits are products of codes and 16-bit queries,
-/// high and low bytes in neighbouring columns; weights become 16-bit integers too, relative to the
-/// largest of their tile, so that products are exact and a lane owns whole logits of one column.
-/// The error is that of the two roundings: 2^-16 of the largest query channel, 2^-16 of the largest
-/// weight of a tile. Floor: the tiles' bytes, once, at the memory's rate.
+/// A warp takes tiles of 64 rows from its ring. Logits are products of codes and 16-bit integer
+/// queries, whose high and low bytes stand in neighbouring columns. Weights are 16-bit integers
+/// relative to the largest weight of their tile. So products are exact, and a lane owns whole
+/// logits of one column. The error is that of the two roundings: 2^-16 of the largest query
+/// channel, and 2^-16 of the largest weight of a tile. Floor: the tiles' bytes, read once.
 #pragma once
 
 #include <cstdint>
@@ -19,30 +19,35 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief What a warp's ring holds: two tiles, one copy each; or, where those are large, three
-/// halves (two, where even they are), keys and values in turn.
+/// @brief What one stage of a warp's ring holds.
+///
+/// `tiles`: a tile, fetched by one copy; two stages. `halves`, for large tiles: the keys and the
+/// values of a tile alternately; three stages, or two where halves are large as well.
 enum class CodeRing : std::uint8_t { tiles, halves };
 __host__ __device__ constexpr int code_stages(CodeRing kind) {
   return kind == CodeRing::tiles ? 2 : 3;
 }
-/// @brief Bytes of a tile that is large: more has to be on its way at a time. Measured.
+/// @brief Bytes beyond which a tile is large: then more bytes must be in flight at a time.
+/// Measured.
 inline constexpr int kLargeTile = 4608;
-/// @brief Weights up to 2^so much are met before a state's maximum is raised.
+/// @brief A state's maximum is raised only when a weight would exceed 2^kHeadroom.
 inline constexpr float kHeadroom = 8.0F;
-/// @brief Blocks that are to share a multiprocessor: registers are cut to fit.
+/// @brief Blocks that share a multiprocessor; the compiler limits registers accordingly.
 constexpr int code_blocks(int max_units, int column_blocks, int groups) {
   return max_units * column_blocks <= 8 && groups * column_blocks < 4 ? 2 : 1;
 }
-/// @brief Numbers of a lane of the state that a warp which attends to whole splits keeps aside; 0:
-/// too many, warps share splits.
+/// @brief Floats per lane of the running state that a warp keeps in shared memory while it attends
+/// to whole splits alone.
+///
+/// 0: the state is too large for that, and the warps of a block share splits.
 __host__ __device__ constexpr int parked_floats(int max_units, int column_blocks) {
   return max_units * column_blocks <= 8 ? 4 * max_units * column_blocks : 0;
 }
 
 namespace detail {
 
-/// What a byte of a gain stands for (quantizer/code_layout.hpp). @param selector  puts it below the
-/// exponent of 2^23
+/// The gain that a byte c encodes (quantizer/code_layout.hpp): 0 for c = 0, else 2^(c / 16 - 8).
+/// @param selector  places the byte in the mantissa of 2^23
 __device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t selector) {
   const std::uint32_t number = __byte_perm(bytes, 0x4B000000U, selector);  // 2^23 + c
   return number == 0x4B000000U ? 0.0F
@@ -54,16 +59,18 @@ __device__ __forceinline__ float gain_of_byte(std::uint32_t bytes, std::uint32_t
 /// @brief Partial states of the compressed lists. Grid: (blocks x column groups) x heads x
 /// sequences.
 ///
-/// A split is as many chunks as a block has warps, whose states are folded in order. A block
-/// attends to every blocks-th split of a list: where it has about as many as warps, or more, each
-/// warp to splits of its own, chunk after chunk, and no warp waits for another; otherwise to one
-/// split after the other, a chunk a warp. The results are the same, bit for bit.
-/// @tparam max_units      units of values that a head may have
+/// A split consists of as many chunks as a block has warps; the states of its chunks are folded in
+/// order. A block attends to every blocks-th split of a list, in one of two ways. If it has about
+/// as many splits as warps or more, each warp takes whole splits, chunk after chunk, and never
+/// waits for another warp. Otherwise the warps share one split after the other, one chunk per warp.
+/// The results are the same bit for bit.
+/// @tparam max_units  units of values that a head may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-/// @tparam kind           of a ring
-/// @tparam groups         scale groups of the channels: gains of a row and part
-/// @tparam segmented      rows may be of several epochs: a block attends to one split of one
-/// segment, a chunk a warp
+/// @tparam kind  what a ring holds
+/// @tparam groups  scale groups of the channels: a row has one gain per group for its key and one
+///   for its value
+/// @tparam segmented  rows may be of several epochs: a block attends to one split of one segment,
+///   one chunk per warp
 template <int max_units, int column_blocks, CodeRing kind, int groups, bool segmented>
 __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_blocks, groups))
     attend_codes_kernel(LayerView tables, AttentionStep step, Batch batch, int first_sequence,
@@ -89,7 +96,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     range = tables.segment_of_split(slot, head, list_rows, block_index, segment);
   const int rows = range.end, splits = range.splits;
   if (block_index - range.first_split >= splits) {
-    wait_for_last_kernel();  // kernels after this one rely on it
+    wait_for_last_kernel();  // later kernels rely on it
     return;
   }
   copy_tiles(tables.compressed + head, &layout);
@@ -100,17 +107,18 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
             tiles = (rows + kCodeRows - 1) / kCodeRows,
             per_split = (tiles - first_tile + splits - 1) / splits,
             per_chunk = (per_split + warps - 1) / warps;
+  // Rounds of splits, one split per warp.
   const int own_splits = (splits - block_index + blocks - 1) / blocks,
-            rounds = (own_splits + warps - 1) / warps;  // rounds: of splits, one a warp
-  // A split shared by all warps costs the time of about a tile and a half besides.
+            rounds = (own_splits + warps - 1) / warps;
+  // A split shared by all warps costs the time of about one and a half tiles more.
   const bool alone = !segmented && parked_values > 0 &&
                      2 * rounds * warps * per_chunk <= own_splits * (2 * per_chunk + 3);
   const int first_split = block_index - range.first_split + (alone ? warp * blocks : 0),
             end_split = segmented ? first_split + 1 : splits,
             split_step = alone ? warps * blocks : blocks, first_chunk = alone ? 0 : warp,
             last_chunk = alone ? warps - 1 : warp;
-  // Tiles [tile, end) of a chunk of a split; splits and chunks come in the same order when tiles
-  // are fetched and when they are used.
+  // Tiles [tile, end) of one chunk of a split. Fetching and using visit splits and chunks in the
+  // same order.
   struct Chunk {
     int split, chunk, tile, end;
   };
@@ -128,8 +136,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const std::size_t row =
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) +
       static_cast<std::size_t>(head);
-  if (groups == 1 && !segmented && layout.key_units == 0 &&
-      layout.value_units == 0) {  // rows that all count the same: nothing is read of them
+  // Heads without any bits: all rows have the same logit and the mean as value, so no tile is read.
+  if (groups == 1 && !segmented && layout.key_units == 0 && layout.value_units == 0) {
     wait_for_last_kernel();
     release_next_kernel();
     const ColumnScale* scales =
@@ -153,24 +161,25 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const bool wide_gains = groups == 2 || layout.gain_bytes() == 2;
   const int key_units = layout.key_units,
             used_blocks = min(column_blocks, step.blocks - first_block);
+  // Gains are fetched with the keys.
   const int key_pattern = layout.key_pattern, value_pattern = layout.value_pattern,
-            key_bytes = layout.value_offset,
-            value_bytes = layout.bytes - key_bytes;  // gains go with keys
+            key_bytes = layout.value_offset, value_bytes = layout.bytes - key_bytes;
   TileRing<most_stages> ring(shared_memory + warp * stages * stage_bytes, barriers[warp],
                              stage_bytes, kind == CodeRing::tiles ? most_stages : stages);
-  float* const states = reinterpret_cast<float*>(
-      shared_memory + warps * stages * stage_bytes);  // of the warps, behind the rings
+  // States of the warps lie behind the rings.
+  float* const states = reinterpret_cast<float*>(shared_memory + warps * stages * stage_bytes);
   float* const parked = states + warp * parked_values * 32 + lane;
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
   Chunk fetched{first_split, first_chunk, 0, 0};
   find_tiles(fetched);
   walk.seek(fetched.tile);
-  const std::uint8_t* next = nullptr;  // the tile that was fetched last
-  const auto fetch_tile = [&] {        // or its keys
+  const std::uint8_t* next = nullptr;  // tile fetched last
+  // Fetches the next tile or, with halves, its keys.
+  const auto fetch_tile = [&] {
     while (fetched.tile >= fetched.end && fetched.split < end_split) {
       next_chunk(fetched);
       if (fetched.chunk == first_chunk)
-        walk.seek(fetched.tile);  // chunks of one split follow each other
+        walk.seek(fetched.tile);  // chunks of one split are contiguous
     }
     next = fetched.split < end_split ? walk.next(1) : nullptr;
     ++fetched.tile;
@@ -182,7 +191,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   fetch_tile();
   if constexpr (kind == CodeRing::halves) fetch_values();
   if (kind == CodeRing::tiles || stages == most_stages) fetch_tile();
-  wait_for_last_kernel();  // for the queries; the tiles were there
+  wait_for_last_kernel();  // for the queries; tiles are in flight already
   release_next_kernel();
   const std::size_t block_row = step.query_row(sequence, tables.num_heads, head, segment) +
                                 static_cast<std::size_t>(first_block);
@@ -229,8 +238,9 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         reinterpret_cast<float4*>(gains[warp][group])[lane] = two;
       }
       __syncwarp();
-      float all_logits[groups][column_blocks][4][2];  // of the first group's channels: then of all,
-                                                      // then the weights with the group's gains
+      // Index 0 holds the logits from the first scale group's channels, then the logits from all
+      // channels. Later all entries hold the weights times the value gains of their scale group.
+      float all_logits[groups][column_blocks][4][2];
 #pragma unroll
       for (int group = 0; group < groups; ++group) {
 #pragma unroll
@@ -274,14 +284,15 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         else
           fetch_tile();
       }
+      // Rows of the tile before `passed` belong to earlier segments.
       const int valid = rows - tile * kCodeRows,
-                passed = segmented ? range.begin - tile * kCodeRows : 0;  // rows of other segments
+                passed = segmented ? range.begin - tile * kCodeRows : 0;
       std::uint32_t p[groups][column_blocks][4];
       float from_integer[groups][column_blocks];
 #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
-        // Logits are taken relative to a maximum that is left alone while no weight becomes larger
-        // than 2^kHeadroom: no lane has to wait for another.
+        // Logits are relative to a maximum that stays while no weight exceeds 2^kHeadroom. So lanes
+        // need not exchange maxima for every tile.
         const float base = top[block] > -INFINITY ? top[block] : 0.0F;
         float highest = -INFINITY, value_gain[groups][4][2];
 #pragma unroll
@@ -313,8 +324,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
         for (int m = 0; m < 4; ++m) highest = fmaxf(highest, fmaxf(s[block][m][0], s[block][m][1]));
         const bool first = top[block] == -INFINITY;
         if (__any_sync(~0U, first || highest > kHeadroom)) {
-          highest = column_max(highest);                    // finite: a tile has a row
-          const bool moves = first || highest > kHeadroom;  // the same in all lanes of a column
+          highest = column_max(highest);                    // finite: a tile has at least one row
+          const bool moves = first || highest > kHeadroom;  // uniform over the lanes of a column
           const float by = moves ? highest : 0.0F, correction = first ? 0.0F : exp2_fast(-by);
           sum[block] *= correction;
 #pragma unroll
@@ -354,7 +365,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
           for (int m = 0; m < 4; ++m)
             p[group][block][m] = detail::weight_bytes(all_logits[group][block][m][0],
                                                       all_logits[group][block][m][1], to_integer);
-          int c[4];  // the sum of the weights as the values meet them
+          // Sum of the weights as rounded for the products with values.
+          int c[4];
           mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][block][0],
                         p[group][block][1]);
           mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][block][2],
@@ -392,7 +404,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
 #pragma unroll
         for (int unit = 0; unit < max_units; ++unit) {
           if constexpr (groups == 2) {
-            if (unit == layout.first_value_units) {  // from here on the second group's weights
+            // From this unit on, the weights of the second scale group apply.
+            if (unit == layout.first_value_units) {
 #pragma unroll
               for (int block = 0; block < column_blocks; ++block) {
                 from_integer[0][block] = from_integer[1][block];
@@ -424,8 +437,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
       }
     };
     if (alone) {
-      // The first chunk's state is taken as it is, which is what folding it would give; the last
-      // one's, folded, leaves.
+      // The first chunk's state is taken as it is; folding it would give the same. After the last
+      // chunk the folded state is written to global memory.
       const bool begins = used.chunk == 0, ends = used.chunk == last_chunk;
 #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
@@ -454,8 +467,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
                 begins ? value : detail::fold(parked[place * 32], a, value, b);
           });
           if (g == 0) {
-            target[t] = parked_top[block] +
-                        scale_of(block).shift;  // the means shift every logit of a column alike
+            // The key mean shifts all logits of a column equally.
+            target[t] = parked_top[block] + scale_of(block).shift;
             target[kBlockColumns + t] = parked_sum[block];
             target[2 * kBlockColumns + t] = parked_weight[0][block];
             if constexpr (groups == 2)
@@ -467,7 +480,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     }
 #pragma unroll
     for (int block = 0; block < column_blocks; ++block) {
-      __syncthreads();  // the states before these were folded
+      __syncthreads();  // the states of the previous column block were folded
       float* state = states + static_cast<std::size_t>(warp) *
                                   static_cast<std::size_t>((2 + groups + channels) * kBlockColumns);
       const float total = column_sum(sum[block]);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/post_rope/attend_plain.cuh  Decode attention over plain tiles: rows at full
-/// rank, the tail, coefficients in f16 or bf16.
+/// rank, the tail, and coefficients in f16 or bf16.
 ///
 /// A warp takes tiles of 16 to 64 rows from its ring. Queries and weights enter the products as a
-/// high and a low part in neighbouring columns, so that only the stored rows are 16-bit numbers:
-/// the result is that of f32 arithmetic to about 2^-20. Codes of rows in 8 bits are such numbers
-/// too (cuda/tiles/int8_tiles.cuh); a row's steps go into its logit and, as a logarithm, into its
-/// weight. Floor: the tiles' bytes, once, at the memory's rate.
+/// high and a low 16-bit part in neighbouring columns. So only the stored rows are rounded to 16
+/// bits, and the result is that of f32 arithmetic to about 2^-20. Codes of rows in 8 bits convert
+/// to 16-bit numbers exactly (cuda/tiles/int8_tiles.cuh): the step of a row's key multiplies its
+/// logit, the step of its value enters its weight as a logarithm. Floor: the tiles' bytes, read
+/// once.
 #pragma once
 
 #include <cstdint>
@@ -19,23 +20,25 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Tiles of a warp's ring, at most.
+/// @brief Most tiles of a warp's ring.
 inline constexpr int kPlainStages = 3;
 
-/// @brief The rows that one launch attends to: compressed ones, if their tiles are plain; the tails
-/// and the full rows; a prompt's own.
+/// @brief Which rows one launch attends to: compressed rows in plain tiles; the tails and the full
+/// rows; or a prompt's own rows.
 enum class PlainRows : std::uint8_t { compressed, recent, prompt };
 
-/// @brief Partial states of plain rows. Grid: splits (recent: 1 for the tail, then those of the
-/// full rows; prompt: 1) x column groups, heads, sequences. Rows at full rank meet the queries as
-/// they are: recent ones and a prompt's own wait for nothing. Compressed ones wait for the kernel
-/// before this one, which projects.
-/// @tparam type           of the tiles  @tparam which  rows  @tparam scaled  full rows in pages are
-/// in 8 bits
-/// @tparam max_units      units of values that a tile may have
+/// @brief Partial states of plain rows. Grid: splits x column groups, heads, sequences.
+///
+/// Splits of `recent`: 1 for the tail, then those of the full rows. Of `prompt`: 1. Rows at full
+/// rank are multiplied with the queries themselves, so recent rows and a prompt's own need no other
+/// kernel. Compressed rows wait for the kernel before this one, which projects the queries.
+/// @tparam type  of the tiles
+/// @tparam which  rows
+/// @tparam max_units  units of values that a tile may have
 /// @tparam column_blocks  blocks of columns that a warp serves at once
-/// @param  stages         tiles of a warp's ring; of a tail whose tiles are larger than those in
-/// pages, as many as its memory holds
+/// @tparam scaled  full rows in pages are in 8 bits
+/// @param stages  tiles of a warp's ring. If tiles of the tail are larger than those in pages, the
+///   tail uses as many as fit the same memory.
 template <DType type, PlainRows which, int max_units, int column_blocks, bool scaled = false>
 __global__ void __launch_bounds__(kAttendThreads)
     attend_plain_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries raw_queries,
@@ -56,20 +59,22 @@ __global__ void __launch_bounds__(kAttendThreads)
             sequence = first_sequence + static_cast<int>(blockIdx.z),
             slot = batch.slots[blockIdx.z];
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt;
-  const bool tail = which == PlainRows::recent && entry == 0;  // then the splits of the full rows
+  const bool tail =
+      which == PlainRows::recent && entry == 0;  // later entries: splits of the full rows
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;
   const int tile_bytes = scaled && tail ? tables.full.bytes : layout.bytes;
   if (scaled && tail) stages = max(1, stages * layout.bytes / tile_bytes);
-  // A prompt's queries see the rows up to their own token: those of the last of these columns.
+  // A prompt's queries see the rows up to their own token. The last token of these columns sees the
+  // most rows.
   const int last_token =
       min((first_block + column_blocks) * kBlockColumns - 1, step.columns() - 1) / step.group;
   const int list_rows = tail     ? tables.ring_rows()
                         : prompt ? step.prompt_first + last_token + 1
                                  : tables.num_rows(list, slot, head);
-  const int place =
-      which == PlainRows::recent && !tail ? entry - 1 : entry;  // among the splits of the list
+  // Number of the split within its list.
+  const int place = which == PlainRows::recent && !tail ? entry - 1 : entry;
   SegmentRows range{0, 0, list_rows, 0, tail || prompt ? 1 : full_splits_of(list_rows, false)};
   int segment = 0;
   if constexpr (coded) range = tables.segment_of_split(slot, head, list_rows, place, segment);
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(kAttendThreads)
   }
   const std::int32_t* table = tables.page_table(list, slot, head);
   const std::uint8_t* tail_tiles = tables.tail(slot, head);
-  constexpr int steps = plain_steps(max_units);  // of 16 rows in a tile
+  constexpr int steps = plain_steps(max_units);  // times 16 rows of a tile
   constexpr int tile_rows = steps * kPlainRows;
   const int first_tile = range.begin / tile_rows, tiles = (rows + tile_rows - 1) / tile_rows,
             per_split = (tiles - first_tile + splits - 1) / splits;
@@ -94,9 +99,9 @@ __global__ void __launch_bounds__(kAttendThreads)
             used_blocks = min(column_blocks, step.blocks - first_block);
   TileRing<kPlainStages> ring(memory + warp * stages * tile_bytes, barriers[warp], tile_bytes,
                               stages);
-  PageWalk walk(tables, table, prompt ? tables.listed : layout,
-                first + warp);  // a prompt's tiles are in no pages
-  // The first of every warps-th tile that holds a row: of a tail, few may.
+  // A prompt's tiles are not in pages.
+  PageWalk walk(tables, table, prompt ? tables.listed : layout, first + warp);
+  // The first tile at `tile`, tile + warps, ... that holds a row; a tail may have empty tiles.
   const auto with_rows = [&](int tile) {
     const auto empty = [&](int place) {
       const int index = (place - lengths.tail_first + rows) % rows;
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kAttendThreads)
                 : walk.next(warps);
   };
   for (int stage = 0; stage < stages; ++stage) ring.fetch(next_tile(), tile_bytes);
-  if (coded) wait_for_last_kernel();  // for the queries; the tiles were there
+  if (coded) wait_for_last_kernel();  // for the queries; tiles are in flight already
   release_next_kernel();
   const std::size_t block_row = coded ? step.query_row(sequence, tables.num_heads, head, segment) +
                                             static_cast<std::size_t>(first_block)
@@ -138,8 +143,9 @@ __global__ void __launch_bounds__(kAttendThreads)
   ColumnScale scale[column_blocks];
   float out[column_blocks][max_units][4] = {};
   float top[column_blocks], sum[column_blocks] = {};
-  int limit[column_blocks];  // rows of the tail, or of the prompt, that a column sees: those up to
-                             // its own token. A prompt is packed behind the tail
+  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. With a
+  // prompt, the rows of the tail are packed in front of it, so the tail itself is not attended to.
+  int limit[column_blocks];
 #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
     if constexpr (coded) {
@@ -158,8 +164,8 @@ __global__ void __launch_bounds__(kAttendThreads)
                    : step.sees_all          ? lengths.tail_length
                                             : lengths.tail_length - step.m + token + 1;
   }
-  const int all_see =
-      step.prompt_first + first_block * kBlockColumns / step.group + 1;  // of a prompt's rows
+  // Rows of a prompt that all columns of the block see.
+  const int all_see = step.prompt_first + first_block * kBlockColumns / step.group + 1;
   const auto visible = [&](int at, int block) {
     if (prompt) return at < limit[block];
     if (!tail) return at < rows && at >= range.begin;
@@ -171,7 +177,8 @@ __global__ void __launch_bounds__(kAttendThreads)
     for (int tile = with_rows(first + warp); tile < last; tile = with_rows(tile + warps)) {
       const std::uint8_t* next = next_tile();
       const std::uint8_t* here = ring.wait();
-      const auto operand = [&](Part part, int unit) {  // of the tensor cores
+      // A tensor-core operand of the tile.
+      const auto operand = [&](Part part, int unit) {
         if constexpr (in_bytes)
           return detail::scaled_words<type>(
               reinterpret_cast<const uint2*>(here + layout.offset(part))[32 * unit + lane]);
@@ -193,7 +200,8 @@ __global__ void __launch_bounds__(kAttendThreads)
         }
       }
       std::uint32_t p[column_blocks][steps][2];
-      // Steps of rows: those of keys go into logits, those of values into weights, as logarithms.
+      // Quantizer steps of the rows. Steps of keys multiply logits. Steps of values multiply
+      // weights, as logarithms added to logits.
       float key_steps[steps][2], value_steps[steps][2];
 #pragma unroll
       for (int i = 0; i < 2 * steps && in_bytes; ++i) {
@@ -269,7 +277,7 @@ __global__ void __launch_bounds__(kAttendThreads)
   float* states = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int block = 0; block < column_blocks; ++block) {
-    __syncthreads();  // the rings are empty; later, the last block of columns is written
+    __syncthreads();  // rings are empty; for later blocks: the last block's states were merged
     float* state = states + static_cast<std::size_t>(warp) * size;
     const float total = column_sum(sum[block]);
     if (g == 0) {
@@ -296,8 +304,8 @@ __global__ void __launch_bounds__(kAttendThreads)
                   step.state(row, target, first_block + block));  // lane t has column t
     }
   }
-  if (!coded)
-    end_after_last_kernel();  // what comes after this kernel comes after the one before it too
+  // Kernels after this one then also come after the kernel before it.
+  if (!coded) end_after_last_kernel();
 }
 
 }  // namespace cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/post_rope/combine.cuh  Partial states become outputs: merged in a fixed
-/// order, coefficients expanded by the maps of their epoch.
+/// @file cuda/attention/post_rope/combine.cuh  Merges partial states in a fixed order and expands
+/// coefficients to outputs with the maps of their epoch.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,19 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Entries a block can merge: the splits of two lists, one more for every segment, the tail,
-/// a prompt.
+/// @brief Most entries that a block can merge: the splits of two lists, one more split per segment,
+/// the tail, a prompt.
 inline constexpr int kMaxEntries = 2 * kMaxSplits + kMaxSegments + 2;
 
 /// @brief Operands of a map that a lane loads before it uses the first.
 inline constexpr int kInFlight = 8;
-/// @brief Entries whose values a thread loads before factors are known.
+/// @brief Entries whose values a thread loads before the factors are known.
 inline constexpr int kEntriesAhead = 4;
 
-/// @brief Outputs as kernels see them, null where they are not wanted; with `sum`, unnormalised,
-/// and `lse` takes the maxima.
+/// @brief Outputs as kernels see them; null where not wanted.
+///
+/// With `sum`, outputs are unnormalised, `sum` takes the sums of weights, and `lse` takes the
+/// maxima.
 struct DeviceOutput {
   float* data = nullptr;
   std::int64_t token_stride = 0, head_stride = 0;
@@ -54,10 +56,10 @@ __device__ inline float4 sum_over_rows(float4 x) {
   return {column_sum(x.x), column_sum(x.y), column_sum(x.z), column_sum(x.w)};
 }
 __device__ inline float sum_over_rows(float x) { return column_sum(x); }
-/// A number of each column that is used.
+/// One float per column in use.
 template <int columns>
 using Columns = std::conditional_t<columns == 1, float, float4>;
-/// The one of column `index`.
+/// The element of column `index`.
 __device__ inline float of_column(float x, int) { return x; }
 __device__ inline float of_column(const float4& x, int index) {
   return index == 0 ? x.x : index == 1 ? x.y : index == 2 ? x.z : x.w;
@@ -65,31 +67,30 @@ __device__ inline float of_column(const float4& x, int index) {
 
 }  // namespace detail
 
-/// @brief out, lse of every column. Grid: column blocks x KV heads x sequences; entries are merged
-/// in the order in which they stand, so that results repeat bit for bit.
+/// @brief Writes out and lse of every column. Grid: column blocks x KV heads x sequences.
 ///
-/// A warp makes eight channels of the output at a time: lane (g, t) adds up the coefficients g and
-/// g + 8 of every 16, and every eighth entry at full rank, for channels 2t and 2t + 1. A block runs
-/// through most of this once: fetching instructions takes longer than executing them, so that loops
-/// are unrolled no further than loads want to be on their way together.
-/// @tparam scale_groups     of tiles of codes
-/// @tparam columns          of a block that are used: one, where a KV head has one query row, or
-/// all
-/// @tparam blocks_per_warp  blocks of eight channels of a head, over the warps
-/// @tparam wide             maps are f32, else 16 bits
+/// Entries are merged in the order in which they are stored, so results repeat bit for bit. A warp
+/// makes eight output channels at a time: lane (g, t) adds up coefficients g and g + 8 of every 16,
+/// and every eighth full-rank entry, for channels 2t and 2t + 1. Most of this code runs once per
+/// block, and fetching instructions takes longer than executing them. So loops are unrolled only as
+/// far as loads should be in flight together.
+/// @tparam scale_groups  of tiles of codes
+/// @tparam columns  columns of a block in use: one if a KV head has one query row, else all
+/// @tparam blocks_per_warp  blocks of eight channels of a head, divided by the warps
+/// @tparam wide  maps are f32; else 16 bits
 template <int scale_groups, int columns, int blocks_per_warp, bool wide>
 __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
     combine_kernel(LayerView tables, AttentionStep step, CodedForm form, Batch batch,
                    DeviceOutput out, std::int64_t first_row, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   using Sums = detail::Columns<columns>;
-  Sums* coefficients =
-      reinterpret_cast<Sums*>(shared_memory);  // [width, or that of joint values]: sums over the
-                                               // compressed rows of a segment, by channel
+  // [width, or joint_width]: sums over the compressed rows of a segment, by channel.
+  Sums* coefficients = reinterpret_cast<Sums*>(shared_memory);
   Sums* parts = coefficients + max(step.width, step.joint_width);  // [threads]
-  __shared__ Sums factors[kMaxEntries];                            // what an entry's state counts
-  __shared__ float weighted[1 + scale_groups][kMaxEntries]
-                           [columns];  // its sums times that; its sums of weights
+  __shared__ Sums factors[kMaxEntries];                            // factor of each entry's state
+  // [0]: factor times the entry's sum; [1 and above]: factor times its sums of weights with gains,
+  // by scale group.
+  __shared__ float weighted[1 + scale_groups][kMaxEntries][columns];
   __shared__ float tops[columns], sums[columns];
   __shared__ Sums segment_sums[1 + scale_groups];
   const int block = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y),
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   const int coded_rows =
                 form == CodedForm::none ? 0 : tables.num_rows(RowList::compressed, slot, head),
             segments = form == CodedForm::none ? 0 : tables.num_segments(slot, coded_rows);
-  const bool joint = step.joint_states != nullptr;  // then a head has one state of compressed rows
+  const bool joint = step.joint_states != nullptr;  // a head then has one compressed state
   SegmentRows range;
   int coded = 0;
   for (int i = 0; i < segments; ++i)
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   const int full = full_splits_of(tables.num_rows(RowList::full, slot, head),
                                   tables.rotary.pre_rope()),
             entries = coded + full + (step.prompt == nullptr ? 1 : 2);
-  // Entries in the order compressed, full, tail, prompt; between two of a list there are the other
+  // Entries are ordered compressed, full, tail, prompt. Between two entries of a list lie the other
   // blocks of columns.
   const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
   const float* coded_states = joint ? step.joint_state(row, block)
@@ -134,10 +135,10 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
     maps = tables.maps[range.epoch * tables.num_heads + head].value;
   }
   const int channels = segments > 0 ? maps.width : 0;
-  // Coefficients: thread i sums some of a segment's entries, part i / together, for channel i %
-  // together; the parts are added in order.
+  // Coefficients: thread i sums part i / together of a segment's entries for channel i % together.
+  // The parts are then added in order.
   const int together = max(1, min(channels, kStepThreads)), sum_parts = kStepThreads / together;
-  // What depends on no other kernel is on its way before the last one is waited for.
+  // Loads that depend on no other kernel are issued before the wait for the last kernel.
   detail::MapWords<wide> ahead[kInFlight];
   const auto fetch_maps = [&](int channel_block) {
     const auto* data =
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   };
   if (8 * warp < dim) fetch_maps(warp);
   wait_for_last_kernel();
-  // Values are on their way while factors are found.
+  // Values are in flight while the factors are computed.
   Sums coded_ahead[kEntriesAhead];
   const auto first_of = [&](int part) {
     return range.first_split +
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
     if (first_entry + i < end_entry && thread % together < channels)
       coded_ahead[i] = coded_values(first_entry + i, thread % together);
   }
-  Sums totals[blocks_per_warp][2] = {},
-       full_ahead[2] = {};  // channels 2t and 2t + 1 of each block of eight, all columns
+  // Channels 2t and 2t + 1 of each block of eight, all columns.
+  Sums totals[blocks_per_warp][2] = {}, full_ahead[2] = {};
   const auto full_value = [&](int entry, int channel_block, int half) {
     return *reinterpret_cast<const Sums*>(state_of(entry) +
                                           (3 + 8 * channel_block + 2 * t + half) * kBlockColumns);
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
     full_ahead[0] = full_value(coded + g, warp, 0);
     full_ahead[1] = full_value(coded + g, warp, 1);
   }
-  if (thread < 32 * columns) {  // a warp a column
+  if (thread < 32 * columns) {  // one warp per column
     float top = -INFINITY, sum = 0.0F;
 #pragma unroll 1
     for (int entry = lane; entry < entries; entry += 32) top = fmaxf(top, state_of(entry)[warp]);
@@ -237,10 +238,10 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
         if (lane == i) reinterpret_cast<float*>(segment_sums + i)[warp] = total;
       }
     }
-    if (channels == 0) __syncthreads();  // values may have a mean and no bits
+    if (channels == 0) __syncthreads();  // values may have a mean but no bits
 #pragma unroll 1
-    for (int base = 0; base < channels;
-         base += together) {  // once, unless there are more channels than threads
+    // One pass, unless there are more channels than threads.
+    for (int base = 0; base < channels; base += together) {
       const int own = base + thread % together, end = end_of(thread / together);
       Sums part = {};
       if (own < channels) {
@@ -267,7 +268,8 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
           return sum;
         };
         Sums total = summed(thread);
-        if (form == CodedForm::codes) {  // mid-rise: a plane of w bits is centred at (2^w - 1) / 2
+        // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2.
+        if (form == CodedForm::codes) {
           const int bits = tables.compressed[head].value_widths[own / kCodeUnit];
           const float centre =
               -0.5F * static_cast<float>(((1 << bits) - 1) * value_weight(bits, own));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/post_rope/project_query.cuh  Queries meet compressed rows as coefficients:
-/// projected by the maps, as operands of the attention kernels.
+/// @file cuda/attention/post_rope/project_query.cuh  Projects queries with the key maps and writes
+/// them as operands of the kernels that attend to compressed rows.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Columns of a block of project_query_kernel, at most.
+/// @brief Most columns of a block of project_query_kernel.
 inline constexpr int kProjectColumns = 16;
-/// @brief Operands of the map that a lane has in flight before the queries arrive: all, of up to
-/// 128 channels of head_dim 128.
+/// @brief Operands of the map that a lane has in flight before the queries arrive: all of them, up
+/// to 128 channels with head_dim 128.
 inline constexpr int kMapTiles = 8;
 
-/// @brief Shared memory of project_query_kernel in bytes, for so many columns a block.
+/// @brief Shared memory of project_query_kernel in bytes, for `columns` columns per block.
 inline std::size_t project_query_bytes(int columns, int head_dim, int channels) {
   const std::size_t blocks =
       static_cast<std::size_t>((columns + kBlockColumns - 1) / kBlockColumns);
@@ -27,8 +27,8 @@ inline std::size_t project_query_bytes(int columns, int head_dim, int channels) 
 
 namespace detail {
 
-/// Which operands of a map [channels / 16, head_dim / 8] a warp multiplies: those of one block of
-/// 16 channels, some of the steps over head_dim.
+/// Which operands of a map [channels / 16, head_dim / 8] a warp multiplies: one block of 16
+/// channels, and some of the steps of 8 over head_dim.
 struct MapShare {
   int channel_blocks, steps, parts, first, end, channel_block;
   __device__ MapShare(int width, int head_dim)
@@ -43,12 +43,14 @@ struct MapShare {
   }
 };
 
-/// coded [blocks, channels] = queries times the map: on tensor cores, both as sums of two tf32, so
-/// that f32 is what it comes to. `map` holds the first kMapTiles operands of this warp's share;
-/// those of channels beyond 256 take their place. All threads call it and are synchronised at the
-/// end. A block runs through this once: loops that most blocks go through once are not unrolled,
-/// since fetching instructions takes longer than executing them. @tparam wide  the map is f32, else
-/// 16 bits
+/// coded [blocks, channels] = queries times the map, on tensor cores, to f32 accuracy: both factors
+/// are sums of two tf32 numbers. All threads call it and are synchronised at the end.
+///
+/// A block runs through this once, and fetching instructions takes longer than executing them. So
+/// loops that most blocks run once are not unrolled.
+/// @param map  the first kMapTiles operands of this warp's share. Those of channels beyond 256
+///   replace them.
+/// @tparam wide  the map is f32; else 16 bits
 template <bool wide>
 __device__ inline void project_columns(const float* plain, int blocks, int head_dim, int channels,
                                        const MapShare& share, const PartMaps& maps,
@@ -57,8 +59,8 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4,
             width = 16 * share.channel_blocks, steps = share.end - share.first;
 #pragma unroll 1
-  for (int base = 0; base < share.channel_blocks;
-       base += kStepWarps) {  // once, unless there are more than 256 channels
+  // One pass, unless there are more than 256 channels.
+  for (int base = 0; base < share.channel_blocks; base += kStepWarps) {
     const int own = base + share.channel_block;
     const auto* words = static_cast<const MapWords<wide>*>(maps.reader.data) +
                         (own * share.steps + share.first) * 32 + lane;
@@ -79,7 +81,7 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
             a = word;
           else
             a = maps.reader.widened(word);
-          // Columns 0 to 3 are the queries' first bits, 4 to 7 what is left.
+          // Columns 0 to 3 are the queries rounded to tf32, columns 4 to 7 their remainders.
           const float q0 = query[8 * kBlockColumns * step],
                       q1 = query[(8 * step + 1) * kBlockColumns];
           const float b0 = g < 4 ? q0 : beyond_tf32(q0), b1 = g < 4 ? q1 : beyond_tf32(q1);
@@ -96,7 +98,7 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sums[i] += __shfl_xor_sync(~0U, sums[i], 2);  // columns 2t and 2t + 1 of t < 2
+        sums[i] += __shfl_xor_sync(~0U, sums[i], 2);  // columns 2t and 2t + 1 for t < 2
       if (t < 2) {
         float2* target = reinterpret_cast<float2*>(scratch + threadIdx.x / 32 * 16);
         target[2 * g + t] = {sums[0], sums[1]};
@@ -107,13 +109,13 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
                 apart = min(share.channel_blocks, kStepWarps) * 16 * kBlockColumns;
       const float* parts = reinterpret_cast<const float*>(scratch);
 #pragma unroll 1
-      for (int item = static_cast<int>(threadIdx.x); item < used;
-           item += kStepThreads) {  // a multiple of 64
+      // A multiple of 64 items.
+      for (int item = static_cast<int>(threadIdx.x); item < used; item += kStepThreads) {
         float total = parts[item];
 #pragma unroll 1
         for (int part = 1; part < share.parts; ++part) total += parts[part * apart + item];
         coded[(block * channels + 16 * base) * kBlockColumns + item] = total;
-        float top = fabsf(total);  // of this lane's column: lanes that are four apart have the same
+        float top = fabsf(total);  // lanes of equal lane % 4 have the same column
 #pragma unroll
         for (int distance = 16; distance >= kBlockColumns; distance /= 2)
           top = fmaxf(top, __shfl_xor_sync(~0U, top, distance));
@@ -127,26 +129,28 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
 
 }  // namespace detail
 
-/// @brief Sequences that a block of project_query_kernel projects for: where a block of columns has
-/// room and all sequences have the same maps, several.
+/// @brief Sequences that one block of project_query_kernel projects for: several, if they fit one
+/// block of columns and all sequences share their maps.
 __host__ __device__ constexpr int project_sequences(int columns, bool segmented) {
   return segmented ? 1 : kBlockColumns / columns > 1 ? kBlockColumns / columns : 1;
 }
 
-/// @brief Writes the operands and scales of a step for the compressed rows, for every segment.
-/// Grid: (KV heads x segments) x groups of project_sequences() x groups of kProjectColumns columns.
-/// @tparam wide  maps are f32, else 16 bits  @tparam packs  whether project_sequences() is more
-/// than one  @param channels  largest number of key channels of a head's tiles
+/// @brief Writes a step's operands and scales for the compressed rows, for every segment. Grid: (KV
+/// heads x segments) x groups of project_sequences() x groups of kProjectColumns columns.
+/// @tparam wide  maps are f32; else 16 bits
+/// @tparam packs  project_sequences() is more than one
+/// @param channels  largest number of key channels of a head's tiles
 template <DType coded_type, CodedForm form, bool wide, bool packs>
 __global__ void __launch_bounds__(kStepThreads, 2)
     project_query_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries,
                          int channels, int first_sequence) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  release_next_kernel();  // its tiles are on their way meanwhile
+  release_next_kernel();  // it may fetch its tiles meanwhile
   const int heads = tables.num_heads, head = static_cast<int>(blockIdx.x) % heads,
             index = static_cast<int>(blockIdx.x) / heads, head_dim = tables.head_dim;
-  // Everything that depends on nothing is on its way before anything is waited for. Where nobody
-  // has an epoch of his own there is nothing to look up: an empty list is projected for in vain.
+  // Loads without dependencies are issued before the first synchronisation. If sequences have no
+  // epochs of their own, the list's length is not read: queries are then projected for empty lists
+  // too.
   const bool segmented = tables.max_segments > 1;
   const int together = packs ? project_sequences(step.columns(), segmented) : 1,
             first_in_batch = static_cast<int>(blockIdx.y) * together;
@@ -163,10 +167,10 @@ __global__ void __launch_bounds__(kStepThreads, 2)
   float* plain =
       reinterpret_cast<float*>(scratch + kStepWarps * 16);   // [blocks, head_dim, columns]
   float* coded = plain + blocks * head_dim * kBlockColumns;  // [blocks, channels, columns]
-  __shared__ int largest[kProjectColumns];  // bits of numbers that are not negative
+  __shared__ int largest[kProjectColumns];                   // bits of non-negative f32
   __shared__ float shifts[kProjectColumns][kMaxHeadDim / 16];
-  __shared__ int twice_centres[2][kProjectColumns];  // by scale group: up to 256 channels x 32512 x
-                                                     // 255, which 31 bits hold
+  // By scale group. At most 256 channels x 32512 x 255, which 31 bits hold.
+  __shared__ int twice_centres[2][kProjectColumns];
   __shared__ HeadTiles layout;
   copy_tiles(tables.compressed + head, &layout);
   const PartMaps maps =
@@ -185,8 +189,8 @@ __global__ void __launch_bounds__(kStepThreads, 2)
       map[i] = __ldg(words + 32 * i);
   }
 #pragma unroll 1
-  for (int item = thread; item < blocks * kBlockColumns * head_dim;
-       item += kStepThreads) {  // sixteen lanes have one column: head_dim is a multiple
+  // Sixteen neighbouring lanes have one column: head_dim is a multiple of 16.
+  for (int item = thread; item < blocks * kBlockColumns * head_dim; item += kStepThreads) {
     const int own = item / head_dim, channel = item % head_dim;
     const float value =
         own < columns ? queries.at(step, first_in_batch + (packs ? own / own_columns : 0), head,
@@ -203,8 +207,8 @@ __global__ void __launch_bounds__(kStepThreads, 2)
   __syncthreads();
   detail::project_columns<wide>(plain, blocks, head_dim, channels, share, maps, map, scratch, coded,
                                 largest);
-  // Blocks of columns as attention wants them: those of a sequence, or one of every sequence, whose
-  // columns are its own; the others are zeros.
+  // Attention expects blocks of columns per sequence. Without packing these are the sequence's own
+  // blocks. With packing each sequence gets one block, whose columns beyond its own are zeros.
   const int targets = packs ? sequences : blocks;
   const auto block_row = [&](int target) {
     const int sequence = first_sequence + first_in_batch + (packs ? target : 0);
@@ -221,8 +225,8 @@ __global__ void __launch_bounds__(kStepThreads, 2)
     const int unit = item / 32 % layout.key_units, target = item / 32 / layout.key_units,
               column = column_of(target, lane / 8), block = packs ? 0 : target;
     const float* values = coded + block * channels * kBlockColumns;
-    const int source =
-        packs ? max(0, column) * 8 + lane % 8 : lane;  // the lane whose operand it would be
+    // The lane that holds this operand in the packed block.
+    const int source = packs ? max(0, column) * 8 + lane % 8 : lane;
     uint2 operand;
     if constexpr (form == CodedForm::plain) {
       operand = detail::plain_operand<coded_type>(values, maps.width, unit, source,
@@ -230,8 +234,8 @@ __global__ void __launch_bounds__(kStepThreads, 2)
     } else {
       int sum = 0;
       operand = detail::code_operand(values, unit, source, largest + block * kBlockColumns, sum);
-      // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2. Summed over the integers
-      // that the products use, in any order.
+      // Codes are mid-rise: a plane of w bits is centred at (2^w - 1) / 2. The sum is over the same
+      // integers that the products use, so its order does not matter.
       sum += __shfl_xor_sync(~0U, sum, 1);
       sum += __shfl_xor_sync(~0U, sum, 2);
       if (lane % 8 == 0 && column >= 0)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/post_rope/query_operands.cuh  Queries as operands of tensor-core products:
-/// high and low parts of 16-bit numbers, or of 16-bit integers.
+/// high and low parts in 16 bits each, or 16-bit integers as two bytes.
 ///
-/// Numbers lie as [block of columns, channel, kBlockColumns] in shared memory.
+/// The f32 numbers lie in shared memory as [block of columns, channel, kBlockColumns].
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ struct StepQueries {
   std::int64_t first_row = 0;
   float factor = 1.0F;  ///< softmax scale times log2(e): logits are in units of log2
 
-  /// @brief Channel of a column of a sequence of the launch, times the factor.
+  /// @brief One channel of a column of a sequence of the launch, times the factor.
   __device__ float at(const AttentionStep& step, int sequence, int kv_head, int column,
                       int channel) const {
     return factor * rows.at(row(step, sequence, column), kv_head * step.group + column % step.group,
                             channel);
   }
-  /// @brief Channels first, first + 32, ... of it, up to `channels`.
+  /// @brief Channels first, first + 32, ... of a column, below `channels`, times the factor.
   template <int count>
   __device__ void gather(const AttentionStep& step, int sequence, int kv_head, int column,
                          int first, int channels, float (&values)[count]) const {
@@ -41,8 +41,7 @@ struct StepQueries {
 
 namespace detail {
 
-/// Two numbers of magnitude up to 1, rounded to 16 bits each, and, if `low`, what that loses
-/// instead.
+/// Two numbers rounded to 16 bits each; if `low`, their rounding errors instead.
 template <DType type>
 __device__ __forceinline__ std::uint32_t pair_of(float first, float second, bool low) {
   if constexpr (type == DType::f16) {
@@ -60,8 +59,8 @@ __device__ __forceinline__ std::uint32_t pair_of(float first, float second, bool
   }
 }
 
-/// A lane's operand of mma.m16n8k16 for unit `unit`: a block's columns relative to their largest
-/// magnitudes. Channels from `width` on are zeros.
+/// A lane's operand of mma.m16n8k16 for unit `unit`: the columns of a block, divided by their
+/// largest magnitudes. Channels from `width` on are zeros.
 template <DType type>
 __device__ __forceinline__ uint2 plain_operand(const float* values, int width, int unit, int lane,
                                                const int* largest) {
@@ -79,8 +78,9 @@ __device__ __forceinline__ uint2 plain_operand(const float* values, int width, i
   return {pair_of<type>(x[0], x[1], low), pair_of<type>(x[2], x[3], low)};
 }
 
-/// A lane's operand of mma.m16n8k32: 16-bit integers whose halves are signed bytes. `sum`: the
-/// integers of the eight channels.
+/// A lane's operand of mma.m16n8k32: the columns of a block as 16-bit integers, divided into two
+/// signed bytes.
+/// @param sum  takes the sum of the integers of the lane's eight channels
 __device__ __forceinline__ uint2 code_operand(const float* values, int unit, int lane,
                                               const int* largest, int& sum) {
   const int column = lane / 8, first = unit * kCodeUnit + 4 * (lane % 4);
@@ -94,7 +94,8 @@ __device__ __forceinline__ uint2 code_operand(const float* values, int unit, int
   for (int i = 0; i < 8; ++i) {
     const int value = __float2int_rn(own[(i % 4 + 16 * (i / 4)) * kBlockColumns] * to_integer);
     sum += value;
-    // The high byte is that of value + 128, the low one what it lacks: signed about it.
+    // value = 256 high + low with both bytes signed: high = (value + 128) >> 8, and low is the low
+    // byte of value.
     const std::uint32_t byte = static_cast<std::uint32_t>(low ? value : (value + 128) >> 8) & 0xffU;
     words[i / 4] |= byte << (8 * (i % 4));
   }
@@ -103,19 +104,20 @@ __device__ __forceinline__ uint2 code_operand(const float* values, int unit, int
 
 }  // namespace detail
 
-/// @brief The operands of `column_blocks` blocks of columns of raw queries, from block
-/// `first_block` on, in shared memory [units, column_blocks, 32], and each column's scale. All
-/// threads call it; they are synchronised at the end.
-/// @param raw  shared memory of column_blocks x head_dim x kBlockColumns numbers  @param largest of
-/// column_blocks x kBlockColumns
+/// @brief Writes the operands of `column_blocks` blocks of columns, from block `first_block` on, of
+/// raw queries to shared memory [units, column_blocks, 32], and each column's scale to `largest`.
+/// All threads call it; they are synchronised at the end.
+/// @param raw  shared memory of column_blocks x head_dim x kBlockColumns floats
+/// @param largest  shared memory of column_blocks x kBlockColumns words: the largest magnitudes, as
+///   bits of f32
 template <DType type, int column_blocks>
 __device__ inline void make_plain_queries(const StepQueries& queries, const AttentionStep& step,
                                           int sequence, int kv_head, int first_block, int head_dim,
                                           float* raw, int* largest, uint2* shared) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x),
             lane = thread % 32;
-  for (int own = thread / 32; own < column_blocks * kBlockColumns;
-       own += threads / 32) {  // a column a warp
+  // One warp per column.
+  for (int own = thread / 32; own < column_blocks * kBlockColumns; own += threads / 32) {
     const int column = first_block * kBlockColumns + own;
     float top = 0.0F;
 #pragma unroll 1

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/post_rope/reduce_states.cuh  Partial states of attention folded in a fixed
+/// @file cuda/attention/post_rope/reduce_states.cuh  Folds partial attention states in a fixed
 /// order.
 #pragma once
 
@@ -10,29 +10,29 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What a state of maximum `top` counts beside one of maximum `best`.
+/// Factor of a state with maximum `top` when it is rescaled to maximum `best`.
 __device__ __forceinline__ float state_factor(float top, float best) {
   return top > -INFINITY ? exp2_fast(top - best) : 0.0F;
 }
-/// A state's sum with the next one's: the same operations wherever states are merged, so that it is
-/// all the same who does.
+/// Adds the next state's sum to a state's sum. Every merge uses these same operations, so the
+/// result does not depend on which thread does it.
 __device__ __forceinline__ float fold(float sum, float sum_factor, float next, float next_factor) {
   return fmaf(next, next_factor, sum * sum_factor);
 }
 
-/// Folds the states of the warps of a block, in shared memory [warps, 3 + channels, kBlockColumns],
-/// warp after warp, into one in global memory, its maxima moved by `shift` (of this thread's
-/// column). All threads call it.
-/// @param factors  shared memory of 2 x kAttendWarps x kBlockColumns numbers
+/// Folds the states of a block's warps, in shared memory [warps, 3 + channels, kBlockColumns], warp
+/// after warp, into one state in global memory. All threads call it.
+/// @param shift  added to the maximum of this thread's column
+/// @param factors  shared memory of 2 x kAttendWarps x kBlockColumns floats
 __device__ inline void fold_warps(const float* states, int channels, float shift, float* factors,
                                   float* target) {
   const int size = (3 + channels) * kBlockColumns, warps = static_cast<int>(blockDim.x) / 32,
             thread = static_cast<int>(threadIdx.x);
-  if (thread < kAttendWarps *
-                   kBlockColumns) {  // one warp: lane 4 w + c has the maximum of column c in warp w
+  // One warp: lane 4 w + c has the maximum of column c in warp w.
+  if (thread < kAttendWarps * kBlockColumns) {
     const int warp = thread / kBlockColumns, column = thread % kBlockColumns;
     const float own = warp < warps ? states[warp * size + column] : -INFINITY;
-    float best = own;  // of the warps up to this one
+    float best = own;  // over the warps up to this one
 #pragma unroll
     for (int distance = kBlockColumns; distance < 32; distance *= 2) {
       const float other = __shfl_up_sync(~0U, best, distance);

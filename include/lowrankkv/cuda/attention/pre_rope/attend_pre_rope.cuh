@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/pre_rope/attend_pre_rope.cuh  Decode attention over plain tiles whose keys
-/// are stored before their rotary embedding: rows at full rank, the tail, coefficients in f16 or
-/// bf16.
+/// @file cuda/attention/pre_rope/attend_pre_rope.cuh  Decode attention over plain tiles with
+/// pre-RoPE keys: rows at full rank, the tail, and coefficients in f16 or bf16.
 ///
-/// As attend_plain.cuh, but that logits come from keys that are lifted and turned
-/// (cuda/attention/pre_rope/rope_on_read.cuh), and that keys and values of a tile are fetched in
-/// rope: there is more arithmetic to hide the memory behind, and less room.
+/// As attend_plain.cuh, with two differences. Logits come from keys that are up-projected and
+/// rotated on read (cuda/attention/pre_rope/rope_on_read.cuh). Keys and values of a tile are
+/// fetched alternately: there is more arithmetic to hide memory latency behind, and less shared
+/// memory.
 #pragma once
 
 #include <cstdint>
@@ -19,35 +19,39 @@ namespace cuda {
 
 namespace detail {
 
-/// The rows of one list that a warp of a turning kernel attends to, and their positions.
+/// The rows of one list that a warp of a pre-RoPE kernel attends to, and their positions.
 struct PreRopeRows {
-  int rows = 0;  ///< of the list; of a tail, places of its ring; of a prompt, up to the last that a
-                 ///< query of the block sees
-  int first_position = 0;                ///< of row 0, if they follow each other
-  const std::int32_t* listed = nullptr;  ///< else
-  const std::int32_t* others =
-      nullptr;  ///< or those of the full rows, ascending, between which compressed ones stand
+  /// Rows of the list. Of a tail: places of its ring. Of a prompt: rows up to the last one that a
+  /// query of the block sees.
+  int rows = 0;
+  /// Position of row 0 if positions are contiguous.
+  int first_position = 0;
+  /// Otherwise: the position of every row.
+  const std::int32_t* listed = nullptr;
+  /// Or: the positions of the full rows, ascending. Compressed rows have the other positions.
+  const std::int32_t* others = nullptr;
   int num_others = 0;
-  int before = -1;  ///< of them, those before the tile that was met last; -1: none was met yet
+  /// Full rows before the tile that find() saw last; -1 if it saw none yet.
+  int before = -1;
   DeviceLengths lengths;
   bool tail = false;
-  const DeviceShift* shifts = nullptr;  ///< of the sequence's positions
+  const DeviceShift* shifts = nullptr;  ///< position shifts of the sequence
   int num_shifts = 0;
 
-  /// The pieces in which a sequence's positions were moved.
+  /// Reads the position shifts of a sequence.
   __device__ void read_shifts(const Rotary& rotary, int slot) {
     num_shifts = __ldg(rotary.num_shifts + slot);
     shifts = rotary.shifts + slot * kMaxShifts;
   }
-  /// Where compressed rows of a head stand: among the full ones, unless they are listed.
+  /// Sets up the positions of the compressed rows of a head: listed, or else among the full rows.
   __device__ __forceinline__ void read_compressed(const LayerView& tables, int slot, int head) {
     first_position = num_others = tables.num_rows(RowList::full, slot, head);
     listed = tables.row_positions(RowList::compressed, slot, head);
     others = listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;
   }
 
-  /// Of the full rows, so many stand before compressed row `row`: those of fewer than row + 1
-  /// compressed ones before them.
+  /// The number of full rows before compressed row `row`. A full row is one of them if fewer than
+  /// row + 1 compressed rows stand before it.
   __device__ int others_before(int row) const {
     int low = 0, high = num_others;
     while (low < high) {
@@ -59,19 +63,20 @@ struct PreRopeRows {
     }
     return low;
   }
-  /// Where rows [first, first + 16 steps) stand. Tiles come in ascending order. All lanes of a warp
-  /// call it.
+  /// Finds the positions of rows [first, first + 16 steps). Tiles come in ascending order. All
+  /// lanes of a warp call it.
   template <int steps>
   __device__ __forceinline__ void find(int first, TilePlaces<steps>& tile) {
     tile.contiguous = !tail && listed == nullptr && num_shifts == 0;
-    if (others != nullptr) {  // none of them may stand in between
+    // No full row may stand between the tile's rows.
+    if (others != nullptr) {
       meet_others(first);
       tile.contiguous = tile.contiguous && compressed_before(before) >= first + 16 * steps;
     }
     tile.base = first_position + first + (others != nullptr ? before - num_others : 0);
     if (!tile.contiguous) find_places<steps>(first, tile.places);
   }
-  /// Positions of a lane's rows first + 16 i + 8 r + lane / 4, kNoPlace where there is none.
+  /// Positions of the lane's rows first + 16 i + 8 r + lane / 4; kNoPlace where there is no row.
   template <int steps>
   __device__ __forceinline__ void find_places(int first, int (&places)[steps][2]) {
     find_tokens<steps>(first, places);
@@ -87,18 +92,18 @@ struct PreRopeRows {
       place = token < 0 ? kNoPlace : place;
     }
   }
-  /// Of the full rows, the one at `at` comes behind so many compressed ones.
+  /// The number of compressed rows before full row `at`.
   __device__ int compressed_before(int at) const {
     return at < num_others ? __ldg(others + at) - at : INT32_MAX;
   }
-  /// Counts the full rows that stand before compressed row `first`.
+  /// Counts the full rows before compressed row `first` into `before`.
   __device__ __forceinline__ void meet_others(int first) {
     before = before < 0 ? others_before(first) : before;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int step = 32; step == 32; before += step)
       step = __popc(__ballot_sync(~0U, compressed_before(before + lane) <= first));
   }
-  /// The tokens that the rows are of; -1: none. `before` counts already.
+  /// Tokens of the lane's rows; -1 where there is no row. `before` must be up to date.
   template <int steps>
   __device__ __forceinline__ void find_tokens(int first, int (&places)[steps][2]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -137,8 +142,8 @@ struct PreRopeRows {
   }
 };
 
-/// Logits of a plain tile of coefficients, as pre_rope_logits() gives them. @param operands  of the
-/// lifting map
+/// Logits of a plain tile of coefficients, as pre_rope_logits() returns them.
+/// @param operands  of the up-projection map
 template <DType type, int max_units, bool scattered>
 __device__ __forceinline__ void plain_logits(const Rotary& rotary, const RopeShared& rope,
                                              const std::uint8_t* tile, int key_units,
@@ -175,16 +180,17 @@ __device__ __forceinline__ void plain_logits(const Rotary& rotary, const RopeSha
       s);
 }
 
-/// Writes a warp's state where turned queries were, merges those of the block into one. All threads
-/// call it. @param weight  sums of weights with the gains of each scale group
-/// @param channel  (unit, i) -> of the i-th of a lane's values of a unit
+/// Writes a warp's state over the memory of the rotated queries and merges the states of the
+/// block's warps into one. All threads call it.
+/// @param weight  sums of weights with the gains of each scale group
+/// @param channel  (unit, i) -> channel of the lane's i-th value of a unit; negative: none
 template <int scale_groups, int max_units, class Channel>
 __device__ inline void finish_rotation(std::uint8_t* memory, float top, float sum,
                                        const float (&weight)[scale_groups],
                                        const float (&out)[max_units][4], int units, int channels,
                                        Channel&& channel, float* factors, float* target) {
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  __syncthreads();  // nobody needs the queries
+  __syncthreads();  // the queries are no longer needed
   float* const states = reinterpret_cast<float*>(memory);
   float* const state =
       states + static_cast<std::size_t>(threadIdx.x / 32) *
@@ -211,15 +217,19 @@ __device__ inline void finish_rotation(std::uint8_t* memory, float top, float su
 }  // namespace detail
 
 /// @brief Partial states of plain rows. Grid: (blocks x blocks of columns) x heads x sequences.
-/// Entries are splits (recent: the tail, then the splits of the full rows; prompt: one); a block
-/// has every blocks-th of them. Needs nothing of the kernels before it but what they all read.
-/// @tparam type  of the tiles  @tparam which  rows  @tparam max_units  units of keys, or of values,
-/// that a tile may have  @tparam scaled  full rows in pages are in 8 bits
-/// @tparam segmented  compressed rows may be of several epochs: a split is of one  @tparam
-/// scattered  rows of lists may stand in any order
-/// @param  stage_bytes    of a ring's stage: the keys, or the values, of a tile
-/// @param  key_up_units     of lifting maps that are copied to shared memory, behind the rings; 0:
-/// they stay where they are
+///
+/// Entries are splits; a block attends to every blocks-th entry. Entries of `recent` are the tail,
+/// then the splits of the full rows; `prompt` has one entry. Depends on earlier kernels only for
+/// what they all read.
+/// @tparam type  of the tiles
+/// @tparam which  rows
+/// @tparam max_units  units of keys, or of values, that a tile may have
+/// @tparam scaled  full rows in pages are in 8 bits
+/// @tparam segmented  compressed rows may be of several epochs; a split is of one epoch
+/// @tparam scattered  rows of lists may stand in any order
+/// @param stage_bytes  of a ring's stage: the keys, or the values, of a tile
+/// @param key_up_units  units of the up-projection maps that are copied to shared memory, behind
+///   the rings; 0: the maps stay in global memory
 template <DType type, PlainRows which, int max_units, bool scaled, bool segmented, bool scattered>
 __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     attend_pre_rope_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries,
@@ -231,9 +241,9 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt,
                  recent = which == PlainRows::recent;
   constexpr int steps = rotated_steps(max_units), tile_rows = steps * kPlainRows;
-  constexpr bool ahead =
-      !coded || max_units > 2;  // the next split's tiles are fetched while states are merged; where
-                                // sixteen warps share registers, that costs more than it gains
+  // Whether the next split's tiles are fetched while states are merged. Where sixteen warps share
+  // the registers, that costs more than it gains.
+  constexpr bool ahead = !coded || max_units > 2;
   const int first_entry = static_cast<int>(blockIdx.x) / step.blocks,
             block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y),
@@ -253,10 +263,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     return;
   }
   static_assert((!scaled || recent) && (!segmented || coded));
-  const HeadTiles layout = coded ? tables.compressed[head]
-                           : prompt
-                               ? tables.full
-                               : tables.listed;  // of a tail: as full rows in pages, or in 16 bits
+  // Tiles of a tail are laid out as `listed`, or as `full` if full rows in pages are in 8 bits.
+  const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;
   const std::uint8_t* const rows_of_prompt =
       step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) *
                         static_cast<std::size_t>(layout.bytes);
@@ -266,21 +274,22 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
   TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp],
                                 stage_bytes);
-  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout,
-                0);  // a prompt's tiles are in no pages
+  // A prompt's tiles are not in pages.
+  PageWalk walk(tables, tables.page_table(list, slot, head), prompt ? tables.listed : layout, 0);
   bool tail = false;
-  SegmentRows rows_of{0, 0, list_rows, 0, list_splits};  // of the entry
-  int first = 0, last = 0;                               // its tiles
+  SegmentRows rows_of{0, 0, list_rows, 0, list_splits};  // rows of the entry's segment
+  int first = 0, last = 0;                               // the entry's tiles
   const std::uint8_t* next = nullptr;
-  const auto tile_at =
-      [&](int tile) -> const std::uint8_t* {  // called for every warps-th tile in rope
+  // Called for every warps-th tile, in order.
+  const auto tile_at = [&](int tile) -> const std::uint8_t* {
     if (tile >= last) return nullptr;
     const std::size_t place = static_cast<std::size_t>(tile) * static_cast<std::size_t>(tile_bytes);
     return prompt ? rows_of_prompt + place
            : tail ? tables.tail(slot, head) + place
                   : walk.next(warps);
   };
-  const auto begin = [&](int entry) {  // its first tiles are on their way then
+  // Starts an entry: its first tiles are in flight afterwards.
+  const auto begin = [&](int entry) {
     tail = recent && entry == 0;
     if (scaled) {
       key_bytes = tail ? tables.full.value_offset : layout.value_offset;
@@ -304,13 +313,13 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   release_next_kernel();
   const KeyUpMap key_up = coded ? tables.maps[head].key_up : KeyUpMap{};
   const uint4* map = key_up.operands;  // in global memory
-  [[maybe_unused]] int epoch = -1;     // whose it is, where there are several
+  [[maybe_unused]] int epoch = -1;     // epoch of the map, if there are several
   RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, coded ? &key_up : nullptr);
   const int copied = coded && key_up_units > 0 ? cuda::key_up_units(false, key_units) : 0;
   if constexpr (!segmented) rope.copy_map(map, head_dim, copied);
+  // Holds rotated queries during an entry and states at its end.
   std::uint8_t* const states =
-      shared_memory + ring_bytes +
-      rope_block_bytes(head_dim, key_up_units);  // after every entry; turned queries before
+      shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units);
   std::uint32_t* const rotated =
       reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
   rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block,
@@ -318,8 +327,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   const float unit_of_logits = rope.largest[t] * (coded                ? __ldg(key_up.scales).y
                                                   : type == DType::f16 ? 1.0F
                                                                        : 1.0F / kRotatedBFloat);
-  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. A prompt is
-  // packed behind the tail.
+  // Rows of the tail, or of the prompt, that a column sees: those up to its own token. With a
+  // prompt, the rows of the tail are packed in front of it, so the tail itself is not attended to.
   const int token = min((block * kBlockColumns + t) / step.group, step.m - 1);
   const int limit = prompt                   ? step.prompt_first + token + 1
                     : step.prompt != nullptr ? 0
@@ -329,8 +338,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     if (!ahead) begin(entry);
     [[maybe_unused]] const int first_row = rows_of.begin;
     if constexpr (segmented) {
-      if (rows_of.epoch !=
-          epoch) {  // the same for all threads, none of which reads the last map any more
+      // Uniform over the block; no thread reads the previous map any more.
+      if (rows_of.epoch != epoch) {
         epoch = rows_of.epoch;
         map = tables.maps[epoch * tables.num_heads + head].key_up.operands;
         rope.copy_map(map, head_dim, copied);
@@ -381,7 +390,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
         }
         std::uint32_t p[steps][2];
         float logits[steps][2], best = top;
-        // Steps of rows: those of keys go into logits, those of values into weights, as logarithms.
+        // Quantizer steps of the rows. Steps of keys multiply logits. Steps of values multiply
+        // weights, as logarithms added to logits.
         float key_steps[steps][2], value_steps[steps][2];
 #pragma unroll
         for (int i = 0; i < 2 * steps && in_bytes; ++i) {
@@ -400,10 +410,10 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
               logits[i][r] = fmaf(logits[i][r], key_steps[i][r], __log2f(value_steps[i][r]));
           }
         }
-        const int seen = (prompt ? limit : range.rows) -
-                         tile * tile_rows;  // rows of the tile that the column sees
-        const int before = segmented ? first_row - tile * tile_rows
-                                     : 0;  // rows of the tile that are of the epoch before
+        // Rows of the tile that the column sees.
+        const int seen = (prompt ? limit : range.rows) - tile * tile_rows;
+        // Rows of the tile that belong to earlier epochs.
+        const int before = segmented ? first_row - tile * tile_rows : 0;
         if (range.tail || before > 0 || __any_sync(~0U, seen < tile_rows)) {
 #pragma unroll
           for (int i = 0; i < 2 * steps; ++i) {
@@ -466,7 +476,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
       attend_tiles(std::false_type{});
     }
 #pragma unroll
-    for (int unit = 0; unit < max_units; ++unit) {  // the high and the low part of the weights
+    // Adds the products with high and low parts of the weights.
+    for (int unit = 0; unit < max_units; ++unit) {
       out[unit][0] += out[unit][1];
       out[unit][2] += out[unit][3];
     }
@@ -487,10 +498,10 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
         states, top, total, weights, out, value_units, layout.channels(Part::value),
         [&](int unit, int i) { return i % 2 == 0 ? unit * kPlainUnit + 4 * i + g : -1; }, factors,
         step.state(row, target, block));
-    __syncthreads();  // the states were merged; queries may take their place
+    __syncthreads();  // states were merged; queries may overwrite them
   }
-  if (which != PlainRows::recent)
-    wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  // Kernels after this one then also come after the kernel before it.
+  if (which != PlainRows::recent) wait_for_last_kernel();
 }
 
 }  // namespace cuda

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/pre_rope/attend_pre_rope_codes.cuh  Decode attention over tiles of codes
-/// whose keys are stored before their rotary embedding: lifted, turned
-/// (cuda/attention/pre_rope/rope_on_read.cuh), values as ever.
+/// with pre-RoPE keys.
 ///
-/// Keys' codes become f16 about their centre, exactly, and are lifted: k = sum gain + mean, gains
-/// rounded to f16. Heads of more than 128 planes, and of two scale groups, each with its own gain,
-/// are lifted and turned part by part. Weights of values are 16-bit integers as in
-/// attend_codes.cuh. Cost: planes x head_dim products a row and KV head; floor: the tiles' bytes.
+/// Keys are up-projected and rotated on read (cuda/attention/pre_rope/rope_on_read.cuh). Codes of
+/// keys become f16 numbers about their centre, exactly, and are up-projected: k = sum gain + mean,
+/// with gains rounded to f16. Two kinds of heads are up-projected and rotated part by part: those
+/// with more than 128 planes, and those with two scale groups, each with its own gain. Weights of
+/// values are 16-bit integers, as in attend_codes.cuh. Cost: planes x head_dim products per row and
+/// KV head. Floor: the tiles' bytes.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,12 @@ namespace cuda {
 
 namespace detail {
 
-/// Units of 32 codes whose levels a warp holds in registers; 16 rows that it prepares together.
+/// kLevelUnits: units of 32 codes whose levels a warp holds in registers. kLevelSteps: groups of 16
+/// rows that it prepares together.
 inline constexpr int kLevelUnits = 4, kLevelSteps = 2;
 
-/// Two codes of a word as f16 about their centre, exactly; below 8 bits twice that, and codes stand
-/// at bit 1 of their bytes.
+/// Two codes of a word as f16 about their centre, exactly. Below 8 bits the result is twice that,
+/// and codes must stand at bit 1 of their bytes.
 template <int bits>
 __device__ __forceinline__ std::uint32_t two_levels(std::uint32_t bytes, std::uint32_t selector) {
   const std::uint32_t word = __byte_perm(bytes, 0x64646464U, selector);  // 1024 + byte
@@ -34,8 +36,8 @@ __device__ __forceinline__ std::uint32_t two_levels(std::uint32_t bytes, std::ui
   return *reinterpret_cast<const std::uint32_t*>(&levels);
 }
 
-/// A unit of keys of codes of so many bits as two operands of mma_half for rows [16 m, 16 m + 16):
-/// the codes in the words of either half.
+/// One unit of keys of `bits`-bit codes as two operands of mma_half, for rows [16 m, 16 m + 16).
+/// `first` takes the codes in the words of the first half, `second` those of the second.
 template <int bits>
 __device__ __forceinline__ void unit_levels(const std::uint8_t* unit, int m, uint4& first,
                                             uint4& second) {
@@ -59,8 +61,8 @@ __device__ __forceinline__ void unit_levels(const std::uint8_t* unit, int m, uin
             two_levels<bits>(w.z, 0x4342), two_levels<bits>(w.w, 0x4342)};
 }
 
-/// The levels of rows [16 first, 16 (first + kLevelSteps)) of up to kLevelUnits units of keys,
-/// those before `end`, zeros where there are none; `at` moves behind them.
+/// Levels of rows [16 first, 16 (first + kLevelSteps)) of up to kLevelUnits units of keys before
+/// unit `end`; zeros for units from `end` on. `at` moves behind the units read.
 __device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_unit, int end,
                                             const std::uint8_t*& at, int first,
                                             uint4 (&keys)[kLevelSteps][2 * kLevelUnits]) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void unpack_keys(const HeadTiles& layout, int first_u
   }
 }
 
-/// The gain of row 16 m + 8 r + lane / 4 of a tile of codes, of the channels of one scale group.
+/// Gain of row 16 m + 8 r + lane / 4 of a tile of codes, for one scale group.
 __device__ __forceinline__ float row_gain(const HeadTiles& layout, const std::uint8_t* tile,
                                           Part part, int m, int r, int group = 0) {
   const std::uint8_t* at =
@@ -95,9 +97,12 @@ __device__ __forceinline__ float row_gain(const HeadTiles& layout, const std::ui
                                               : __half2float(*reinterpret_cast<const __half*>(at));
 }
 
-/// Logits of a tile of codes, as pre_rope_logits() gives them. A part of a key is of one scale
-/// group, whose units the map's follow without a gap: it is multiplied by as many as it has; where
-/// there is one group, by kLevelUnits, without branches. @param operands  of the lifting map
+/// Logits of a tile of codes, as pre_rope_logits() returns them.
+///
+/// A key is processed in parts, each of one scale group. The units of a part follow each other in
+/// the map without a gap. With two scale groups a part has as many units as remain in its group, up
+/// to kLevelUnits. With one, every part has kLevelUnits units and needs no branches.
+/// @param operands  of the up-projection map
 template <int scale_groups, bool scattered>
 __device__ __forceinline__ void code_logits(const Rotary& rotary, const RopeShared& rope,
                                             const HeadTiles& layout, const std::uint8_t* tile,
@@ -110,7 +115,7 @@ __device__ __forceinline__ void code_logits(const Rotary& rotary, const RopeShar
         __half2 gains[2 * kLevelSteps];
         const std::uint8_t* at = tile + layout.key_offset;
         const uint4* map = operands;
-        // Once at least: codes may have no bits, and keys are their mean then.
+        // At least one pass: codes may have no bits, and keys are then their mean.
         for (int unit = 0, count = kLevelUnits; unit == 0 || unit < layout.key_units;
              unit += count, map += 2 * count * (head_dim / (2 * kRopePairs)) * 32) {
           const int group = scale_groups == 2 && unit >= layout.first_key_units ? 1 : 0,
@@ -150,17 +155,18 @@ __device__ __forceinline__ void code_logits(const Rotary& rotary, const RopeShar
 
 }  // namespace detail
 
-/// @brief Warps of a block, at most.
+/// @brief Most warps of a block.
 inline constexpr int kPreRopeCodeWarps = 8;
 
 /// @brief Partial states of the compressed lists. Grid: (blocks x blocks of columns) x heads x
-/// sequences; a block has every blocks-th split.
-/// @tparam max_units   units of values that a head may have
-/// @tparam copied      lifting maps are copied to shared memory
-/// @tparam segmented   rows may be of several epochs: a split is of one  @tparam scattered  they
-/// may stand in any order
-/// @tparam scale_groups  of the channels: gains of a row and part
-/// @param  stage_bytes, key_up_units  as of attend_pre_rope_kernel
+/// sequences; a block attends to every blocks-th split.
+/// @tparam max_units  units of values that a head may have
+/// @tparam copied  up-projection maps are copied to shared memory
+/// @tparam segmented  rows may be of several epochs; a split is of one epoch
+/// @tparam scattered  rows may stand in any order
+/// @tparam scale_groups  of the channels: a row has one gain per group for its key and one for its
+///   value
+/// @param stage_bytes, key_up_units  as of attend_pre_rope_kernel
 template <int max_units, bool copied, bool segmented, bool scattered, int scale_groups>
 __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
     attend_pre_rope_codes_kernel(LayerView tables, AttentionStep step, Batch batch,
@@ -178,22 +184,24 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
   const int rows = tables.num_rows(RowList::compressed, slot, head),
             splits = segmented ? tables.list_splits(slot, head, rows) : splits_of(rows);
   if (first_split >= splits) {
-    wait_for_last_kernel();  // kernels after this one rely on it
+    wait_for_last_kernel();  // later kernels rely on it
     return;
   }
   copy_tiles(tables.compressed + head, &layout);
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
             g = static_cast<int>(threadIdx.x) % 32 / 4;
+  // Gains are fetched with the keys.
   const int head_dim = tables.head_dim, key_bytes = layout.value_offset,
-            value_bytes = layout.bytes - key_bytes;  // gains go with keys
+            value_bytes = layout.bytes - key_bytes;
   TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp],
                                 stage_bytes);
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
-  SegmentRows rows_of{0, 0, rows, 0, splits};  // of the split
-  int first = 0, last = 0;                     // its tiles
+  SegmentRows rows_of{0, 0, rows, 0, splits};  // rows of the split's segment
+  int first = 0, last = 0;                     // the split's tiles
   const std::uint8_t* next = nullptr;
-  const auto begin = [&](int split) {  // its first tiles are on their way then
+  // Starts a split: its first tiles are in flight afterwards.
+  const auto begin = [&](int split) {
     [[maybe_unused]] int segment = 0;
     if constexpr (segmented) rows_of = tables.segment_of_split(slot, head, rows, split, segment);
     const int first_tile = segmented ? rows_of.begin / kCodeRows : 0,
@@ -210,13 +218,13 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
   release_next_kernel();
   const KeyUpMap key_up = tables.maps[head].key_up;
   const uint4* operands = key_up.operands;  // in global memory
-  [[maybe_unused]] int epoch = -1;          // whose they are, where there are several
+  [[maybe_unused]] int epoch = -1;          // epoch of the map, if there are several
   RopeShared rope(shared_memory + ring_bytes, tables.rotary, head_dim, &key_up);
   const int copied_units = copied ? cuda::key_up_units(true, layout.key_units) : 0;
   if constexpr (!segmented) rope.copy_map(operands, head_dim, copied_units);
+  // Holds rotated queries during a split and states at its end.
   std::uint8_t* const states =
-      shared_memory + ring_bytes +
-      rope_block_bytes(head_dim, key_up_units);  // after every split; turned queries before
+      shared_memory + ring_bytes + rope_block_bytes(head_dim, key_up_units);
   std::uint32_t* const rotated =
       reinterpret_cast<std::uint32_t*>(states + warp * rope_warp_bytes(head_dim));
   rope.load_queries(queries, tables.rotary, step, static_cast<int>(blockIdx.z), head, block,
@@ -232,8 +240,8 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
     [[maybe_unused]] const int first_row = rows_of.begin;
     if constexpr (segmented) {
       range.rows = end;
-      if (rows_of.epoch !=
-          epoch) {  // the same for all threads, none of which reads the last map any more
+      // Uniform over the block; no thread reads the previous map any more.
+      if (rows_of.epoch != epoch) {
         epoch = rows_of.epoch;
         const KeyUpMap& own = tables.maps[epoch * tables.num_heads + head].key_up;
         operands = own.operands;
@@ -258,9 +266,9 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
             detail::row_gain(layout, here, Part::value, i % 8 / 2, i % 2, i / 8);
       __syncwarp();
       ring.fetch(next, key_bytes);
+      // Rows [before, valid) of the tile are of this epoch.
       const int valid = end - tile * kCodeRows,
-                before = segmented ? first_row - tile * kCodeRows
-                                   : 0;  // rows of the tile that are of this epoch: [before, valid)
+                before = segmented ? first_row - tile * kCodeRows : 0;
       float logits[4][2], best = top;
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -272,7 +280,7 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
           best = fmaxf(best, logits[m][r]);
         }
       }
-      best = column_max(best);  // finite: a tile has a row
+      best = column_max(best);  // finite: a tile has at least one row
       if (__any_sync(~0U, best > top)) {
         const float correction = detail::state_factor(top, best);
         sum *= correction;
@@ -310,7 +318,8 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
         for (int m = 0; m < 4; ++m)
           p[group][0][m] =
               detail::weight_bytes(weights[group][m][0], weights[group][m][1], to_integer);
-        int c[4];  // the sum of the weights as the values meet them
+        // Sum of the weights as rounded for the products with values.
+        int c[4];
         mma_codes_new(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][0][0],
                       p[group][0][1]);
         mma_codes(c, 0x01010101U, 0x01010101U, 0x01010101U, 0x01010101U, p[group][0][2],
@@ -322,7 +331,8 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
 #pragma unroll
       for (int unit = 0; unit < max_units; ++unit) {
         if constexpr (scale_groups == 2) {
-          if (unit == layout.first_value_units) {  // from here on the second group's weights
+          // From this unit on, the weights of the second scale group apply.
+          if (unit == layout.first_value_units) {
             from_integer[0][0] = from_integer[1][0];
 #pragma unroll
             for (int m = 0; m < 4; ++m) p[0][0][m] = p[1][0][m];
@@ -348,9 +358,10 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
         states, top, column_sum(sum), weight, out, layout.value_units, layout.channels(Part::value),
         [&](int unit, int i) { return unit * kCodeUnit + 8 * i + g; }, factors,
         step.state(row, step.first_entry(Source::compressed) + split, block));
-    __syncthreads();  // the states were merged; queries may take their place
+    __syncthreads();  // states were merged; queries may overwrite them
   }
-  wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  // Kernels after this one then also come after the kernel before it.
+  wait_for_last_kernel();
 }
 
 }  // namespace cuda

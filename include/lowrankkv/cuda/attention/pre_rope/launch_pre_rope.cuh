@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/pre_rope/launch_pre_rope.cuh  Which kernels attend to keys that are stored
-/// before their rotary embedding, and how they are launched.
+/// @file cuda/attention/pre_rope/launch_pre_rope.cuh  Chooses and launches the kernels that attend
+/// to pre-RoPE keys.
 #pragma once
 
 #include <algorithm>
@@ -17,22 +17,24 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// How a turning kernel is launched: as many warps as there is room for; maps that lift stay in
-/// global memory where they would leave room for few.
+/// How a pre-RoPE kernel is launched: with as many warps as fit. Up-projection maps stay in global
+/// memory (units = 0) if copies would leave room for fewer than 4 warps.
 struct PreRopeLaunch {
   int warps = 0, ring_bytes = 0, bytes = 0, units = 0;
 
-  /// @param most_warps  of a block  @param stage_bytes  of a ring's stage  @param state_bytes  of a
-  /// warp's state  @param key_up_units  of lifting maps  @throws CapacityError where not even one
-  /// warp fits
+  /// @param most_warps  of a block
+  /// @param stage_bytes  of a ring's stage
+  /// @param state_bytes  of a warp's state
+  /// @param key_up_units  of the up-projection maps
+  /// @throws CapacityError if not even one warp fits
   template <class... Parameters>
   PreRopeLaunch(void (*kernel)(Parameters...), const LayerState& layer, int most_warps,
                 int stage_bytes, int state_bytes, int key_up_units)
       : units(key_up_units) {
     const int room = free_shared(kernel, layer.shared_bytes()), ring = kPreRopeStages * stage_bytes;
+    // States reuse the memory of the rotated queries.
     const int head_dim = layer.tables().head_dim,
-              warp = ring + (std::max)(rope_warp_bytes(head_dim),
-                                       state_bytes);  // states lie where turned queries were
+              warp = ring + (std::max)(rope_warp_bytes(head_dim), state_bytes);
     const auto block = [&] { return rope_block_bytes(head_dim, units); };
     const auto fitting = [&] { return (std::min)(most_warps, (room - block()) / warp); };
     warps = fitting();
@@ -49,17 +51,18 @@ struct PreRopeLaunch {
   }
 };
 
-/// Blocks that share the entries of a list: one a multiprocessor, since there is no room for two,
-/// and what a block begins with is dear.
+/// Blocks that share the entries of a list: one per multiprocessor. Two do not fit, and the start
+/// of a block is expensive.
 inline int pre_rope_blocks(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                            int entries) {
   return (std::clamp)(
       layer.multiprocessors() / (layer.tables().num_heads * batch.count * step.blocks), 1, entries);
 }
 
-/// Attention over plain rows of one kind. @tparam scattered  rows of lists may stand in any order
-/// @tparam scaled  full rows in pages are in 8 bits  @tparam segmented  sequences may have epochs
-/// of their own
+/// Launches attention over plain rows of one kind.
+/// @tparam scattered  rows of lists may stand in any order
+/// @tparam scaled  full rows in pages are in 8 bits
+/// @tparam segmented  sequences may have epochs of their own
 template <PlainRows which, bool scattered, bool scaled = false, bool segmented = false>
 void attend_pre_rope_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                            const StepQueries& queries, int first_sequence, int splits,
@@ -68,8 +71,8 @@ void attend_pre_rope_plain(const LayerState& layer, const AttentionStep& step, c
   const LayerEdit& tables = layer.tables();
   int units = 0, stage_bytes = 0, channels = 0, key_up_units = 0;
   for (int head = 0; head < (coded ? tables.num_heads : 1); ++head) {
-    const HeadTiles& tiles = coded ? layer.layout(RowList::compressed, head)
-                                   : tables.full;  // no smaller than those of full rows in 8 bits
+    // Tiles of `full` are no smaller than those of full rows in 8 bits.
+    const HeadTiles& tiles = coded ? layer.layout(RowList::compressed, head) : tables.full;
     units = (std::max)({units, tiles.key_units, tiles.value_units});
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
     channels = (std::max)(channels, tiles.channels(Part::value));
@@ -93,8 +96,9 @@ void attend_pre_rope_plain(const LayerState& layer, const AttentionStep& step, c
   });
 }
 
-/// Attention over lists of codes. @tparam segmented  sequences may have epochs of their own @tparam
-/// scattered  rows may stand in any order
+/// Launches attention over lists of codes.
+/// @tparam segmented  sequences may have epochs of their own
+/// @tparam scattered  rows may stand in any order
 template <int scale_groups, bool segmented, bool scattered>
 void attend_pre_rope_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                            const StepQueries& queries, int first_sequence, int splits,
@@ -127,8 +131,10 @@ void attend_pre_rope_codes(const LayerState& layer, const AttentionStep& step, c
   });
 }
 
-/// Logits of joint values' heads, for the columns of a launch of attend_joint_kernel. @tparam
-/// scale_groups  of tiles of codes; 0: plain ones  @tparam scattered  rows may stand in any order
+/// Launches the logits of heads with joint values, for the columns of one launch of
+/// attend_joint_kernel.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+/// @tparam scattered  rows may stand in any order
 template <int scale_groups, bool scattered>
 void make_logits(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                  const StepQueries& queries, const JointCall& call, int first_sequence,
@@ -145,12 +151,12 @@ void make_logits(const LayerState& layer, const AttentionStep& step, const Batch
   for (const HeadTiles& tiles : layer.tiles().compressed)
     stage_bytes = (std::max)(stage_bytes, tiles.keys ? tiles.bytes : 0);
   const auto start = [&](auto* kernel, const PreRopeLaunch& launch) {
-    // As many as there are multiprocessors, but no more than the longest list has tiles of codes
-    // for.
+    // One block per multiprocessor, but no more than the longest list has tiles of codes for.
     const int blocks =
         (std::clamp)(layer.multiprocessors() / (pairs * groups * batch.count), 1,
                      (std::max)(1, call.splits * (kJointSplitRows / kCodeRows) / launch.warps));
-    // Those of other columns, whose place these take, are read until what comes before is done.
+    // Launches for later columns overwrite the logits of earlier ones, which are read until the
+    // preceding kernel is done. So only the first launch may begin early.
     launch_step_kernel(kernel,
                        dim3(static_cast<unsigned>(pairs * blocks), static_cast<unsigned>(groups),
                             static_cast<unsigned>(batch.count)),
@@ -177,8 +183,9 @@ void make_logits(const LayerState& layer, const AttentionStep& step, const Batch
     });
 }
 
-/// Attention to all rows: nothing waits for anything, but that of joint values for the logits of
-/// their heads. @tparam scattered  rows of lists may stand in any order
+/// Launches attention over all rows. No kernel needs results of another, except that joint values
+/// need the logits of their heads.
+/// @tparam scattered  rows of lists may stand in any order
 template <CodedForm form, int scale_groups, bool joint, bool segmented, bool scattered>
 void attend_pre_rope(const LayerState& layer, const AttentionStep& step, const Batch& batch,
                      const StepQueries& queries, int first_sequence, int compressed_splits,

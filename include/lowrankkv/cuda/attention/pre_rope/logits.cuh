@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/pre_rope/logits.cuh  Logits of joint values' heads whose keys are stored
-/// before their rotary embedding: lifted, turned (cuda/attention/pre_rope/rope_on_read.cuh), left
-/// in memory for the kernel that has all heads together.
+/// @file cuda/attention/pre_rope/logits.cuh  Logits of heads with joint values and pre-RoPE keys,
+/// left in memory for the kernel that attends with all heads of a group
+/// (cuda/attention/joint/attend_joint.cuh).
 ///
-/// Lifting maps, offsets and queries of a head take most of a multiprocessor's shared memory,
-/// latents and what is summed of them the rest and all registers: one kernel has no room for both
-/// (cuda/attention/joint/attend_joint.cuh). Logits are f32, 4 bytes a row and column, written once
-/// and read once. Cost: head_dim x planes (or rank) products a row, head and block of columns;
-/// floor: the keys' bytes and the logits'.
+/// Keys are up-projected and rotated on read (cuda/attention/pre_rope/rope_on_read.cuh). One kernel
+/// has no room to do that and to sum latents: a head's up-projection map, offsets and queries take
+/// most of a multiprocessor's shared memory; latents and their sums take the rest and all
+/// registers. Logits are f32, 4 bytes per row and column, written once and read once. Cost:
+/// head_dim x planes (or rank) products per row, head and block of columns. Floor: the bytes of the
+/// keys and of the logits.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +19,24 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Warps of a block of pre_rope_logits_kernel, at most.
+/// @brief Most warps of a block of pre_rope_logits_kernel.
 __host__ __device__ constexpr int logit_warps(int scale_groups, int max_units) {
   return scale_groups > 0 ? kPreRopeCodeWarps : pre_rope_warps(max_units);
 }
 
-/// @brief Logits of the columns of a launch, of all rows of the compressed lists, in units of log2:
-/// AttentionStep::logits(). Rows behind the last of a list get some, up to a tile's end. Grid:
-/// (pairs of a head and a block of its columns x blocks) x groups of heads x sequences; warps of
-/// the `blocks` blocks of a pair take its tiles in rope, and nothing depends on how many there are.
-/// Needs nothing of the kernels before it but what they all read.
-/// @tparam scale_groups  of tiles of codes; 0: plain ones, of `type`  @tparam max_units  units of
-/// plain keys that a head may have  @tparam copied  lifting maps are copied to shared memory
+/// @brief Writes the logits of the columns of a launch for all rows of the compressed lists, in
+/// units of log2, to AttentionStep::logits(). Grid: (pairs x blocks) x groups of heads x sequences.
+///
+/// A pair is a head and a block of its columns. The warps of the `blocks` blocks of a pair divide
+/// its tiles; results do not depend on how many blocks there are. Places behind the last row of a
+/// list, up to the end of its tile, are written too. Depends on earlier kernels only for what they
+/// all read.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles, of `type`
+/// @tparam max_units  units of plain keys that a head may have
+/// @tparam copied  up-projection maps are copied to shared memory
 /// @tparam scattered  rows may stand in any order
-/// @param  stage_bytes   of a ring's stage: the keys of a tile  @param key_up_units  as of
-/// attend_pre_rope_kernel
+/// @param stage_bytes  of a ring's stage: the keys of a tile
+/// @param key_up_units  as of attend_pre_rope_kernel
 template <int scale_groups, DType type, int max_units, bool copied, bool scattered>
 __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
     pre_rope_logits_kernel(LayerView tables, AttentionStep step, Batch batch, StepQueries queries,
@@ -57,12 +61,13 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
             head_dim = tables.head_dim;
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int first = static_cast<int>(blockIdx.x) % blocks * warps, apart = blocks * warps;  // tiles
+  const int first = static_cast<int>(blockIdx.x) % blocks * warps,
+            apart = blocks * warps;  // in tiles
   const bool there = index <= step.pair_of(last_column);
   const int rows = there ? tables.num_rows(RowList::compressed, slot, head) : 0,
             tiles = (rows + tile_rows - 1) / tile_rows;
   if (first >= tiles) {
-    wait_for_last_kernel();  // kernels after this one rely on it
+    wait_for_last_kernel();  // later kernels rely on it
     return;
   }
   copy_tiles(tables.compressed + head, &layout);
@@ -72,8 +77,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, first + warp);
   int coming = first + warp;
   const auto fetch = [&] {
-    ring.fetch(coming < tiles ? walk.next(apart) : nullptr,
-               layout.bytes);  // keys are all that a head has
+    // A head has keys only.
+    ring.fetch(coming < tiles ? walk.next(apart) : nullptr, layout.bytes);
     coming += apart;
   };
   for (int stage = 0; stage < kPreRopeStages; ++stage) fetch();
@@ -93,7 +98,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   range.rows = rows;
   range.read_compressed(tables, slot, head);
   const uint4* const map = copied ? rope.operands : key_up.operands;
-  // Lane t's column of the launch: of a pair that two launches share, some are in the other.
+  // Lane t's column of the launch. Of a pair that two launches share, the other launch has some
+  // columns.
   const int in_head = block * kBlockColumns + t,
             column = index / step.blocks * step.columns() + in_head;
   const bool writes = in_head < step.columns() && column >= first_column && column <= last_column;
@@ -121,7 +127,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
         target[tile * tile_rows + 8 * i] = (s[i / 2][i % 2 * 2] + s[i / 2][i % 2 * 2 + 1]) * unit;
     }
   }
-  wait_for_last_kernel();  // what comes after this kernel comes after the one before it too
+  // Kernels after this one then also come after the kernel before it.
+  wait_for_last_kernel();
 }
 
 }  // namespace cuda

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/attention/pre_rope/rope_on_read.cuh  Logits of keys that are stored before their
-/// rotary embedding: a tile is lifted to head_dim, turned in registers and meets the queries, once
-/// for the group.
+/// @file cuda/attention/pre_rope/rope_on_read.cuh  Logits of pre-RoPE keys: a tile is up-projected
+/// to head_dim, rotated in registers and multiplied with the queries, once for all heads of the
+/// group.
 ///
-/// With base position b of a tile, q R(p) k = (R(-b) q) R(p - b) k: a warp turns its queries back
-/// once a tile, and rows by small offsets, whose cosines and sines lie in shared memory. A lifted
-/// key is an accumulator of one product and an operand of the next without leaving its lane: the
-/// first channels of eight pairs are eight numbers of the sum over sixteen, their second channels
-/// the other eight.
+/// With base position b of a tile, q R(p) k = (R(-b) q) R(p - b) k. So a warp rotates its queries
+/// back once per tile, and rotates rows by small offsets, whose cosines and sines lie in shared
+/// memory. An up-projected key is the accumulator of one product and an operand of the next without
+/// leaving its lane: the first channels of eight pairs are eight of the sixteen numbers that the
+/// product sums over, their second channels are the other eight.
 ///
-/// Keys are numbers of 16 bits on this way, as they would be in a cache of turned keys in f16, two
-/// channels an instruction: lifted, turned, each rounded to f16 (bf16 rows times 2^-4, so that they
-/// fit up to 2^20). Queries are two numbers of 16 bits relative to their largest, sums over
-/// channels f32. A logit's error is that of three to four roundings of the key's channels to 11
-/// bits. Cost: head_dim x rank products a row and KV head, whatever the group; floor: the tiles'
-/// bytes.
+/// Keys are 16-bit numbers throughout, as in a cache of post-RoPE keys in f16, two channels per
+/// instruction. They are rounded to f16 after the up-projection and after the rotation. Rows in
+/// bf16 are multiplied by 2^-4, so that they fit up to 2^20. Queries are two 16-bit numbers
+/// relative to their largest; sums over channels are f32. A logit's error is that of three to four
+/// roundings of the key's channels to 11 bits. Cost: head_dim x rank products per row and KV head,
+/// whatever the group size. Floor: the tiles' bytes.
 #pragma once
 
 #include <cstdint>
@@ -26,54 +26,61 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Pairs of a block: what one product of 16 channels takes.
+/// @brief Pairs of channels of a block: what one product over 16 channels takes.
 inline constexpr int kRopePairs = 8;
-/// @brief Words of a warp's turned queries for two blocks of pairs: 16 more than there are, so that
-/// neighbours stand in other banks.
+/// @brief Words of a warp's rotated queries for two blocks of pairs. 16 words are padding, so that
+/// neighbours lie in other banks.
 inline constexpr int kPreRopeBlocks = 32 * 4 + 16;
-inline constexpr int kNoPlace = INT32_MIN;  ///< the position of no row
-/// @brief Where rows stand in any order, a tile whose rows are this far apart has its offsets made
-/// row by row: by a count of instructions as dear as five passes, not timed apart.
+inline constexpr int kNoPlace = INT32_MIN;  ///< position where there is no row
+/// @brief If rows may stand in any order and a tile's rows are at least this far apart, the
+/// rotation angles are computed row by row. By instruction count this costs as much as five passes;
+/// it was not timed separately.
 inline constexpr int kScatteredRows = 6 * kRopeRows;
 
-/// @brief Bytes that a block of threads needs to rope keys: offsets, queries, means, a lifting map
-/// of so many units. A multiple of 16.
+/// @brief Shared memory in bytes that a block needs to rotate keys: offsets, queries, means, and
+/// `units` units of an up-projection map. A multiple of 16.
 __host__ __device__ constexpr int rope_block_bytes(int head_dim, int units) {
   return 4 * rope_words(head_dim) + 4 * kBlockColumns * (head_dim + 4) + 2 * head_dim +
          units * (head_dim / (2 * kRopePairs)) * 512;
 }
-/// @brief The same of a warp: its turned queries.
+/// @brief Shared memory in bytes that each warp needs besides: its rotated queries.
 __host__ __device__ constexpr int rope_warp_bytes(int head_dim) {
   return 4 * rope_couples(head_dim) * kPreRopeBlocks;
 }
-/// @brief Stages of a warp's ring: the keys of a tile, its values.
+/// @brief Stages of a warp's ring: one for the keys of a tile, one for its values.
 inline constexpr int kPreRopeStages = 2;
-/// @brief Warps of a block of a turning kernel, at most: splits are multiples of 16 tiles; where a
-/// tile has more than two units, shared memory has room for fewer, and they get more registers.
+/// @brief Most warps of a block of a pre-RoPE kernel.
+///
+/// Splits are multiples of 16 tiles. If a tile has more than two units, shared memory has room for
+/// fewer warps, and each gets more registers.
 __host__ __device__ constexpr int pre_rope_warps(int max_units) { return max_units <= 2 ? 16 : 8; }
 
-/// @brief Where the rows of a tile stand, as a lane sees its own: rows 16 i + 8 r + lane / 4.
+/// @brief Positions of the rows of a tile, as each lane sees its own rows 16 i + 8 r + lane / 4.
 template <int steps>
 struct TilePlaces {
-  bool contiguous = false;  ///< row i stands at position base + i, or is no row and its logit is
-                            ///< not looked at; the same for all lanes
+  /// Row i stands at position base + i, or there is no row i and its logit is ignored. Uniform over
+  /// the lanes.
+  bool contiguous = false;
   int base = 0;
-  int places[steps][2];  ///< otherwise: positions, or kNoPlace where nobody sees a row
+  /// Otherwise: positions, or kNoPlace where there is no row that a query sees.
+  int places[steps][2];
 };
 
-/// @brief What the warps of a block share: offsets, queries, the lifting map. In shared memory.
+/// @brief What the warps of a block share, in shared memory: offsets, queries, the up-projection
+/// map.
 struct RopeShared {
   const std::uint32_t* offsets = nullptr;  ///< as Rotary::offsets
-  float* raw = nullptr;  ///< [head_dim, kBlockColumns]: queries relative to the largest of their
-                         ///< column, channels in turning order
+  /// [head_dim, kBlockColumns]: queries relative to the largest of their column, channels in rotary
+  /// order (Rotary::channel()).
+  float* raw = nullptr;
   float* largest = nullptr;      ///< [kBlockColumns]
   const uint2* means = nullptr;  ///< as KeyUpMap::means
-  uint4* operands = nullptr;     ///< a copy of those of the lifting map
+  uint4* operands = nullptr;     ///< copy of the up-projection map's operands
 
   RopeShared() = default;
-  /// @brief Lays it out; all threads copy what depends on neither queries nor epochs. The caller
-  /// synchronises.
-  /// @param lift  null: rows at full rank
+  /// @brief Lays out the memory. All threads copy what depends on neither queries nor epochs. The
+  /// caller synchronises.
+  /// @param key_up  null: rows at full rank
   __device__ RopeShared(std::uint8_t* memory, const Rotary& rotary, int head_dim,
                         const KeyUpMap* key_up) {
     uint4* table = reinterpret_cast<uint4*>(memory);
@@ -91,14 +98,14 @@ struct RopeShared {
     if (key_up == nullptr) return;
     copy_means(key_up->means, head_dim);
   }
-  /// @brief Copies means; the caller synchronises.
+  /// @brief Copies the means. The caller synchronises.
   __device__ void copy_means(const uint2* from, int head_dim) {
     uint4* own = reinterpret_cast<uint4*>(const_cast<uint2*>(means));
     for (int i = static_cast<int>(threadIdx.x); i < head_dim / 8; i += static_cast<int>(blockDim.x))
       own[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
   }
-  /// @brief Copies the first `units` units of a lifting map. All threads call it; the caller
-  /// synchronises, before if the last one is still read, and after.
+  /// @brief Copies the first `units` units of an up-projection map. All threads call it. The caller
+  /// synchronises afterwards, and before if the previous map is still read.
   __device__ void copy_map(const uint4* map, int head_dim, int units) const {
 #pragma unroll 4
     for (int i = static_cast<int>(threadIdx.x); i < units * (head_dim / (2 * kRopePairs)) * 32;
@@ -132,14 +139,14 @@ struct RopeShared {
     __syncthreads();
   }
 
-  /// @brief The queries turned back by `base` positions as operands, [rope_couples,
-  /// kPreRopeBlocks]: a lane's two words of either block. All lanes call it; they are synchronised
-  /// at the end.
+  /// @brief Rotates the queries back by `base` positions and writes them as operands,
+  /// [rope_couples, kPreRopeBlocks]: a lane's two words of either block. All lanes call it; they
+  /// are synchronised at the end.
   __device__ void rotate_back(const Rotary& rotary, int head_dim, int base,
                               std::uint32_t* rotated) const {
     __syncwarp();
-    for (int two = static_cast<int>(threadIdx.x) % 32; two < head_dim / 4;
-         two += 32) {  // pairs 2 two and 2 two + 1
+    // Pairs 2 two and 2 two + 1.
+    for (int two = static_cast<int>(threadIdx.x) % 32; two < head_dim / 4; two += 32) {
       const float4 phase = rotary.phases(base, two, head_dim);
       const float4* x = reinterpret_cast<const float4*>(raw) + 2 * two;
       const float4* y = x + head_dim / 2;
@@ -167,8 +174,8 @@ struct RopeShared {
 
 namespace detail {
 
-/// Rotations two neighbouring pairs of channels: their first channels in x, the second in y. @param
-/// cosines, sines  of the two
+/// Rotates two neighbouring pairs of channels: their first channels in x, the second in y.
+/// @param cosines, sines  of the two pairs
 __device__ __forceinline__ void rotate_pairs(std::uint32_t cosines, std::uint32_t sines,
                                              std::uint32_t& x, std::uint32_t& y) {
   const auto half = [](std::uint32_t& word) -> __half2& {
@@ -179,9 +186,10 @@ __device__ __forceinline__ void rotate_pairs(std::uint32_t cosines, std::uint32_
   half(y) = __hfma2(second, c, __hmul2(first, s));
 }
 
-/// One pass over a tile's pairs of channels: s += products of turned rows with turned queries.
-/// @param row_rotations  (couple, step, half) -> the row's cosines and sines of a lane's pairs, as
-/// Rotary::offsets has them
+/// One pass over a tile's pairs of channels: s += products of rotated rows with rotated queries.
+/// @param prepare  as in pre_rope_logits()
+/// @param row_rotations  (couple, step, half) -> cosines and sines of the row, for the lane's
+///   pairs, laid out as in Rotary::offsets
 template <int steps, int at_once, class Prepare, class Rotations>
 __device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* rotated,
                                            Prepare&& prepare, Rotations&& row_rotations,
@@ -227,13 +235,13 @@ __device__ __forceinline__ std::uint32_t half_word(float low, float high) {
 }
 
 /// @brief Logits s of a tile of 16 x steps rows, as the accumulators of products with high and low
-/// parts of queries in neighbouring columns. A warp.
-/// @param prepare  (first step, use): calls use(lift) after it has what it needs of so many steps,
-/// once or several times, where lift(block, x, y) fills x, y [at_once][2 (row g,
-///                 g + 8)] with the first and the second channels of pairs 8 block + 2t and 2t + 1,
-///                 in turning order; keys are the sums over the calls
-/// @tparam at_once  times 16 rows that are prepared together  @tparam scattered  rows may stand in
-/// any order
+/// parts of queries in neighbouring columns. A warp calls it.
+/// @param prepare  (first step, use): gets ready for at_once steps, then calls use(key_up), once or
+///   several times. key_up(block, x, y) fills x, y [at_once][2 (row g, g + 8)] with the first and
+///   the second channels of pairs 8 block + 2t and 2t + 1, in rotary order. Keys are the sums over
+///   the calls.
+/// @tparam at_once  times 16 rows that are prepared together
+/// @tparam scattered  rows may stand in any order
 template <int steps, int at_once, bool scattered, class Prepare>
 __device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const RopeShared& shared,
                                                 int head_dim, std::uint32_t* rotated,
@@ -253,7 +261,7 @@ __device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const Rope
         [&](int couple, int i, int r) { return table(couple, 16 * i + 8 * r + g); }, s);
     return;
   }
-  std::uint32_t pending = 0;  // rows that have no logit yet
+  std::uint32_t pending = 0;  // bits of rows without a logit
 #pragma unroll
   for (int i = 0; i < 2 * steps; ++i)
     pending |= tile.places[i / 2][i % 2] != kNoPlace ? 1U << i : 0U;
@@ -283,7 +291,7 @@ __device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const Rope
       return;
     }
   }
-  while (__any_sync(~0U, pending != 0)) {  // once, unless rows stand far apart
+  while (__any_sync(~0U, pending != 0)) {  // one pass, unless rows stand far apart
     int first = INT32_MAX;
 #pragma unroll
     for (int i = 0; i < 2 * steps; ++i)
@@ -312,32 +320,34 @@ __device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const Rope
   }
 }
 
-/// @brief Two numbers of a tile's word as f16; those of bf16 times kRotatedBFloat.
+/// @brief Two numbers of a tile's word as f16; bf16 numbers are multiplied by kRotatedBFloat.
 template <DType type>
 __device__ __forceinline__ std::uint32_t half_word(std::uint32_t word) {
   if constexpr (type == DType::f16) return word;
   return half_word(kRotatedBFloat * __uint_as_float(word << 16),
                    kRotatedBFloat * __uint_as_float(word & 0xffff0000U));
 }
-/// @brief A unit of 16 rows and channels of plain keys as an operand of f16.
+/// @brief A unit of 16 rows and channels of plain keys as an f16 operand.
 template <DType type>
 __device__ __forceinline__ uint4 half_words(const uint4& words) {
   return {half_word<type>(words.x), half_word<type>(words.y), half_word<type>(words.z),
           half_word<type>(words.w)};
 }
 
-/// @brief Eight pairs of channels, in turning order, of rows at full rank, from a plain tile's
-/// keys; in steps where they are bytes.
+/// @brief Reads eight pairs of channels, in rotary order, of full-rank rows from the keys of a
+/// plain tile. Keys in 8 bits come out in units of their row's step.
 template <DType type, int steps, bool in_bytes>
 __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys,
                                            int key_units, int block, std::uint32_t (&x)[steps][2],
                                            std::uint32_t (&y)[steps][2]) {
   const bool rope = kRopePairs * block < rotary.pairs, split = rope && !rotary.interleaved;
-  const int a = split ? block : 2 * block, b = split ? block + rotary.pairs / kRopePairs
-                                                     : 2 * block + 1;  // blocks of eight channels
+  // The two blocks of eight channels that hold the pairs.
+  const int a = split ? block : 2 * block,
+            b = split ? block + rotary.pairs / kRopePairs : 2 * block + 1;
   const auto read = [&](int i, int from) {
-    const int place = 4 * ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) +
-                      from % 2 * 2;  // in words of 16-bit numbers
+    // In words of 16-bit numbers.
+    const int place =
+        4 * ((i * key_units + from / 2) * 32 + static_cast<int>(threadIdx.x) % 32) + from % 2 * 2;
     if constexpr (in_bytes) {
       const std::uint32_t codes = *reinterpret_cast<const std::uint32_t*>(keys + 2 * place);
       return uint2{detail::scaled_pair<DType::f16>(codes, 0),
@@ -356,8 +366,8 @@ __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint
     y[i][1] = second.y;
     if (!rope || !rotary.interleaved) continue;
 #pragma unroll
-    for (int r = 0; r < 2;
-         ++r) {  // lanes have the pair t of the first block and that of the second
+    for (int r = 0; r < 2; ++r) {
+      // A lane has pair t of the first block and pair t of the second.
       const std::uint32_t both = x[i][r];
       x[i][r] = __byte_perm(both, y[i][r], 0x5410);
       y[i][r] = __byte_perm(both, y[i][r], 0x7632);
@@ -365,12 +375,15 @@ __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint
   }
 }
 
-/// @brief Eight pairs of channels of rows of coefficients, times 2^k: what `operands` were
-/// multiplied by. Sums over 32 coefficients are rounded to f16 once in their middle, longer ones
-/// are f32 up to their end.
-/// @param units  of the map, at least one  @param words  (step, unit) -> the keys as operands,
-/// zeros where there is no unit  @param onto  words of x, and of y, to begin with
-/// @tparam all   the map has max_units units, zeros behind the last: no branches
+/// @brief Up-projects eight pairs of channels of rows of coefficients. The result is times 2^k, the
+/// scale of `operands`.
+///
+/// Sums over 32 coefficients are rounded to f16 once in their middle. Longer sums are f32 up to
+/// their end.
+/// @param units  of the map, at least one
+/// @param words  (step, unit) -> the keys as operands; zeros where there is no unit
+/// @param onto  initial words of x and of y
+/// @tparam all  the map has max_units units, with zeros behind the last; no branches
 template <int steps, int max_units, bool all, class Words>
 __device__ __forceinline__ void up_project_pairs(const uint4* operands, int head_dim, Words&& words,
                                                  int units, int block, const uint2& onto,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/place_rows.cuh  Compressed rows move from loose tiles to the places
-/// of rows that went.
+/// @file cuda/store/compaction/place_rows.cuh  Compressed rows move from staging tiles to the
+/// places of evicted rows.
 ///
-/// Codes of several rows share a word of their tile, and rows of one word may be moved by different
-/// blocks: each changes its own bits, by an exclusive or with what they lack.
+/// Codes of several rows share a 32-bit word of their tile, and different blocks may move rows of
+/// one word. So each block changes only its own bits, by an atomic exclusive or with the
+/// difference.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +18,20 @@ namespace cuda {
 
 namespace detail {
 
-/// Puts the code at `from` of a word of one tile in place of that at `to` of a word of another;
-/// both are `bits` wide.
+/// Copies the code at `from` of one tile over the code at `to` of another tile. Both codes are
+/// `bits` wide.
 __device__ inline void move_code(const std::uint8_t* source, const CodePlace& from,
                                  std::uint8_t* target, const CodePlace& to, int bits) {
   const std::uint32_t mask = (1U << bits) - 1U;
   std::uint32_t* word = reinterpret_cast<std::uint32_t*>(target + to.word);
   const std::uint32_t wanted =
                           *reinterpret_cast<const std::uint32_t*>(source + from.word) >> from.shift,
-                      there = *word >> to.shift;  // nobody else touches these bits
+                      there = *word >> to.shift;  // no other thread changes these bits
   atomicXor(word, ((wanted ^ there) & mask) << to.shift);
 }
 
-/// Moves a row of codes of one list, a lane a channel of a unit.
+/// Moves a row of codes of one list, and its gains; each lane has one channel of every unit. A warp
+/// calls it.
 __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_t* source, int from,
                                       std::uint8_t* target, int to) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -48,7 +50,7 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
           source[layout.gain_place(part, from, group) + byte];
     }
     int offset = layout.offset(part);
-    if (!layout.keys) {  // joint values: planes of blocks of channels
+    if (!layout.keys) {  // joint values: each block of channels has a unit in several planes
       const int blocks =
           joint_blocks(layout, 0) + (layout.scale_groups == 2 ? joint_blocks(layout, 1) : 0);
       for (int index = 0; index < blocks; ++index) {
@@ -67,7 +69,7 @@ __device__ inline void move_coded_row(const HeadTiles& layout, const std::uint8_
   }
 }
 
-/// Moves a row of a plain tile, a lane some of its channels.
+/// Moves a row of a plain tile; each lane has some of its channels. A warp calls it.
 __device__ inline void move_plain_row(const HeadTiles& layout, const std::uint8_t* source, int from,
                                       std::uint8_t* target, int to) {
   for (const Part part : {Part::key, Part::value}) {
@@ -101,9 +103,9 @@ __device__ inline void move_row(const HeadTiles& layout, const std::uint8_t* sou
 
 }  // namespace detail
 
-/// @brief Moves rows to the places that others freed. Grid: pieces of as many rows as a block has
-/// warps x compressed lists x sequences.
-/// @param freed  [sequence of the batch, head, stride]: places
+/// @brief Moves rows from staging tiles to the places that evicted rows freed, a warp a row. Grid:
+/// pieces of as many rows as a block has warps x compressed lists x sequences.
+/// @param freed  [sequence of the batch, head, stride]: the places
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     place_rows_kernel(LayerEdit tables, FlushBatch flushed, StagingTiles staging,
@@ -126,7 +128,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   detail::move_row(layout, source, from, target, to);
 }
 
-/// @brief Enqueues place_rows_kernel. @param most  rows of a sequence that are moved
+/// @brief Enqueues place_rows_kernel.
+/// @param most  rows of a sequence that are moved, at most
 template <class = void>
 void place_rows(const LayerState& layer, const FlushBatch& flushed, const StagingTiles& staging,
                 const RowOrder& freed, std::int64_t most, cudaStream_t stream) {

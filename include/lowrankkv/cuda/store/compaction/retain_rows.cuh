@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/retain_rows.cuh  Rows go from among those that masses chose, whose
-/// order in their list is nobody's: those at its end, or at each segment's, take the places of
-/// those that go.
+/// @file cuda/store/compaction/retain_rows.cuh  Removes rows from lists whose rows are kept by
+/// accumulated attention score.
 ///
-/// A launch, and one a list: one block a head, or a group of heads with one fate, finds which rows
-/// move where, and moves their numbers; a warp a row moves what is stored
+/// These lists have no order. Rows at the end of a list, or of each segment, take the places of
+/// removed rows. One launch plans the moves: one block a head, or a group of heads that retain the
+/// same rows, finds which rows move where, and moves their positions, scores and residuals. One
+/// more launch a list moves the stored rows, a warp a row
 /// (cuda/store/compaction/unordered_compact.cuh). Cost: the positions twice, each moved row once.
 #pragma once
 
@@ -18,18 +19,20 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Which rows of a sequence's weighed lists go.
+/// @brief Which rows of a sequence's scored lists are removed.
 struct GoingRows {
-  std::int32_t first = 0, end = 0;  ///< those of positions [first, end)
-  std::int32_t removed = 0;         ///< positions from `end` on are so many less then
-  std::int32_t limit = -1;  ///< of the others, all but so many with the largest masses; -1: none
-  std::int32_t pinned = 0;  ///< positions below it count as larger than any mass; where both lists
-                            ///< are weighed, they are no part of the limit
+  std::int32_t first = 0, end = 0;  ///< rows of positions [first, end) are removed
+  std::int32_t removed = 0;         ///< positions from `end` on decrease by it afterwards
+  /// Of the remaining rows only so many stay, those with the largest scores; -1: all stay.
+  std::int32_t limit = -1;
+  /// Positions below it rank above any score. Where both lists are scored, their rows do not count
+  /// towards `limit`.
+  std::int32_t pinned = 0;
 };
 
-/// @brief Finds the moves of each head's lists; their positions, masses and residuals are those
-/// after them, and so are their lengths, where both are weighed, and segments. Grid: heads, or
-/// groups of them.
+/// @brief Plans the moves of each head's scored lists. Applies them to positions, scores, residuals
+/// and segments; where both lists are scored, to the lists' lengths too. Grid: heads, or groups of
+/// heads that retain the same rows.
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads)
     plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
@@ -80,8 +83,7 @@ __global__ void __launch_bounds__(kEvictThreads)
   }
 }
 
-/// @brief Memory for the moves of a sequence's weighed lists. Allocates it when that is asked for
-/// the first time.
+/// @brief Memory for the moves of a sequence's scored lists. The first call allocates it.
 inline ListMoves row_moves(LayerState& layer) {
   const LayerEdit& tables = layer.tables();
   const std::size_t heads = static_cast<std::size_t>(tables.num_heads);
@@ -108,8 +110,9 @@ inline ListMoves row_moves(LayerState& layer) {
   return moves;
 }
 
-/// @brief Enqueues what makes rows of the weighed lists go; the host's counts are those before, and
-/// so are the device's, unless both lists are weighed. Pages are the sequence's own.
+/// @brief Enqueues the removal of rows from a sequence's scored lists. The pages of the lists must
+/// be the sequence's own (own_scored_pages()). The host's row counts stay as they were; the
+/// device's change only where both lists are scored.
 template <class = void>
 void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -128,7 +131,8 @@ void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream
   }
 }
 
-/// @brief Gives a sequence copies of all pages whose rows masses choose. Pages were checked.
+/// @brief Makes all pages of a sequence's scored lists its own, by copying shared ones. The caller
+/// has checked that there are enough pages.
 inline void own_scored_pages(LayerState& layer, int slot, cudaStream_t stream) {
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (layer.is_scored(list))
@@ -136,10 +140,11 @@ inline void own_scored_pages(LayerState& layer, int slot, cudaStream_t stream) {
   }
 }
 
-/// @brief Where a sequence has more than `limit` rows that are weighed, after tokens have gone:
-/// those with the largest masses stay. Where both lists are weighed, waits for the stream if any
-/// might go.
-/// @param pinned  positions below it stay in any case
+/// @brief If a sequence has more than `limit` scored rows after tokens were removed, keeps those
+/// with the largest scores; then releases unused pages and uploads lengths. Where both lists are
+/// scored, waits for the stream if any row might go.
+/// @param limit   negative: none
+/// @param pinned  rows of positions below it always stay
 template <class = void>
 void limit_rows(LayerState& layer, int slot, std::int64_t limit, std::int64_t pinned,
                 cudaStream_t stream) {

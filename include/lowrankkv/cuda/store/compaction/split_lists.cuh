@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/split_lists.cuh  Where a position cuts the lists of every head.
-/// Counts say so, unless values chose among the rows: then positions are read from the device.
+/// @file cuda/store/compaction/split_lists.cuh  Where a position splits the lists of every head.
+///
+/// Row counts say where, unless values chose among the rows. Then positions are read from the
+/// device.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +15,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Where positions cut the lists of a sequence's heads, while it stays as it is.
+/// @brief Where positions split the lists of a sequence's heads. Valid while the sequence does not
+/// change.
 class RowCuts {
  public:
-  /// @param chosen  values decided which rows are stored how: positions are read, if any from
-  /// `first` on has left the tail, and the stream is waited for; the device, if that is null
+  /// @param first   the smallest position that below() may be asked for
+  /// @param chosen  values decided which rows are stored how. Then positions are read, if any row
+  /// from `first` on has left the tail; this waits for the stream
+  /// @param stream  null: waits for the device
   RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream)
       : now_(layer.sequence(slot)),
         heads_(layer.tables().num_heads),
@@ -25,7 +30,7 @@ class RowCuts {
         scored_(layer.tables().tail_scores != nullptr) {
     if (!chosen || first >= now_.first_tail()) return;
     if (stream == nullptr)
-      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream its calls are on
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the calls may be on any stream
     const LayerEdit& tables = layer.tables();
     for (const RowList list : {RowList::full, RowList::compressed}) {
       const int which = static_cast<int>(list);
@@ -44,8 +49,8 @@ class RowCuts {
     }
     check(cudaStreamSynchronize(stream), "positions");
   }
-  /// @brief Rows of every head that stand before a position, which is not before `first`; all of
-  /// them, if that is in the tail.
+  /// @brief Rows of every head's lists that stand before a position, which is at least `first`. All
+  /// rows of the lists, if the position is in the tail.
   std::vector<HeadRows> below(std::int64_t position) const {
     std::vector<HeadRows> rows;
     for (int head = 0; head < heads_; ++head)
@@ -57,19 +62,19 @@ class RowCuts {
  private:
   HeadRows rows_below(int head, std::int64_t position) const {
     const HeadRows own = now_.rows_of(head);
-    const auto listed =
-        [&](RowList list) {  // positions ascend, unless rows took the places of others
-          const std::vector<std::int32_t>& all =
-              positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
-          if (scored_)
-            return static_cast<std::int32_t>(
-                std::count_if(all.begin(), all.end(),
-                              [&](std::int32_t own_position) { return own_position < position; }));
-          return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) -
-                                           all.begin());
-        };
-    // Where counts say it full rows are the first tokens; compressed ones stand where no full one
-    // does, unless others were dropped.
+    // Positions ascend, unless rows took the places of evicted rows.
+    const auto listed = [&](RowList list) {
+      const std::vector<std::int32_t>& all =
+          positions_[static_cast<int>(list)][static_cast<std::size_t>(head)];
+      if (scored_)
+        return static_cast<std::int32_t>(
+            std::count_if(all.begin(), all.end(),
+                          [&](std::int32_t own_position) { return own_position < position; }));
+      return static_cast<std::int32_t>(std::lower_bound(all.begin(), all.end(), position) -
+                                       all.begin());
+    };
+    // Where counts decide, full rows are the first tokens. Compressed rows have all positions
+    // without a full row, unless rows were dropped.
     const std::int32_t full =
         chosen_ ? listed(RowList::full)
                 : static_cast<std::int32_t>((std::min)(position, std::int64_t{own.num_full}));
@@ -82,7 +87,7 @@ class RowCuts {
   int heads_;
   bool chosen_, scored_;
   bool listed_[2] = {false, false};
-  std::vector<std::vector<std::int32_t>> positions_[2];  ///< by RowList, of heads
+  std::vector<std::vector<std::int32_t>> positions_[2];  ///< by RowList; of heads
 };
 
 }  // namespace cuda

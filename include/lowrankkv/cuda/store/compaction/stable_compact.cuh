@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/stable_compact.cuh  Rows behind a gap in their list move up, in
-/// order.
+/// @file cuda/store/compaction/stable_compact.cuh  Stable compaction: rows behind a gap in their
+/// list move up and keep their order.
 ///
-/// By way of scratch memory, since any number of them may be moved at once then: their tiles are
-/// copied out, and new ones put together, whole where the gap is one of whole tiles. Floor: the
-/// rows read and written once; this does so twice.
+/// Rows move by way of scratch memory, so that any number of rows can move at once. One kernel
+/// copies their tiles out, the next puts the new tiles together; it copies whole tiles where the
+/// gap is a number of whole tiles. Floor: the rows read and written once; this does so twice.
 #pragma once
 
 #include <algorithm>
@@ -17,17 +17,18 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr std::size_t kShiftBytes =
-    std::size_t{32} << 20;               ///< of scratch memory for rows on their way, about
-inline constexpr int kLeastShift = 256;  ///< rows of a list that are moved at once in any case
+/// Scratch memory for the rows that move at a time, about, in bytes.
+inline constexpr std::size_t kShiftBytes = std::size_t{32} << 20;
+inline constexpr int kLeastShift = 256;  ///< rows of a list that move at a time, at least
 
-/// @brief What goes of some lists, given to a kernel by value: rows [begin, end) of so many.
+/// @brief The gaps of some lists: rows [begin, end) of each list's `rows` rows are removed. Kernels
+/// take it by value.
 struct ListCuts {
   static constexpr int kMost = 128;
-  std::int32_t first = 0, count = 0;  ///< lists
+  std::int32_t first = 0, count = 0;  ///< of the lists: [first, first + count)
   std::int32_t begin[kMost], end[kMost], rows[kMost];
 
-  /// @brief The most rows that stand behind a gap.
+  /// @brief The number of rows behind a gap, the largest of all lists.
   int most_behind() const {
     int most = 0;
     for (int i = 0; i < count; ++i)
@@ -36,22 +37,21 @@ struct ListCuts {
   }
 };
 
-/// @brief Some of the rows behind the gaps of lists: the `first`-th and so many after it, and where
-/// they are on their way.
+/// @brief The rows that move at a time: of the rows behind each list's gap, [first, first + count).
 struct RowShift {
   std::int32_t first = 0, count = 0;
-  std::size_t stride = 0;  ///< bytes, from a list's tiles to the next one's
-  std::uint8_t* scratch = nullptr;
+  std::size_t stride = 0;           ///< bytes from a list's staged tiles to the next list's
+  std::uint8_t* scratch = nullptr;  ///< the staged tiles
 };
 
 namespace detail {
 
-/// One list's part of a shift.
+/// One list's part of a RowShift.
 struct ListShift {
   const HeadTiles& layout;
   const std::int32_t* table;
-  std::uint8_t* tiles;         // on their way
-  int gap, from, until, rows;  // source rows [from, until) of so many
+  std::uint8_t* tiles;         // the staged tiles
+  int gap, from, until, rows;  // rows of the gap; source rows [from, until) of `rows`
 
   __device__ ListShift(const LayerView& tables, int slot, RowList list, const ListCuts& cuts,
                        int which, const RowShift& shift)
@@ -64,13 +64,14 @@ struct ListShift {
         rows(cuts.rows[which]) {
     if (gap == 0) until = from;
   }
+  /// The staged tile of a source row.
   __device__ const std::uint8_t* copied(int row) const {
     return tiles + static_cast<std::size_t>(row / layout.rows - from / layout.rows) *
                        static_cast<std::size_t>(layout.bytes);
   }
 };
 
-/// A block copies a tile.
+/// Copies a tile. All threads of the block call it.
 __device__ inline void copy_tile(const HeadTiles& layout, const std::uint8_t* source,
                                  std::uint8_t* target) {
   for (int i = static_cast<int>(threadIdx.x); i < layout.bytes / 16;
@@ -80,7 +81,7 @@ __device__ inline void copy_tile(const HeadTiles& layout, const std::uint8_t* so
 
 }  // namespace detail
 
-/// @brief Copies tiles with rows that move to scratch memory. Grid: tiles of a list x lists.
+/// @brief Copies the tiles that hold moving rows to scratch memory. Grid: tiles of a list x lists.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     copy_out_kernel(LayerView tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kStoreThreads)
                                     static_cast<std::size_t>(own.layout.bytes));
 }
 
-/// @brief Puts the rows of those tiles where they go. Grid: tiles of a list x lists.
+/// @brief Puts the rows of the staged tiles to their new places. Grid: tiles of a list x lists.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     stable_compact_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (first >= last) return;
   std::uint8_t* const target = tables.tile(own.table, own.layout, tile);
   const bool complete = last == (tile + 1) * tile_rows ||
-                        own.until == own.rows;  // behind the list's last row is nothing
+                        own.until == own.rows;  // nothing is stored behind the list's last row
   if (own.gap % tile_rows == 0 && first == tile * tile_rows && complete) {
     detail::copy_tile(own.layout, own.copied(first + own.gap), target);
     return;
@@ -115,8 +116,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   }
 }
 
-/// @brief How the rows behind the gaps of lists are moved: as many at a time as kShiftBytes hold.
-/// Scratch memory is left out.
+/// @brief How many rows behind the gaps of lists move at a time: as many as kShiftBytes hold, but
+/// at least kLeastShift. RowShift::scratch stays null.
 inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& cuts) {
   std::size_t row_bytes = 1;  // of the largest list
   for (int i = 0; i < cuts.count; ++i) {
@@ -131,20 +132,20 @@ inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& 
   RowShift shift;
   shift.count =
       static_cast<std::int32_t>((std::min)((std::max)(wanted, std::int64_t{kLeastShift}), most));
-  shift.stride = (static_cast<std::size_t>(shift.count) + 2 * kStoreRows) *
-                 row_bytes;  // tiles that rows share at both ends
+  // At both ends the tiles hold other rows too.
+  shift.stride = (static_cast<std::size_t>(shift.count) + 2 * kStoreRows) * row_bytes;
   return shift;
 }
 
-/// @brief Makes sure of the scratch memory that stable_compact() takes. Allocates it, and waits
-/// then, if there was less.
+/// @brief Reserves the scratch memory of stable_compact(). If there was less, allocates it and
+/// waits.
 inline void reserve_stable_compact(const LayerState& layer, RowList list, const ListCuts& cuts) {
   if (cuts.most_behind() > 0)
     layer.pool().scratch(static_cast<std::size_t>(cuts.count) * shift_of(layer, list, cuts).stride);
 }
 
-/// @brief Enqueues what makes rows [end, rows) of lists rows [begin, ...). Scratch memory was made
-/// sure of (reserve_stable_compact). Pages are the sequence's own.
+/// @brief Enqueues the moves that make rows [end, rows) of each list rows [begin, ...). The caller
+/// has reserved scratch memory (reserve_stable_compact()), and the pages are the sequence's own.
 template <class = void>
 void stable_compact(const LayerState& layer, int slot, RowList list, const ListCuts& cuts,
                     cudaStream_t stream) {

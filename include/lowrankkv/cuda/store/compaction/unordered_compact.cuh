@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/store/compaction/unordered_compact.cuh  How a list whose order is nobody's closes up
-/// when rows go: in every segment rows from its end take the places that are free.
+/// @file cuda/store/compaction/unordered_compact.cuh  Unordered compaction: in every segment, rows
+/// from its end take the places of removed rows.
 ///
-/// Segments keep their order, since every one is read through maps of its own; the rows of one may
-/// stand in any order. So a row moves only if it stands behind where its segment will end: of every
-/// segment as many at most as have gone from it and from those before it, not all that stand behind
-/// the first gap.
+/// It is for lists whose rows have no order. Segments keep their order, since each is read through
+/// maps of its own; the rows of one segment may stand in any order. So a row moves only if it
+/// stands behind its segment's new end. In a segment at most as many rows move as were removed from
+/// it and from the segments before it, not all rows behind the first gap.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -21,21 +21,22 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-inline constexpr int kMoveThreads = 1024;  ///< of a block that moves rows, a warp a row
+inline constexpr int kMoveThreads = 1024;  ///< of a block of move_rows_kernel; a warp moves a row
 
 namespace detail {
 
 using PlaceScan = cub::BlockScan<int, kEvictThreads>;
 
-/// Segments of a list: of one epoch where rows are full, or bases do not move.
+/// Number of segments of a list: 1 for full rows, and where bases do not move.
 __device__ inline int list_segments(const LayerView& tables, RowList list, int slot) {
   return list == RowList::full || tables.segments == nullptr ? 1
                                                              : tables.lengths[slot].num_segments;
 }
 
-/// Plans the moves of a head's list of `rows` rows, and lets its segments begin where they will.
-/// All threads of a block of kEvictThreads call it. Returns how many rows stay.
-/// @param stays  stays(row of the list)
+/// Plans the moves of a head's list of `rows` rows, and writes where its segments will begin. All
+/// threads of a block of kEvictThreads call it.
+/// @param stays  stays(row of the list): whether the row is retained
+/// @return how many rows are retained
 template <class Stays>
 __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int head, int rows,
                           Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
@@ -43,7 +44,7 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
   DeviceSegment* own = list == RowList::full || tables.segments == nullptr
                            ? nullptr
                            : tables.segments_of(slot, head);
-  int target = 0, total = 0;  // where the segment will begin, moves before
+  int target = 0, total = 0;  // where the segment will begin; moves of the segments before
   for (int segment = 0; segment < segments; ++segment) {
     const int begin = own == nullptr ? 0 : own[segment].first_row,
               end = segment + 1 < segments ? own[segment + 1].first_row : rows;
@@ -72,7 +73,7 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
       if (moving) moves.from[came + rank] = place;
       came += count;
     }
-    __syncthreads();  // everybody knows where the segment began
+    __syncthreads();  // all threads have read where the segment began
     if (thread == 0) {
       moves.ends[segment] = came;
       if (own != nullptr) own[segment].first_row = target;
@@ -84,19 +85,19 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
   return target;
 }
 
-/// Another head of a group, whose values are joint, moves the same rows. All threads of a block
-/// call it.
+/// Copies the moves of one head to another head of its group, whose values are joint: they retain
+/// the same rows. All threads of a block call it.
 __device__ inline void copy_moves(const RowMoves& planned, const RowMoves& own) {
   for (int i = static_cast<int>(threadIdx.x); i < planned.ends[0];
-       i += static_cast<int>(blockDim.x)) {  // of one segment
+       i += static_cast<int>(blockDim.x)) {  // joint values have one segment
     own.from[i] = planned.from[i];
     own.to[i] = planned.to[i];
   }
   if (threadIdx.x == 0) own.ends[0] = planned.ends[0];
 }
 
-/// Moves positions, masses and residuals of the rows of a head's list. All threads of a block call
-/// it, and are synchronised at the end.
+/// Moves positions, scores and residuals of the rows of a head's list. All threads of a block call
+/// it; they are synchronised at the end.
 __device__ inline void move_numbers(const LayerEdit& tables, RowList list, int slot, int head,
                                     const RowMoves& moves) {
   std::int32_t* positions = tables.row_positions(list, slot, head);
@@ -119,8 +120,9 @@ __device__ inline void move_numbers(const LayerEdit& tables, RowList list, int s
 
 }  // namespace detail
 
-/// @brief Moves what is stored of the rows. Grid: pieces of as many moves as a block has warps, one
-/// where a list may have several segments, x lists, those of joint values too, x sequences.
+/// @brief Moves the stored rows, a warp a row. Grid: pieces x lists (those of joint values too) x
+/// sequences. A piece is as many moves as a block has warps; where a list may have several
+/// segments, there is one piece.
 template <class = void>
 __global__ void __launch_bounds__(kMoveThreads)
     move_rows_kernel(LayerEdit tables, RowList list, Batch batch, RowMoves moves) {
@@ -143,8 +145,9 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
 }
 
-/// @brief Enqueues move_rows_kernel. @param lists  of the kind  @param most  moves of a list, at
-/// most
+/// @brief Enqueues move_rows_kernel.
+/// @param lists  number of lists of the kind `list`
+/// @param most   moves of a list, at most
 template <class = void>
 void move_rows(const LayerEdit& tables, RowList list, const Batch& batch, const RowMoves& moves,
                int lists, std::int64_t most, cudaStream_t stream) {
