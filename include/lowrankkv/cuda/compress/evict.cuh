@@ -46,8 +46,8 @@ struct Eviction {
   /// Output [sequence of the batch, head]: number of freed places; with compaction, number of
   /// flushed rows that stay.
   std::int32_t* counts = nullptr;
-  /// [sequence of the batch, group of heads, group_stride], from group_scores_kernel; null: every
-  /// head decides by itself.
+  /// [sequence of the batch, group of heads, group_stride], from group_accumulated_scores_kernel;
+  /// null: every head decides by itself.
   const float* group_scores = nullptr;
   std::int64_t group_stride = 0;
   ListMoves moves;  ///< output: moves of stored rows, with compaction
@@ -84,8 +84,8 @@ __device__ inline float flushed_score(const LayerView& tables, const float* pack
 /// @param sums  output [sequence, group, stride]
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
-    group_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed,
-                        std::int64_t packed_stride, std::int64_t stride, float* sums) {
+    group_accumulated_scores_kernel(LayerView tables, FlushBatch flushed, const float* packed,
+                                    std::int64_t packed_stride, std::int64_t stride, float* sums) {
   const int leader = static_cast<int>(blockIdx.y) * tables.joint_heads,
             row = static_cast<int>(blockIdx.x) * kStoreThreads + static_cast<int>(threadIdx.x);
   const ScoredList scored(tables, flushed, static_cast<int>(blockIdx.z), leader);
@@ -376,10 +376,10 @@ RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int
     eviction.group_stride = most_rows;
     const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates,
                     sequences);
-    group_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(
+    group_accumulated_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(
         tables, flushed, eviction.accumulated_scores, eviction.stride, eviction.group_stride,
         scratch.group_scores);
-    check(cudaGetLastError(), "group_scores_kernel");
+    check(cudaGetLastError(), "group_accumulated_scores_kernel");
   }
   evict_rows_kernel<closes>
       <<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);

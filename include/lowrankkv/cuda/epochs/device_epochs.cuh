@@ -77,8 +77,9 @@ struct DeviceEpochLimits {
 };
 
 /// @brief Bits of a sequence's own epochs that have rows, or are current.
-__device__ inline std::uint32_t used_epochs(const LayerView& tables, int slot, std::int32_t current,
-                                            int slots_per_sequence) {
+template <bool edits>
+__device__ std::uint32_t used_epochs(const LayerTables<edits>& tables, int slot,
+                                     std::int32_t current, int slots_per_sequence) {
   const auto bit = [&](std::int32_t epoch) {
     return epoch == 0 ? 0U : 1U << (epoch - slot * slots_per_sequence - 1);
   };

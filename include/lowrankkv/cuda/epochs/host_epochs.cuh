@@ -113,7 +113,8 @@ struct MergePlans {
     return decided == nullptr ? one : decided[sequence];
   }
   /// @brief The rows [x, y) of a head that a plan re-projects.
-  __device__ int2 rows_of(const LayerView& tables, const MergePlan& plan, int head) const {
+  template <bool edits>
+  __device__ int2 rows_of(const LayerTables<edits>& tables, const MergePlan& plan, int head) const {
     if (plan.segment < 0) return {0, 0};
     const SegmentRows own = tables.segment(
         plan.slot, head, tables.num_rows(RowList::compressed, plan.slot, head), plan.segment, 0);

@@ -56,8 +56,8 @@ struct RowProducts {
   /// By pair of blocks and slice of channels: M, where M + M' are the products of the pair's rows
   /// over the channels of the slice. Then, in slice 0, the rotations Q of the pair.
   float sums[kBlockPairs][kChannelSlices][16][16];
-  std::int32_t pre_rope[kBlockPairs];  ///< whether the pair's rows need rotations
-  std::int32_t longest;  ///< float bits of the largest squared length that a sweep met
+  std::int32_t rotates[kBlockPairs];  ///< whether the pair's rows need rotations
+  std::int32_t longest;               ///< float bits of the largest squared length that a sweep met
 };
 
 /// Computes the squared lengths of rows. All threads call it; the caller synchronises.
@@ -224,12 +224,12 @@ __device__ __forceinline__ Rotation find_rotation(float square, float product, i
               difference = square - other_square;
   const float squares = fmaf(difference, difference, twice * twice), root = rsqrt_fast(squares),
               half = fmaf(0.5F * fabsf(difference), root, 0.5F), inverse = rsqrt_fast(half);
-  const bool pre_rope = fminf(square, other_square) > kNothing && squares > 1e-36F;
+  const bool rotates = fminf(square, other_square) > kNothing && squares > 1e-36F;
   const float positive = difference == 0.0F ? (leads ? -1.0F : 1.0F) : difference;
   const float cosine = half * inverse, sine = 0.5F * twice * root * copysignf(inverse, positive);
   // A Newton step normalises (c, s), so that rows keep their lengths.
   const float length = fmaf(-0.5F, fmaf(cosine, cosine, sine * sine), 1.5F);
-  return {pre_rope ? cosine * length : 1.0F, pre_rope ? sine * length : 0.0F};
+  return {rotates ? cosine * length : 1.0F, rotates ? sine * length : 0.0F};
 }
 
 /// Rotates rows of one block against rows of the other block: row i with row i ^ (8 + r).
@@ -294,13 +294,13 @@ __device__ __forceinline__ void rotate_all_within(RotationShare& g, RotationShar
 /// Finds the rotations Q that make the products of 16 rows more diagonal, unless the rows are
 /// orthogonal. One warp calls it.
 /// @param sums  the products; slice 0 receives Q
-/// @param pre_rope  receives 0 if the rows are orthogonal, else 1
+/// @param rotates  receives 0 if the rows are orthogonal, else 1
 /// @param longest  receives the longest row's squared length, if that is larger
 /// @param scale  of the products, so that row lengths are at most about 1
 /// @param unit  1 / scale
 /// @param within  also rotate rows within the two blocks
 /// @return in every lane, whether a cosine was above kConverged
-__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& pre_rope,
+__device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std::int32_t& rotates,
                                       std::int32_t& longest, float scale, float unit, bool within) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 16,
             first = row ^ (4 * (lane / 16));
@@ -334,7 +334,7 @@ __device__ inline bool find_rotations(float (&sums)[kChannelSlices][16][16], std
     if (within) meet(g.own[p], first ^ p);
   }
   orthogonal = __all_sync(~0U, orthogonal) != 0;
-  if (lane == 0) pre_rope = orthogonal ? 0 : 1;
+  if (lane == 0) rotates = orthogonal ? 0 : 1;
   if (orthogonal) return false;
   if (within) rotate_all_within(g, q, lane);
   const auto relabel = [&](auto d) {
@@ -413,12 +413,12 @@ __device__ inline int make_orthogonal(float* rows, int count, int dim, int strid
         }
         __syncthreads();
         if (takes_part && slice == 0) {
-          const bool larger = find_rotations(shared.sums[pair], shared.pre_rope[pair],
+          const bool larger = find_rotations(shared.sums[pair], shared.rotates[pair],
                                              shared.longest, scale, longest, round == 0);
           unconverged = unconverged || larger;
         }
         __syncthreads();
-        if (takes_part && shared.pre_rope[pair] != 0)
+        if (takes_part && shared.rotates[pair] != 0)
           share.rotate(first, second, dim, stride, slice, lane, shared.sums[pair][0]);
         __syncthreads();
       }

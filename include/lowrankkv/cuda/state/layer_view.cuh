@@ -219,7 +219,8 @@ struct LayerTables {
   }
 
   /// @brief A LayerEdit converts to a LayerView.
-  operator LayerTables<false>() const requires edits {
+  template <bool written = false>
+  requires(edits && !written) operator LayerTables<written>() const {
     LayerTables<false> view;
     view.lengths = lengths;
     view.rows = rows;

@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(kSketchThreads)
   }
   __syncthreads();
   if (thread < rank) matrix[thread * most + thread] += added;
-  bool pre_rope = count > 0 || rms != nullptr;
-  pre_rope = pre_rope && detail::factorise(matrix, rank, most, column);
-  if (pre_rope) {
+  bool aligned = count > 0 || rms != nullptr;
+  aligned = aligned && detail::factorise(matrix, rank, most, column);
+  if (aligned) {
     for (int row = warp; row < rank; row += kSketchThreads / 32) {  // of R U'
       float sums[channels / 32] = {};
       for (int k = row; k < rank; ++k) {
@@ -192,25 +192,25 @@ __global__ void __launch_bounds__(kSketchThreads)
     detail::make_orthogonal<channels>(axes, rank, dim, stride, lengths, products);
     detail::measure_rows(axes, rank, dim, stride, lengths);
     __syncthreads();
-    pre_rope = __syncthreads_and(thread >= rank ||
-                                 (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
+    aligned = __syncthreads_and(thread >= rank ||
+                                (lengths[thread] > 0.0F && lengths[thread] < INFINITY)) != 0;
   }
   if (thread < rank) {
     int place = 0;
-    for (int other = 0; pre_rope && other < rank; ++other)
+    for (int other = 0; aligned && other < rank; ++other)
       place +=
           lengths[other] > lengths[thread] || (lengths[other] == lengths[thread] && other < thread)
               ? 1
               : 0;
-    place = pre_rope ? place : thread;
+    place = aligned ? place : thread;
     places[thread] = place;
-    const float size = !pre_rope ? (rms == nullptr ? 1.0F : rms[thread])
-                                 : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) /
-                                                       static_cast<float>(count + rank)));
+    const float size = !aligned ? (rms == nullptr ? 1.0F : rms[thread])
+                                : fmaxf(1e-20F, sqrtf(fmaxf(0.0F, lengths[thread] - added) /
+                                                      static_cast<float>(count + rank)));
     const float unit = scales.units == nullptr ? 0.0F : scales.units[which * most + place];
     steps[place] = unit == 0.0F ? 1.0F : unit * size;
   }
-  if (!pre_rope) return;
+  if (!aligned) return;
   __syncthreads();
   // The axes are written in order and normalised. Where codes want rotated axes, they go to
   // `matrix` first, which has room for them.

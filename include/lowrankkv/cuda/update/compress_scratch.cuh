@@ -38,7 +38,7 @@ struct CompressScratch {
   /// dropped by accumulated score: the rows that updaters observe, or the rows that stay and among
   /// which errors choose.
   std::int32_t* kept = nullptr;
-  std::int32_t* observed = nullptr;   ///< [lists]: how many rows updaters observe
+  std::int32_t* observed = nullptr;   ///< [2, lists]: how many rows updaters observe, first
   std::int32_t* part_ends = nullptr;  ///< of part_ends_kernel
   std::int32_t* exempt = nullptr;     ///< [2, lists]: of exempt_outliers() and exempt_of_part()
   float* moments = nullptr;           ///< of moment_kernel
@@ -123,7 +123,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
                                        ? lists * static_cast<std::size_t>(list_rows) *
                                              sizeof(std::int32_t)
                                        : 0),
-                    observed = reserve(shares ? lists * sizeof(std::int32_t) : 0);
+                    observed = reserve(shares ? 2 * lists * sizeof(std::int32_t) : 0);
   const std::size_t part_ends =
                         reserve((keeps || accumulated_scores) && device_epochs
                                     ? heads *

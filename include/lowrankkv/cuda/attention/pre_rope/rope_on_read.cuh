@@ -202,10 +202,10 @@ __device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* ro
       for (int couple = 0; 2 * couple < blocks; ++couple) {
         const uint4 b =
             *reinterpret_cast<const uint4*>(rotated + couple * kPreRopeBlocks + 4 * lane);
-        uint4 pre_rope[at_once][2];
+        uint4 rotations[at_once][2];
 #pragma unroll
         for (int i = 0; i < 2 * at_once; ++i)
-          pre_rope[i / 2][i % 2] = row_rotations(couple, group * at_once + i / 2, i % 2);
+          rotations[i / 2][i % 2] = row_rotations(couple, group * at_once + i / 2, i % 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (half == 1 && 2 * couple + 1 == blocks) break;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void add_logits(int head_dim, const std::uint32_t* ro
           for (int i = 0; i < at_once; ++i) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-              rotate_pairs(half == 0 ? pre_rope[i][r].x : pre_rope[i][r].z,
-                           half == 0 ? pre_rope[i][r].y : pre_rope[i][r].w, x[i][r], y[i][r]);
+              rotate_pairs(half == 0 ? rotations[i][r].x : rotations[i][r].z,
+                           half == 0 ? rotations[i][r].y : rotations[i][r].w, x[i][r], y[i][r]);
             mma_plain<DType::f16>(s[group * at_once + i], {x[i][0], x[i][1], y[i][0], y[i][1]},
                                   half == 0 ? b.x : b.z, half == 0 ? b.y : b.w);
           }
@@ -278,12 +278,12 @@ __device__ __forceinline__ void pre_rope_logits(const Rotary& rotary, const Rope
       shared.rotate_back(rotary, head_dim, base, rotated);
       const auto rotations_of = [&](int couple, int i, int r) {
         const int place = tile.places[i][r], offset = place == kNoPlace ? 0 : place - base;
-        const auto pre_rope = [&](int half) {
+        const auto rotations = [&](int half) {
           return 16 * (2 * couple + half) < head_dim
                      ? rotary.phases(offset, 4 * (2 * couple + half) + lane % 4, head_dim)
                      : float4{};
         };
-        const float4 low = pre_rope(0), high = pre_rope(1);
+        const float4 low = rotations(0), high = rotations(1);
         return uint4{half_word(low.x, low.z), half_word(low.y, low.w), half_word(high.x, high.z),
                      half_word(high.y, high.w)};
       };
