@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file budgeted.hpp  Everything that the Budgeted preset needs for a byte budget: bases, bits,
-/// steps, policies.
+/// @file budgeted.hpp  Builds the bases, bits, quantizer steps and policies of the Budgeted preset
+/// for a byte budget.
 #pragma once
 
 #include <Eigen/Core>
@@ -22,30 +22,34 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief What a sequence may cost, and how it is spent.
+/// @brief The byte budget of a sequence, and how it is spent.
 struct BudgetOptions {
-  double ratio =
-      0.1;  ///< measured bytes of a sequence of `context` tokens over those of f16 K and V
-  std::int64_t context =
-      4096;         ///< the length at which the budget is to be met; longer sequences cost less
-  int sinks = 4;    ///< first tokens, at full rank; 0 to 16 serve equally well
-  int recent = 32;  ///< last tokens, at full rank; fewer cost quality
+  /// Measured bytes of a sequence of `context` tokens over the bytes of f16 K and V.
+  double ratio = 0.1;
+  /// Length in tokens at which the budget is met. Longer sequences have a smaller ratio.
+  std::int64_t context = 4096;
+  int sinks = 4;               ///< first tokens, at full rank; 0 to 16 serve equally well
+  int recent = 32;             ///< last tokens, at full rank; fewer cost quality
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
-  std::vector<int> widths{
-      2, 3, 4, 6, 8};  ///< bits that a channel may have besides 0; 8 is needed, 1 brings nothing
-  int channels_together = 1;   ///< so many consecutive channels get the same bits; 32 for the Cuda
-                               ///< backend, whose tiles pad to that (for_cuda())
-  float step_scale = 1.15F;    ///< TransformCode::step_scale
-  double metric_floor = 1e-3;  ///< smallest eigenvalue of a metric, relative to its mean
-  DType full_type = DType::f16;   ///< of rows at full rank: CacheConfig::full_type
-  int full_row_bits = 8;          ///< CacheConfig::full_row_bits: 8 serve as well as 16
-  std::size_t page_bytes = 4096;  ///< of the pool: small enough that the last ones waste little,
-                                  ///< large enough for wide rows
+  /// Bits that a channel may have besides 0. 8 is needed; 1 brings nothing.
+  std::vector<int> widths{2, 3, 4, 6, 8};
+  /// Number of consecutive channels that get the same bits. 32 for the Cuda backend, whose tiles
+  /// pad to 32 channels (for_cuda()).
+  int channels_together = 1;
+  float step_scale = 1.15F;      ///< TransformCode::step_scale
+  double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
+  DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
+  int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
+  /// Page size of the pool. Small enough that partly filled pages waste little, large enough for
+  /// wide rows.
+  std::size_t page_bytes = 4096;
 
-  /// @brief Channels and widths as the Cuda backend's kernels want them: 32 channels share 2, 4 or
-  /// 8 bits, and are one plane of codes. Codes of 3 and 6 bits are two planes there: at the same
-  /// bytes they would leave a fifth less error (as much as 5 % more bytes do), and attention would
-  /// take a fifth more time (docs/log/2026-11-25-gpu-decode-step.md).
+  /// @brief Sets the channels and widths that suit the Cuda backend's kernels: 32 channels share 2,
+  /// 4 or 8 bits, which is one plane of codes.
+  ///
+  /// Codes of 3 and 6 bits would take two planes. At equal bytes they leave a fifth less error (as
+  /// much as 5 % more bytes do), but attention takes a fifth longer
+  /// (docs/log/2026-11-25-gpu-decode-step.md).
   BudgetOptions& for_cuda() {
     widths = {2, 4, 8};
     channels_together = 32;
@@ -53,22 +57,22 @@ struct BudgetOptions {
   }
 };
 
-/// @brief What a Budgeted cache of every layer is made from.
+/// @brief Everything that a Budgeted cache of each layer is constructed from.
 struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
-  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>
-      policies;           ///< of Budgeted<Backend>, whatever the backend
-  BudgetOptions options;  ///< what it was made for
+  /// Policies of Budgeted<Backend>, for either backend.
+  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;
+  BudgetOptions options;  ///< the options that it was made for
 
-  /// @brief Sets what the byte budget counts on: how full rows are stored, and the size of pages.
-  /// (The Cuda backend finds the size of pages that suits its tiles: set page_bytes to 0 again for
-  /// it.)
+  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size,
+  /// and f32 epochs. The Cuda backend chooses a page size that suits its tiles: there, set
+  /// page_bytes to 0 afterwards.
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;
     config.page_bytes = options.page_bytes;
-    config.epoch_type =
-        DType::f32;  // shared by all sequences; metrics with a wide spectrum want the precision
+    // All sequences share this epoch, and metrics with a wide spectrum need the precision.
+    config.epoch_type = DType::f32;
   }
 };
 
@@ -78,19 +82,20 @@ namespace detail {
 struct CodedPart {
   MetricRoot metric;
   Spectrum spectrum;  ///< of the rows in the metric; values per row
-  double unit =
-      0.0;  ///< the metric's mean eigenvalue: what a unit of the spectrum costs the output
+  /// Mean eigenvalue of the metric: what one unit of the spectrum costs the output.
+  double unit = 0.0;
   Eigen::VectorXd mean;
 };
 
-/// @param scale  what the metric is divided by to compare heads and layers: the queries it is a sum
-/// over, times |h|^2
+/// Computes the principal axes of one head's keys or values in their metric.
+/// @param scale  divisor that makes metrics of different heads and layers comparable: the number of
+/// queries that the metric sums over, times |h|^2
 template <class Real = double>
 CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double scale,
                      double floor) {
   CodedPart part;
   part.unit = metric.trace() / static_cast<double>(metric.rows()) / scale;
-  // A head that no query reads has no metric: its rows may be coded as nothing.
+  // A head that no query reads has no metric. Its rows may get 0 bits.
   part.metric = part.unit > 0.0
                     ? metric_root(metric, floor)
                     : MetricRoot{Eigen::MatrixX<Real>::Identity(metric.rows(), metric.cols()),
@@ -101,15 +106,15 @@ CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, dou
   return part;
 }
 
-/// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]; channels without bits
-/// are cut, one stays.
+/// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]. Channels without bits
+/// are left out, but at least one channel is kept.
 struct CodedMaps {
   int rank = 1;
   std::vector<std::uint8_t> bits;
   std::vector<float> down, up, metric, inverse, mean, rms;
 };
 
-/// Channels that are kept: those with bits, or one.
+/// Number of channels kept: the channels that have bits, and at least one.
 inline int coded_channels(const std::vector<std::uint8_t>& bits) {
   return static_cast<int>((std::max)(
       std::ptrdiff_t{1},
@@ -140,8 +145,8 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
 
 /// @brief Bytes of a sequence of options.context tokens right after its prompt, as
 /// MemoryUsage::total() counts them: pages of codes and of full rows with their slack, the recent
-/// window, positions.
-/// @param bits  per layer and head the bits of its keys, then of its values
+/// window, and positions.
+/// @param bits  for each layer and head: the bits of its keys, then the bits of its values
 inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
                                    const BudgetOptions& options) {
@@ -169,7 +174,7 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
     const auto codes =
         cpu::make_row_layout(quantizer, static_cast<int>(key.size()),
                              static_cast<int>(value.size()), key, value, options.page_bytes);
-    // Two runs of positions for sinks and rest, two more for every outlier.
+    // One run of positions for sinks and one for compressed rows; two more for each outlier.
     const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) *
                            ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
     bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) +
@@ -179,24 +184,26 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
   return bytes;
 }
 
-/// @brief Bases, bits and policies for one byte budget over a whole model: principal axes of the
-/// centred rows in the metrics of CodingStatistics, bits by reverse water-filling over all layers,
-/// heads, keys and values at once. An error in a layer counts as its share of the residual stream
-/// there (CodingStatistics::stream_square()).
-/// @param layers  every layer's calibration; what counts is LayerMoments::coding(). Where no layer
-/// was shown its residual
-///   stream (an engine that gives queries, keys and values alone), errors count in absolute units:
-///   of models whose stream grows from layer to layer, as that of most does, the first layers then
-///   get too few bits
-/// @throws ValueError if the budget is smaller than what is stored at full rank anyway, a layer has
-/// no coding statistics, or some layers were shown their residual stream and others were not;
-/// ShapeError without layers Cost: four eigendecompositions of head_dim per layer and head.
+/// @brief Computes bases, bits and policies for one byte budget over a whole model.
+///
+/// The bases are the principal axes of the centred rows in the metrics of CodingStatistics. Bits
+/// come from reverse water-filling over all layers, heads, keys and values at once. An error in a
+/// layer counts as its share of the residual stream there (CodingStatistics::stream_square()).
+/// @param layers  calibration of every layer, of which LayerMoments::coding() is used. Without
+///   residual streams (an engine that provides only queries, keys and values), errors count in
+///   absolute units. Where the stream grows from layer to layer, as in most models, the first
+///   layers then get too few bits
+/// @throws ValueError if the budget is smaller than the rows at full rank and the pages alone, if a
+/// layer has no coding statistics, or if only some layers have their residual stream; ShapeError if
+/// there is no layer
+///
+/// Cost: four eigendecompositions of head_dim per layer and head.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
-  std::vector<detail::CodedPart> parts;  // layer by layer, head by head: keys, values
+  std::vector<detail::CodedPart> parts;  // by layer, then head: keys, values
   std::vector<Eigen::VectorX<Real>> energies;
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
@@ -225,8 +232,8 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     const Eigen::VectorX<Real>& values = part.spectrum.values;
     energies.push_back(part.unit * values);
   }
-  // Pages, slack and full rows make bytes a step function of the bits: the largest budget of bits
-  // whose bytes fit.
+  // Bytes are a step function of the bits because of pages, slack and full rows. Bisect for the
+  // largest budget of bits whose bytes fit.
   const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
                        static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);

@@ -21,16 +21,16 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief The KV cache of one attention layer: full-rank sinks and tail, and compressed rows that
-/// attention reads as they are.
+/// @brief The KV cache of one attention layer: sinks and tail at full rank, and compressed rows
+/// that attention reads without decoding them.
 ///
-/// A row is (sequence, KV head, token). It enters the tail at full rank; when the tail is flushed
-/// the token policy decides whether it stays full or is projected by the current epoch's maps and
-/// stored as coefficients. attend() is softmax attention over [full rows, decode(coefficients),
-/// tail], computed without decoding.
+/// A row is (sequence, KV head, token). It enters the tail at full rank. When the tail is flushed,
+/// the token policy decides whether the row stays full, or the current epoch's maps project it to
+/// coefficients. attend() is softmax attention over [full rows, decode(coefficients), tail],
+/// computed without decoding.
 ///
-/// One thread calls a cache at a time; the work runs on its thread pool. After any error the cache
-/// is as it was.
+/// Not thread-safe: one thread calls a cache at a time. The work runs on the cache's thread pool.
+/// After any error the cache is unchanged.
 template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
 class CompressedKVCache
@@ -41,22 +41,21 @@ class CompressedKVCache
   using typename Base::Layer;
 
  public:
-  // The steps of the algorithm (compress_rows, fork_slot, ...) are found by the layer's namespace:
-  // they are the backend's.
-  using PolicySet =
-      Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< what the policies are set to
-  using Pool = typename Backend::Pool;                   ///< owner of the pages
-  using Executor = typename Backend::Executor;           ///< threads
+  // The steps of the algorithm (compress_rows, fork_slot, ...) belong to the backend. Argument-
+  // dependent lookup finds them in the namespace of `layer_`.
+  using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< policy parameters
+  using Pool = typename Backend::Pool;                                 ///< owner of the pages
+  using Executor = typename Backend::Executor;                         ///< threads
   /// @brief What the layers of a model share besides pages: threads.
   using Shared = std::shared_ptr<Executor>;
 
   /// @brief Makes an empty cache.
   /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token
   /// policy compresses nothing
-  /// @param pool     pages shared with other layers; null: a pool of its own (config.page_bytes,
-  /// config.num_pages)
-  /// @param threads  threads shared with other layers and the engine; null: config.num_threads of
-  /// its own
+  /// @param pool     pages shared with other layers; null: the cache makes its own pool
+  /// (config.page_bytes, config.num_pages)
+  /// @param threads  threads shared with other layers and the engine; null: the cache makes
+  /// config.num_threads threads
   /// @throws ShapeError, ValueError, CapacityError naming both values
   explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {},
                              PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
@@ -67,14 +66,15 @@ class CompressedKVCache
   static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) {
     Base::checked(config, basis, policies, nullptr);
   }
-  /// @brief Pages of `page_bytes` (config.page_bytes, or the default) that max_sequences of
-  /// max_tokens can ever need.
+  /// @brief Number of pages of config.page_bytes bytes (0: the default size) that max_sequences
+  /// sequences of max_tokens tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
     check(config, basis, policies);
     return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer)
         .num_pages;
   }
+  /// @brief Page size in bytes: config.page_bytes, or the default if that is 0.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
     check(config, basis, policies);
@@ -82,30 +82,29 @@ class CompressedKVCache
         .page_bytes;
   }
 
-  /// @brief The pool that layers with these bases can ever need. @throws as the constructor
+  /// @brief Size of the pool that layers with these bases can ever need. @throws as the constructor
   static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
     PoolSize size{page_bytes(config, bases.front(), policies), 0};
     for (const LayerBasis& basis : bases) size.num_pages += num_pages(config, basis, policies);
     return size;
   }
-  /// @brief Makes what layers share: config.num_threads threads.
+  /// @brief Makes the resources that layers share: config.num_threads threads.
   static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>,
                             const PolicySet&) {
     return std::make_shared<Executor>(config.num_threads);
   }
-  static std::size_t bytes_of(const Shared&) {
-    return 0;
-  }  ///< that layers share: threads take none
+  /// @brief Bytes of the resources that layers share: threads count as none.
+  static std::size_t bytes_of(const Shared&) { return 0; }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond
-  /// max_sequences.
+  /// max_sequences
   void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
-  bool contains(SequenceId seq) const {
-    return sequences_.contains(seq);
-  }  ///< whether create() was called for it, or fork() or load()
-  /// @brief A sequence may have at most so many tokens from now on, no more than config.max_tokens;
-  /// copies of it too. @throws CapacityError beyond that, or if it has more
+  /// @brief Whether the sequence exists (by create(), fork() or load()).
+  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  /// @brief Sets the number of tokens that a sequence, and copies made of it later, may have: at
+  /// most config.max_tokens. @throws CapacityError if max_tokens exceeds config.max_tokens or is
+  /// below the sequence's length
   void limit(SequenceId seq, std::int64_t max_tokens) {
     sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq));
   }
@@ -119,20 +118,21 @@ class CompressedKVCache
   }
   /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
   std::int64_t num_tokens(SequenceId seq) const { return lengths(seq).num_tokens; }
-  /// @brief Tokens that are at full rank at the end of the sequence.
+  /// @brief Tokens in the tail: the last tokens of the sequence, at full rank.
   int tail_length(SequenceId seq) const { return lengths(seq).tail_length; }
 
   /// @brief Attends to a prompt exactly, then compresses it. out = causal softmax attention of
-  /// `query` over what is stored, the earlier rows of its chunk and itself.
+  /// `query` over the stored rows, the earlier rows of its chunk, and its own row.
   ///
-  /// With config.prefill_chunk = C the prompt is cut into chunks of C tokens, wherever the calls
-  /// are cut: a chunk attends exactly to itself and to the stored form of earlier ones. Memory:
-  /// twice K and V of one chunk in f32.
-  /// @param query [n, num_qo_heads, head_dim], rotated  @param key, value [n, num_kv_heads,
-  /// head_dim]; keys rotated, or with Rope::pre not, as everywhere
-  /// @param out   [n, num_qo_heads, head_dim]  @param lse [n, num_qo_heads], natural log, optional
-  /// @param prompt  Prompt::continues: more of this prompt follows; until it is complete, append,
-  /// attend, maintain, truncate, remove and fork are refused
+  /// config.prefill_chunk = C splits the prompt into chunks of C tokens, wherever the calls split
+  /// it. A chunk attends exactly to itself, and to the stored form of earlier chunks. Memory: twice
+  /// K and V of one chunk in f32.
+  /// @param query [n, num_qo_heads, head_dim], post-RoPE
+  /// @param key, value [n, num_kv_heads, head_dim]; post-RoPE keys, or with Rope::pre pre-RoPE keys
+  /// @param out   [n, num_qo_heads, head_dim]
+  /// @param lse   [n, num_qo_heads], natural log, optional
+  /// @param prompt  Prompt::continues: more of this prompt comes in a later call. Until the prompt
+  /// is complete, append, attend, maintain, truncate, remove and fork raise StateError
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
                const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
@@ -150,43 +150,46 @@ class CompressedKVCache
                          });
   }
 
-  /// @brief Stores a prompt that the engine attended to itself. As prefill(), without attention.
-  /// @param q_window  the queries of the last tokens, [w, num_qo_heads, head_dim]; needed by
-  /// updaters that select prompt rows by score (w >= the updater's window, or all tokens of a
-  /// shorter prompt; all n tokens if chunks end inside the call) and by token policies that score
-  /// rows (SnapKV: its window; HeavyHitters: all n tokens, which are then attended to)
+  /// @brief Stores a prompt that the engine attended to itself: prefill() without attention.
+  /// @param q_window  queries of the last w tokens, [w, num_qo_heads, head_dim], post-RoPE. Needed
+  /// by updaters that select prompt rows by score and by token policies that score rows:
+  /// - SnapKV and such updaters: w at least their window, or all tokens of a shorter prompt; all n
+  ///   tokens if a chunk ends inside the call
+  /// - HeavyHitters: all n tokens; the call then computes their attention
   void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
               const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
     const int slot = sequences_.find(seq);
     this->check_prompt(slot, key, value);
     this->check_query_window(slot, q_window, key.num_tokens);
     const std::int64_t offset = key.num_tokens - q_window.num_tokens;
-    this->for_each_piece(
-        slot, key, value, prompt,
-        [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
-          const std::int64_t begin = (std::max)(first, offset);
-          if (first + count > begin)
-            layer_.sequence(slot).chunk.add_queries(
-                q_window.tokens(begin - offset, first + count - begin));
-          if constexpr (Base::accumulates_scores) {  // masses need normalised attention: attend,
-                                                     // and forget the outputs
-            std::vector<float> out(
-                static_cast<std::size_t>(count) *
-                static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
-            this->attend_piece(slot, q_window.tokens(first, count),
-                               {out.data(), count, q_window.num_heads, q_window.head_dim}, {},
-                               own_row);
-          }
-        });
+    this->for_each_piece(slot, key, value, prompt,
+                         [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
+                           const std::int64_t begin = (std::max)(first, offset);
+                           if (first + count > begin)
+                             layer_.sequence(slot).chunk.add_queries(
+                                 q_window.tokens(begin - offset, first + count - begin));
+                           // Accumulated scores need normalised attention: attend, and discard the
+                           // outputs.
+                           if constexpr (Base::accumulates_scores) {
+                             std::vector<float> out(
+                                 static_cast<std::size_t>(count) *
+                                 static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
+                             this->attend_piece(
+                                 slot, q_window.tokens(first, count),
+                                 {out.data(), count, q_window.num_heads, q_window.head_dim}, {},
+                                 own_row);
+                           }
+                         });
   }
 
-  /// @brief Compresses what is left of a prompt whose last part came with Prompt::continues.
+  /// @brief Ends a prompt whose last part came with Prompt::continues, and compresses the rows that
+  /// are still pending. @throws CapacityError if the pool lacks the pages
   void finish_prompt(SequenceId seq) {
     const int slot = sequences_.find(seq);
     PageDemand demand;
     this->demand_rows(slot, 0, Phase::prefill, demand);
-    layer_.pool->allocator().require(
-        demand.total());  // other sequences may have taken pages since the last call
+    // Other sequences may have taken pages since the last call.
+    layer_.pool->allocator().require(demand.total());
     if (!layer_.sequence(slot).chunk.empty()) this->commit_chunk(slot);
     layer_.sequence(slot).prompt_open = false;
   }
@@ -201,13 +204,14 @@ class CompressedKVCache
     for (std::size_t i = 0; i < seqs.size(); ++i)
       layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
   }
+  /// @brief append() to one sequence.
   void append(SequenceId seq, const KeyView& key, const ValueView& value) {
     append(std::span(&seq, 1), key, value);
-  }  ///< of one sequence
+  }
 
-  /// @brief Flushes every tail longer than recent + T: T rows at a time leave full rank, the
-  /// updater sees them, epochs are published and merged. Nothing is flushed unless the pool has the
-  /// pages for all of it.
+  /// @brief Flushes every tail longer than recent + T, T rows at a time: the updater observes the
+  /// rows, they are compressed, and epochs are published and merged.
+  /// @throws CapacityError, before anything is flushed, if the pool lacks pages for all sequences
   void maintain(std::span<const SequenceId> seqs) {
     layer_.pool->allocator().require(pages_to_maintain(seqs));
     for (const SequenceId seq : seqs) this->flush(sequences_.find(seq));
@@ -223,7 +227,7 @@ class CompressedKVCache
     return demand.total();
   }
 
-  /// @brief append() of any number of tokens, with maintain() whenever a tail is full and at the
+  /// @brief append() of any number of tokens: runs maintain() whenever a tail is full, and at the
   /// end.
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key,
                          const ValueView& value) {
@@ -244,18 +248,19 @@ class CompressedKVCache
       this->flush(slot);
     }
   }
+  /// @brief append_maintained() to one sequence.
   void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) {
     append_maintained(std::span(&seq, 1), key, value);
-  }  ///< of one sequence
+  }
 
-  /// @brief Attention of the last m appended tokens of each sequence, causal among those m. Changes
-  /// nothing, allocates nothing.
+  /// @brief Attention of the last m appended tokens of each sequence, causal among those m tokens.
+  /// Does not change the cache and allocates nothing.
   ///
   /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation.
-  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]  @param lse [seqs.size() * m,
-  /// num_qo_heads], natural log, optional
-  /// @param mass  optional: attention that every position received from these queries, for
-  /// accumulate(). Costs the logits once more and allocates.
+  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]
+  /// @param lse [seqs.size() * m, num_qo_heads], natural log, optional
+  /// @param accumulated  optional: receives the attention that each position got from these
+  /// queries, for accumulate(). Computes the logits once more, and allocates
   /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
               const LseView& lse = {}, const ScoreView& accumulated = {}) {
@@ -283,16 +288,18 @@ class CompressedKVCache
     attend(std::span(&seq, 1), query, out, lse, accumulated);
   }
 
-  /// @brief Upper bounds on what compression changed in the outputs of the last m appended tokens
-  /// of each sequence: in logits, in softmax weights, in outputs (diagnostics/certificate.hpp),
-  /// against attention over the same tokens at full rank, rounded to full_type as they arrived;
-  /// tokens that were dropped are outside them. Needs config.keep_residuals. Costs the logits of
-  /// compressed (and of 8-bit full) rows once more, and allocates.
-  /// @param query, lse  as given to attend() and as it filled it in  @param out [seqs.size() * m,
-  /// num_qo_heads]
-  /// @param limit  what is too much, per bound
-  /// @return how many of `out` exceed the limit in some bound: those the engine may want to compute
-  /// otherwise
+  /// @brief Upper bounds on what compression changed for the last m appended tokens of each
+  /// sequence: in logits, in softmax weights, and in outputs (diagnostics/certificate.hpp).
+  ///
+  /// The reference is attention over the same tokens at full rank, rounded to full_type as they
+  /// arrived. Dropped tokens are not part of it. Needs config.keep_residuals. Computes the logits
+  /// of compressed rows (and of 8-bit full rows) once more, and allocates.
+  /// @param query  as given to attend()
+  /// @param lse    as attend() filled it in
+  /// @param out    [seqs.size() * m, num_qo_heads]
+  /// @param limit  largest acceptable value of each bound
+  /// @return number of entries of `out` that exceed the limit in some bound; the engine may want to
+  /// compute those otherwise
   /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a
   /// query or an lse is not finite
   std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse,
@@ -319,9 +326,9 @@ class CompressedKVCache
     return certify(std::span(&seq, 1), query, lse, out, limit);
   }
 
-  /// @brief Adds attention received, as attend() gave it, to what the sequences' rows have received
-  /// so far: what HeavyHitters evicts by. Before maintain(), which may drop rows. @param mass as
-  /// given to attend()
+  /// @brief Adds attention scores from attend() to the accumulated scores of the sequences' rows,
+  /// by which HeavyHitters evicts. Call it before maintain(), which may drop rows.
+  /// @param accumulated  as given to attend()
   void accumulate(std::span<const SequenceId> seqs,
                   const ScoreView& accumulated) requires(Base::accumulates_scores) {
     this->check_score_view(seqs, accumulated);
@@ -333,13 +340,14 @@ class CompressedKVCache
     accumulate(std::span(&seq, 1), accumulated);
   }
 
-  /// @brief The shortest length that truncate() reaches exactly: everything shorter cuts into
-  /// flushed rows.
+  /// @brief The shortest length that truncate() reaches exactly. A shorter one removes flushed
+  /// rows.
   std::int64_t rollback_limit(SequenceId seq) const {
     return layer_.first_tail_position(this->idle_slot(seq));
   }
-  /// @brief Forgets the tokens from `length` on. In the tail exact; deeper, rows go and epochs and
-  /// updater state stay.
+  /// @brief Removes the tokens from `length` on. Exact within the tail. Deeper, the stored rows are
+  /// removed, but epochs and updater state stay as those rows made them.
+  /// @throws ShapeError unless 0 <= length <= num_tokens
   TruncateResult truncate(SequenceId seq, std::int64_t length) {
     check_truncate(seq, length);
     const int slot = sequences_.find(seq);
@@ -364,16 +372,19 @@ class CompressedKVCache
       detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
   }
 
-  /// @brief Removes the tokens [first, first + count). Those behind them take their places, so that
-  /// the sequence has fewer tokens, but keep their rotary positions, as tokens to come do:
-  /// shift_positions() may close the gap where keys are stored unrotated. What bases learnt stays.
-  /// @throws ShapeError beyond the sequence, CapacityError if forks share pages and the pool lacks
-  /// others  Cost: a copy of the codes behind them
+  /// @brief Removes the tokens [first, first + count). Later tokens take the freed indices but keep
+  /// their rotary positions, and so do tokens still to come: with pre-RoPE keys, shift_positions()
+  /// may close the gap. What the bases learnt from the removed tokens stays.
+  /// @throws ShapeError beyond the sequence; CapacityError if forks share pages and the pool lacks
+  /// pages for copies; ValueError if positions would exceed indices by more than 2^31 (with
+  /// pre-RoPE keys the Cuda backend's limits are lower, see shift_positions())
+  ///
+  /// Cost: a copy of the codes behind the removed tokens.
   void remove(SequenceId seq, std::int64_t first, std::int64_t count) {
     layer_.pool->allocator().require(pages_to_remove(seq, first, count));
     remove_tokens(layer_, sequences_.find(seq), first, count);
   }
-  /// @brief Upper bound of the pages that remove() takes; raises what else it would raise.
+  /// @brief Upper bound of the pages that remove() takes. @throws as remove(), except CapacityError
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
     const int slot = this->idle_slot(seq);
     detail::check_removal(position_shifts(seq), layer_.table.lengths(slot).num_tokens, first, count,
@@ -384,15 +395,18 @@ class CompressedKVCache
   }
 
   /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless
-  /// positions were moved. Queries of a token must arrive rotated to it.
+  /// positions were moved. The queries of a token must arrive rotated to this position.
   std::int64_t position(SequenceId seq, std::int64_t token) const {
     return this->position_of(sequences_.find(seq), token);
   }
-  /// @brief Moves the tokens from `first` on, those to come included, by `delta` positions; two
-  /// calls move a range. Touches no stored row: needs keys that are stored unrotated (config.rope).
-  /// 24 bytes a piece, counted.
-  /// @throws StateError if keys are stored rotated, ShapeError beyond the sequence, ValueError
-  /// beyond 2^31 in all
+  /// @brief Moves the tokens from `first` on, and all tokens still to come, by `delta` positions.
+  /// Two calls move a range.
+  ///
+  /// Touches no stored row: needs pre-RoPE keys (config.rope). Each piece takes 24 bytes, which
+  /// memory() counts.
+  /// @throws StateError if keys are stored post-RoPE, ShapeError beyond the sequence, ValueError if
+  /// a total offset exceeds 2^31 (the Cuda backend's limits differ: positions within +-2^30, and at
+  /// most 32 pieces)
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
     check_shift_positions(seq, first, delta);
     layer_.sequence(sequences_.find(seq)).shifts.add(first, delta);
@@ -401,10 +415,13 @@ class CompressedKVCache
   void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
     this->check_shift(this->idle_slot(seq), first, delta);
   }
-  /// @brief Divides the positions of tokens [first, first + count), rounded down: several tokens
-  /// share one (self-extension of the context). Else as shift_positions(); reading them costs an
-  /// angle a token. @throws StateError if keys are stored rotated, ShapeError beyond the sequence,
-  /// ValueError unless divisors are 1 to 2^20 in all
+  /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down, so
+  /// that several tokens share one position (self-extension of the context).
+  ///
+  /// Otherwise as shift_positions(), but reading these tokens costs one angle per token.
+  /// @throws StateError if keys are stored post-RoPE, ShapeError beyond the sequence, ValueError
+  /// unless the product of a token's divisors is 1 to 2^20 (the Cuda backend also allows at most 32
+  /// pieces)
   void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
                         std::int64_t divisor) {
     check_divide_positions(seq, first, count, divisor);
@@ -415,7 +432,7 @@ class CompressedKVCache
                               std::int64_t divisor) const {
     this->check_division(this->idle_slot(seq), first, count, divisor);
   }
-  /// @brief The shifts of a sequence, valid until it changes.
+  /// @brief The position shifts of a sequence. The reference is valid until the sequence changes.
   const PositionShifts& position_shifts(SequenceId seq) const {
     return layer_.sequence(sequences_.find(seq)).shifts;
   }
@@ -426,7 +443,8 @@ class CompressedKVCache
     const int from = this->idle_slot(source);
     fork_slot(layer_, from, sequences_.add_copy(from, target));
   }
-  /// @brief Ends a sequence, also one whose prompt is unfinished, and frees what it alone used.
+  /// @brief Ends a sequence, even if its prompt is unfinished, and frees what no other sequence
+  /// shares.
   void erase(SequenceId seq) {
     clear_slot(layer_, sequences_.find(seq));
     sequences_.remove(seq);
@@ -437,8 +455,8 @@ class CompressedKVCache
     return save_sequence(layer_, this->idle_slot(seq), {}, true);
   }
   /// @brief Writes a sequence to the caller's buffer: versioned, checksummed, independent of page
-  /// size; own epochs included, the calibrated maps as a fingerprint. Loaded, it goes on bit for
-  /// bit as the original.
+  /// size. Contains the sequence's own epochs, and a fingerprint of the calibrated maps. A loaded
+  /// sequence continues bit for bit like the original.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
   std::size_t save(SequenceId seq, std::span<std::byte> buffer) const {
     return save_sequence(layer_, this->idle_slot(seq), buffer, false);
@@ -457,10 +475,11 @@ class CompressedKVCache
   }
 
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as
-  /// stored, others decoded, dropped ones as zeros (row_states() tells). Keys come back as they
-  /// came in: with Rope::pre unrotated.
-  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16, to which numbers are
-  /// rounded
+  /// stored, compressed rows decoded, dropped rows as zeros (row_states() tells which). Keys come
+  /// back in the form in which they arrived: with Rope::pre, pre-RoPE.
+  /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16; results are rounded to
+  /// that type
+  /// @throws ShapeError beyond the sequence
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key,
                    const ValueTargetView& value) const {
     const int slot = sequences_.find(seq);
@@ -476,8 +495,8 @@ class CompressedKVCache
     for (int head = 0; head < layer_.num_kv_heads(); ++head)
       reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
   }
-  /// @brief What has become of positions [first, first + states.size()) of one KV head; rows of the
-  /// tail are full.
+  /// @brief Writes the states of positions [first, first + states.size()) of one KV head. Rows of
+  /// the tail are full.
   void row_states(SequenceId seq, int kv_head, std::int64_t first,
                   std::span<RowState> states) const {
     const int slot = sequences_.find(seq);
@@ -497,8 +516,8 @@ class CompressedKVCache
 
   /// @brief Bytes of one sequence; pages shared with forks are counted in full.
   MemoryUsage memory(SequenceId seq) const { return slot_memory(layer_, sequences_.find(seq)); }
-  /// @brief Bytes of all sequences, of what they share, and of what is reserved. Forks' shared
-  /// pages and epochs count for each.
+  /// @brief Bytes of all sequences, of what they share, and of what is reserved. Pages and epochs
+  /// that forks share count once per sequence.
   MemoryUsage memory() const {
     MemoryUsage usage;
     sequences_.for_each([&](SequenceId, int slot) { usage += slot_memory(layer_, slot); });
@@ -506,13 +525,13 @@ class CompressedKVCache
     usage.reserved_bytes = layer_.reserved_bytes() + layer_.pool->idle_bytes();
     return usage;
   }
-  /// @brief Tokens that fit in a page of this KV head, compressed (with joint values: its keys).
+  /// @brief Compressed tokens that fit in a page of this KV head (with joint values: its keys).
   int tokens_per_page(int kv_head) const {
     return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page
                             : layer_.full.layout(kv_head).rows_per_page;
   }
-  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads once they have left the
-  /// tail (compressed, unless the token policy keeps all at full rank).
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads after they left the tail
+  /// (compressed, unless the token policy keeps all of them at full rank).
   std::size_t bytes_for(std::int64_t tokens) const {
     std::size_t pages = 0;
     for (int list = 0; list < (Base::compresses ? layer_.num_lists() : layer_.num_kv_heads());
@@ -522,16 +541,13 @@ class CompressedKVCache
     }
     return pages * layer_.pool->page_bytes();
   }
-  const CacheConfig& config() const {
-    return layer_.config;
-  }  ///< as it was given, defaults filled in
-  const CacheStatistics& statistics() const {
-    return layer_.statistics;
-  }                                                  ///< counters since it was made
+  /// @brief The configuration as given, with defaults filled in.
+  const CacheConfig& config() const { return layer_.config; }
+  /// @brief Counters since construction.
+  const CacheStatistics& statistics() const { return layer_.statistics; }
   const Pool& pool() const { return *layer_.pool; }  ///< pages, which layers may share
-  int num_free_sequences() const {
-    return sequences_.num_free();
-  }  ///< that create() still has room for
+  /// @brief Number of sequences that create() still has room for.
+  int num_free_sequences() const { return sequences_.num_free(); }
 
  private:
   const SequenceLengths& lengths(SequenceId seq) const {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file config.hpp  The library's macros: its versioned inline namespace, functions that kernels
-/// call too, the exceptions switch.
+/// @file config.hpp  The library's macros: its versioned inline namespace, the qualifier of
+/// functions that kernels call, the exceptions switch.
 #pragma once
 
 #include "lowrankkv/version.hpp"
 
-// Two versions in one translation unit are refused (version.hpp). In two of one program they have
-// different symbols: nothing is shared by chance, and handing an object of one to the other does
-// not link.
+// version.hpp refuses two versions in one translation unit. In two translation units of one program
+// they have different symbols: they share nothing by accident, and passing an object of one version
+// to the other does not link.
 #define LOWRANKKV_NAMESPACE_BEGIN \
   namespace lowrankkv {           \
   inline namespace v0_1_0 {
@@ -15,23 +15,23 @@
   }                             \
   }
 
-// Functions that kernels call too.
+// Qualifier of functions that kernels call too.
 #if defined(__CUDACC__)
 #define LOWRANKKV_HOST_DEVICE __host__ __device__
 #else
 #define LOWRANKKV_HOST_DEVICE
 #endif
 
-// Defined by the user (or found out from the compiler): errors call the handler of core/error.hpp
-// instead of throwing.
+// With LOWRANKKV_NO_EXCEPTIONS (set by the user, or here if the compiler has exceptions off),
+// errors call the handler of core/error.hpp instead of throwing.
 #if !defined(LOWRANKKV_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
 #define LOWRANKKV_NO_EXCEPTIONS 1
 #endif
 
-// LOWRANKKV_COMPILED: what needs no policy of the caller's, Eigen's solvers above all, can be
-// compiled once for many sources. 1: it is declared here and linked (CMake:
-// lowrankkv_add_compiled()); 2: this source is the one that has it. Not defined: every source that
-// calls it compiles it.
+// LOWRANKKV_COMPILED: code that depends on no policy of the caller, above all Eigen's solvers, can
+// be compiled once for many sources. 1: the templates are declared here and linked (CMake:
+// lowrankkv_add_compiled()). 2: this source instantiates them. Not defined: every source that calls
+// them compiles them.
 #if !defined(LOWRANKKV_COMPILED)
 #define LOWRANKKV_COMPILED_TEMPLATE(...)
 #elif LOWRANKKV_COMPILED == 1

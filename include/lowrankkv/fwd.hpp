@@ -30,14 +30,15 @@ struct Int8;
 struct BlockHadamard;
 struct TransformCode;
 
-/// @brief The implementation of a policy on a backend. The primary is undefined on purpose: a
-/// policy that has none is named in one line by the diagnostics in concepts/. Specialise it to add
-/// a policy of your own.
+/// @brief The implementation of a policy on a backend. Specialise it to add your own policy.
+///
+/// The primary template is undefined on purpose: for a policy without an implementation, the
+/// diagnostics in concepts/ then print one line that names it.
 template <class Policy, class Backend>
 struct Impl;
 
-/// @brief The KV cache of one attention layer; see compressed_kv_cache.hpp. Only the backend must
-/// be named.
+/// @brief The KV cache of one attention layer; see compressed_kv_cache.hpp. Only the backend has no
+/// default.
 template <class Backend, class Basis = PerHead, class Updater = Static,
           class TokenPolicy = SinkRecent, class Quantizer = NoQuantizer,
           class EpochPolicy = KeepEpochs<8>>

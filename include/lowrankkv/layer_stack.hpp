@@ -21,25 +21,25 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Owns one Cache per layer, of either backend. Prefill, append and attend go to layer(i),
-/// one layer after the other; what concerns a sequence as a whole (create, fork, erase, truncate,
-/// maintain, memory) is done here for all layers or for none.
+/// @brief Owns one Cache per layer, of either backend. Call prefill, append and attend on layer(i),
+/// one layer after the other. Operations on a whole sequence (create, fork, erase, truncate,
+/// maintain, memory) are called here, and apply to all layers or to none.
 ///
-/// Calls that the layers enqueue on a stream take it here too, as their last argument (`On`:
-/// nothing, or on the Cuda backend a cudaStream_t).
+/// On the Cuda backend, calls that enqueue work take a cudaStream_t as their last argument (`On`).
+/// On the CPU, `On` is empty.
 template <class Cache>
 class LayerStack {
  public:
   using Pool = typename Cache::Pool;      ///< owner of the pages
-  using Shared = typename Cache::Shared;  ///< what layers share besides: threads, or a workspace
+  using Shared = typename Cache::Shared;  ///< also shared by layers: threads, or a workspace
 
   /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0:
   /// enough for all layers)
   /// @param bases     one LayerBasis per layer
   /// @param policies  one set for all layers
-  /// @param shared    what all layers work with: on the CPU threads, on the GPU a workspace; null:
-  /// of their own making
-  /// @param pool      of pool_size(), say; null: of their own making
+  /// @param shared    resources that all layers use: threads on the CPU, a workspace on the GPU;
+  /// null: the stack makes them
+  /// @param pool      for example of pool_size(); null: the stack makes it
   /// @throws what the Cache constructor throws; ShapeError if there is no layer
   LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases,
              const typename Cache::PolicySet& policies = {}, Shared shared = {},
@@ -56,8 +56,8 @@ class LayerStack {
     for (LayerBasis& basis : bases)
       layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, shared));
   }
-  /// @brief The pool that the layers can ever need, for one of the caller's making:
-  /// config.page_bytes, or where that is 0 the size that suits all layers.
+  /// @brief Size of the pool that the layers can ever need, for callers that make the pool
+  /// themselves. Pages have config.page_bytes bytes, or if that is 0 a size that suits all layers.
   /// @throws as the constructor
   static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
                             const typename Cache::PolicySet& policies = {}) {
@@ -66,13 +66,11 @@ class LayerStack {
   }
 
   int num_layers() const { return static_cast<int>(layers_.size()); }  ///< of the model
-  Cache& layer(int index) {
-    return *layers_[static_cast<std::size_t>(index)];
-  }  ///< one layer's cache
+  /// @brief The cache of one layer.
+  Cache& layer(int index) { return *layers_[static_cast<std::size_t>(index)]; }
   const Cache& layer(int index) const { return *layers_[static_cast<std::size_t>(index)]; }
-  std::int64_t num_tokens(SequenceId seq) const {
-    return layers_.front()->num_tokens(seq);
-  }  ///< of a sequence, in layer 0
+  /// @brief Tokens of a sequence, in layer 0.
+  std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }
 
   /// @brief Starts an empty sequence in every layer.
   template <class... On>
@@ -80,8 +78,8 @@ class LayerStack {
     check_room(seq);
     for (auto& layer : layers_) layer->create(seq, on...);
   }
-  /// @brief A sequence may have at most so many tokens in every layer. Errors as of
-  /// CompressedKVCache::limit, before any layer has changed.
+  /// @brief Sets the number of tokens that a sequence may have in every layer. Raises the errors of
+  /// CompressedKVCache::limit before any layer has changed.
   void limit(SequenceId seq, std::int64_t max_tokens) {
     for (const auto& layer : layers_) layer->check_limit(seq, max_tokens);
     for (auto& layer : layers_) layer->limit(seq, max_tokens);
@@ -90,8 +88,8 @@ class LayerStack {
   template <class... On>
   void fork(SequenceId source, SequenceId target, On... on) {
     check_room(target);
-    for (auto& layer : layers_)
-      static_cast<void>(layer->rollback_limit(source));  // raises unless known and idle
+    // rollback_limit() raises unless the sequence exists and has no unfinished prompt.
+    for (auto& layer : layers_) static_cast<void>(layer->rollback_limit(source));
     for (auto& layer : layers_) layer->fork(source, target, on...);
   }
   /// @brief Ends a sequence in every layer.
@@ -106,8 +104,8 @@ class LayerStack {
     for (const auto& layer : layers_) limit = (std::max)(limit, layer->rollback_limit(seq));
     return limit;
   }
-  /// @brief Forgets the tokens from `length` on in every layer; exact if it is exact in all of
-  /// them. Errors as of CompressedKVCache::truncate, before any layer has changed.
+  /// @brief Removes the tokens from `length` on in every layer. The result is exact if it is exact
+  /// in all layers. Raises the errors of CompressedKVCache::truncate before any layer has changed.
   template <class... On>
   TruncateResult truncate(SequenceId seq, std::int64_t length, On... on) {
     for (const auto& layer : layers_) layer->check_truncate(seq, length);
@@ -118,7 +116,7 @@ class LayerStack {
     }
     return result;
   }
-  /// @brief Removes the tokens [first, first + count) in every layer, or in none. Errors as of
+  /// @brief Removes the tokens [first, first + count) in every layer, or in none. Errors as in
   /// CompressedKVCache::remove.
   template <class... On>
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, On... on) {
@@ -127,15 +125,17 @@ class LayerStack {
     pool_->allocator().require(pages);
     for (auto& layer : layers_) layer->remove(seq, first, count, on...);
   }
-  /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors as of
-  /// CompressedKVCache::shift_positions.
+  /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors and
+  /// limits as in the backend's CompressedKVCache::shift_positions; the limits of the two backends
+  /// differ.
   template <class... On>
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, On... on) {
     for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
     for (auto& layer : layers_) layer->shift_positions(seq, first, delta, on...);
   }
-  /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors as of
-  /// CompressedKVCache::divide_positions.
+  /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors and limits
+  /// as in the backend's CompressedKVCache::divide_positions; the limits of the two backends
+  /// differ.
   template <class... On>
   void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
                         std::int64_t divisor, On... on) {
@@ -147,8 +147,7 @@ class LayerStack {
     return layers_.front()->position(seq, token);
   }
 
-  /// @brief maintain() in every layer; the pool is checked for all of them before anything is
-  /// flushed.
+  /// @brief maintain() in every layer. Checks the pool for all layers before anything is flushed.
   template <class... On>
   void maintain(std::span<const SequenceId> seqs, On... on) {
     std::int64_t pages = 0;
@@ -160,8 +159,8 @@ class LayerStack {
   void maintain(SequenceId seq, On... on) {
     maintain(std::span<const SequenceId>(&seq, 1), on...);
   }
-  /// @brief Tells all layers that captured append() calls of m tokens a sequence are about to be
-  /// replayed. Errors as of CompressedKVCache::advance, before any layer has changed.
+  /// @brief Tells all layers that captured append() calls of m tokens per sequence are about to be
+  /// replayed. Raises the errors of CompressedKVCache::advance before any layer has changed.
   void advance(std::span<const SequenceId> seqs, int m) requires requires(Cache& layer) {
     layer.advance(seqs, m);
   }
@@ -193,7 +192,7 @@ class LayerStack {
     }
     return out.size();
   }
-  /// @brief Starts `seq` in every layer from what save() wrote, or in none. Errors as of
+  /// @brief Starts `seq` in every layer from bytes of save(), or in none. Errors as in
   /// CompressedKVCache::load.
   template <class... On>
   void load(SequenceId seq, std::span<const std::byte> saved, On... on) {
@@ -205,7 +204,7 @@ class LayerStack {
     const auto count = in.value<std::uint64_t>();
     if (count != layers_.size())
       detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
-    // Cut into layers first, then erase what was loaded if a later layer fails.
+    // Split into layers first. If a later layer fails, erase the layers that were loaded.
     std::vector<std::span<const std::byte>> parts;
     for (std::size_t layer = 0; layer < layers_.size(); ++layer)
       parts.push_back(in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
@@ -241,8 +240,8 @@ class LayerStack {
     for (const auto& layer : layers_) usage += layer->memory(seq);
     return usage;
   }
-  /// @brief Bytes of all sequences over all layers; the shared pool's free pages and the workspace
-  /// that layers share are counted once.
+  /// @brief Bytes of all sequences over all layers. Free pages of the shared pool and the shared
+  /// workspace count once.
   MemoryUsage memory() const {
     MemoryUsage usage;
     for (const auto& layer : layers_) {
@@ -267,7 +266,7 @@ class LayerStack {
   }
 
   std::shared_ptr<Pool> pool_;
-  std::size_t shared_bytes_ = 0;  ///< of what layers share and nobody lent
+  std::size_t shared_bytes_ = 0;  ///< of shared resources that the stack made itself
   std::vector<std::unique_ptr<Cache>> layers_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file presets.hpp  The papers' systems, and the library's own (detail/preset_aliases.hpp), with
-/// the cache they are aliases of.
+/// @file presets.hpp  The presets (detail/preset_aliases.hpp: the papers' systems and the library's
+/// own) for the CPU, with the cache that they are aliases of.
 #pragma once
 
 #include "lowrankkv/compressed_kv_cache.hpp"

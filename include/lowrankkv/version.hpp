@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file version.hpp  The library's version, the only place it is written; CMake reads it from
-/// here.
+/// @file version.hpp  The library's version. It is defined only here; CMake reads it from this
+/// file.
 #pragma once
 
 #if defined(LOWRANKKV_VERSION_MAJOR) && \

@@ -10,19 +10,19 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Basis policy of STAR-KV section 4.3: per-head key maps, and one value map [num_kv_heads *
-/// head_dim, value_rank] for the stacked values of the heads of a group, orthonormal as a whole.
-/// value_rank may reach heads * head_dim.
+/// @brief Basis policy of STAR-KV section 4.3: key maps per head, and one value map
+/// [heads_per_group * head_dim, value_rank] for the stacked values of the heads of a group. The
+/// value map is orthonormal as a whole. value_rank may reach heads_per_group * head_dim.
 ///
 /// HeadBasis::value_down of a head is its block [head_dim, value_rank] of that map; output_up is
-/// its transpose. One row of value coefficients serves all heads of the group, so they share the
-/// fate of every token: evidence for a token policy (attention, mass, residuals) is summed over the
-/// group. Works with the Static updater.
+/// the block's transpose. One row of value coefficients serves all heads of the group, so the heads
+/// share the fate of every token: evidence for a token policy (attention, accumulated scores,
+/// residuals) is summed over the group. Works with the Static updater.
 struct JointValues {
-  int heads_per_group =
-      0;  ///< heads whose values share a latent; 0: all of the layer; must divide num_kv_heads
-  PerHead
-      keys{};  ///< metric of the keys, and centring of both; values are joined in the plain metric
+  /// Heads whose values share a latent. 0: all heads of the layer. Must divide num_kv_heads.
+  int heads_per_group = 0;
+  /// Metric of the keys, and centring of keys and values. Values use the plain metric.
+  PerHead keys{};
   friend bool operator==(const JointValues&, const JointValues&) = default;
 
   /// @brief Heads of one group in a layer of num_kv_heads.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file basis/layer_basis.hpp  The projection maps of one layer as plain numbers: what calibration
-/// makes and a cache takes.
+/// @file basis/layer_basis.hpp  The projection maps of one layer, as calibration computes them and
+/// a cache takes them.
 #pragma once
 
 #include <cstddef>
@@ -25,24 +25,26 @@ struct HeadBasis {
   std::vector<float> output_up;   ///< [value_rank, head_dim]; empty: the transpose of value_down
   std::vector<float> key_mean;    ///< [head_dim]; empty: not centred
   std::vector<float> value_mean;  ///< [head_dim]; empty: not centred
-  /// The metric of query-aware keys: R, the root of the queries' second moment, and its inverse,
-  /// [head_dim, head_dim] each; empty: keys live in the plain metric. Then key_down = R U and
-  /// query_down = R^-1 U with U orthonormal.
+  /// Metric of query-aware keys: R, the root of the queries' second moment, and its inverse,
+  /// [head_dim, head_dim] each. Then key_down = R U and query_down = R^-1 U with U orthonormal.
+  /// Empty: the plain metric.
   std::vector<float> key_metric;
   std::vector<float> key_metric_inverse;
-  std::vector<float> value_metric;  ///< the same for values: value_down = R U, output_up = U^T R^-1
+  /// The same for values: value_down = R U, output_up = U^T R^-1.
+  std::vector<float> value_metric;
   std::vector<float> value_metric_inverse;
 
-  /// What quantizers with bits of their own for every channel need: bits per channel,
-  /// non-increasing, and the calibrated root mean square of its coefficients, [key_rank] and
-  /// [value_rank]; empty where not needed.
+  /// For quantizers with individual bits per channel: the bits of each channel, non-increasing, and
+  /// the calibrated root mean square of its coefficients. [key_rank] and [value_rank]; empty where
+  /// not needed.
   std::vector<std::uint8_t> key_bits, value_bits;
   std::vector<float> key_rms, value_rms;
-  /// Norms of residuals, ||k - k^|| in the key metric and ||v - v^||, above which an updater is to
-  /// act (calibrated percentiles); infinite: never.
+  /// Residual norms, ||k - k^|| in the key metric and ||v - v^||, above which an updater acts
+  /// (calibrated percentiles). Infinity: never.
   float key_threshold = std::numeric_limits<float>::infinity();
   float value_threshold = std::numeric_limits<float>::infinity();
 
+  /// @brief Bytes of all arrays.
   std::size_t bytes() const {
     return key_bits.size() + value_bits.size() + 4 * (key_rms.size() + value_rms.size()) +
            4 * (key_down.size() + query_down.size() + value_down.size() + output_up.size() +
@@ -53,7 +55,7 @@ struct HeadBasis {
 
 /// @brief The maps of all KV heads of one layer; ranks may differ from head to head.
 struct LayerBasis {
-  std::vector<HeadBasis> heads;  ///< one a KV head
+  std::vector<HeadBasis> heads;  ///< one per KV head
 };
 
 LOWRANKKV_NAMESPACE_END

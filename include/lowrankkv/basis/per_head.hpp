@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file basis/per_head.hpp  PerHead: every KV head has key and value maps of its own (OjaKV,
+/// @file basis/per_head.hpp  PerHead: each KV head has its own key and value maps (OjaKV,
 /// SubSpace-G).
 #pragma once
 
@@ -19,16 +19,18 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief The metric in which a key basis is orthonormal.
 enum class KeyMetric {
-  plain,        ///< minimises ||k - k^||^2; key_down = query_down = U
-  query_aware,  ///< minimises E ||(k - k^) R||^2, R the root of the queries' second moment or of
-                ///< what the loss makes of an error in a key; key_down = R U, query_down = R^-1 U
+  /// Minimises ||k - k^||^2; key_down = query_down = U.
+  plain,
+  /// Minimises E ||(k - k^) R||^2; key_down = R U, query_down = R^-1 U. R is the root of the
+  /// queries' second moment, or of the loss's quadratic form in the error of a key.
+  query_aware,
 };
 
 /// @brief The metric in which a value basis is orthonormal.
 enum class ValueMetric {
-  plain,         ///< minimises ||v - v^||^2; value_down = U, output_up = U^T
-  output_aware,  ///< minimises E ||(v - v^) R||^2 for a metric R; value_down = R U, output_up = U^T
-                 ///< R^-1
+  plain,  ///< minimises ||v - v^||^2; value_down = U, output_up = U^T
+  /// Minimises E ||(v - v^) R||^2 for a metric R; value_down = R U, output_up = U^T R^-1.
+  output_aware,
 };
 
 /// @brief Basis policy: one orthonormal basis per KV head for keys and one for values.
@@ -66,8 +68,8 @@ inline void check_size(const char* what, std::size_t expected, std::size_t given
     fail<ShapeError>("basis: ", what, " has ", given, " elements, expected ", expected);
 }
 
-/// Raises ShapeError or ValueError unless the channels' bits and rms are absent, or there for every
-/// channel and usable.
+/// Raises ShapeError or ValueError unless bits and rms of the channels are each absent, or given
+/// and usable for every channel.
 inline void check_channels(const char* what, const std::vector<std::uint8_t>& bits,
                            const std::vector<float>& rms, int rank) {
   const std::size_t channels = static_cast<std::size_t>(rank);
@@ -89,8 +91,8 @@ inline void check_channels(const char* what, const std::vector<std::uint8_t>& bi
   }
 }
 
-/// Raises ValueError unless the maps of one part are biorthogonal, as given and in f16, and the
-/// metric fits its inverse.
+/// Raises ValueError unless the maps of one part are biorthogonal, and with a metric: biorthogonal
+/// also in f16, and the metric's product with its inverse is the identity.
 inline void check_metric(const char* part, const std::vector<float>& down,
                          const std::vector<float>& up, const std::vector<float>& metric,
                          const std::vector<float>& inverse, int head_dim, int rank,
@@ -101,7 +103,7 @@ inline void check_metric(const char* part, const std::vector<float>& down,
                      "s, tolerance ", tolerance);
   }
   if (metric.empty()) return;
-  // One map may be tiny where the other is large; what f16 cannot resolve would decode to nothing.
+  // One map may be tiny where the other is large. Values that f16 cannot resolve would decode to 0.
   std::vector<float> down_stored = down, up_stored = up;
   for (float& value : down_stored) value = round_to(DType::f16, value);
   for (float& value : up_stored) value = round_to(DType::f16, value);
@@ -132,8 +134,8 @@ inline void validate_keys(const PerHead& policy, const HeadBasis& head, int head
                head.key_metric_inverse, head_dim, head.key_rank, policy.orthonormal_tolerance);
 }
 
-/// Raises ShapeError or ValueError unless what goes with the value map of `head` fits; the map
-/// itself is checked elsewhere.
+/// Raises ShapeError or ValueError unless output_up, metric, mean, bits and rms of the values of
+/// `head` fit the policy. The value map itself is checked elsewhere.
 inline void check_values(const PerHead& policy, const HeadBasis& head, int head_dim) {
   const std::size_t dim = static_cast<std::size_t>(head_dim);
   const bool aware = policy.value_metric == ValueMetric::output_aware;
@@ -148,7 +150,7 @@ inline void check_values(const PerHead& policy, const HeadBasis& head, int head_
   check_channels("value", head.value_bits, head.value_rms, head.value_rank);
 }
 
-/// output_up [rank, dim] as [dim, rank], or value_down where there is none.
+/// output_up [rank, dim] transposed to [dim, rank], or value_down if output_up is empty.
 inline std::vector<float> value_decoder(const HeadBasis& head, int head_dim) {
   if (head.output_up.empty()) return head.value_down;
   std::vector<float> rotated(head.output_up.size());
@@ -174,8 +176,7 @@ inline void validate_head(const PerHead& policy, const HeadBasis& head, int head
                head.value_metric_inverse, head_dim, head.value_rank, policy.orthonormal_tolerance);
 }
 
-/// Raises ValueError if a map or mean is not finite, or too large for the type that epochs are
-/// stored in.
+/// Raises ValueError if a map or mean is not finite, or too large for `epoch_type`.
 inline void check_storable(const LayerBasis& basis, DType epoch_type) {
   const float limit = max_finite(epoch_type);
   for (const HeadBasis& head : basis.heads) {

@@ -9,18 +9,20 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Basis policy of DLRP: key_down = D_K, query_down = D_Q, value_down = D_V, output_up =
-/// D_O, all learned, related by nothing but their shapes (calibrate/projector.hpp folds them from
-/// chains of factors). Works with the Static updater: there is no orthonormal basis to move, and no
-/// decoder from which older rows could be re-encoded.
+/// D_O.
 ///
-/// What attention reads is q D_Q (k D_K)^T and p (v D_V) D_O; reconstruct() gives k D_K D_Q^T and v
-/// D_V D_O.
+/// All four maps are learned, and only their shapes are related (calibrate/projector.hpp folds them
+/// from chains of factors). Works with the Static updater: there is no orthonormal basis to move,
+/// and no decoder from which older rows could be re-encoded.
+///
+/// Attention reads q D_Q (k D_K)^T and p (v D_V) D_O. reconstruct() gives k D_K D_Q^T and
+/// v D_V D_O.
 struct Projector {
   friend bool operator==(const Projector&, const Projector&) = default;
 };
 
-/// @brief Raises ShapeError, naming both values, unless the four maps of every head are there and
-/// fit.
+/// @brief Raises ShapeError or ValueError, naming both values, unless the four maps of every head
+/// are given and fit.
 inline void validate(const Projector&, const LayerBasis& basis, const CacheShape& shape) {
   using detail::check_size;
   using detail::fail;

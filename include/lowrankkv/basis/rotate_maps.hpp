@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file basis/rotate_maps.hpp  Maps take over a rotation of the coefficients: encoders and readers
-/// of queries from the right, what makes rows of coefficients from the left.
+/// @file basis/rotate_maps.hpp  Folds a rotation of the coefficients into maps: encoders and query
+/// maps are multiplied from the right, decoders of coefficients from the left.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
-/// left [rows, inner] times right [inner, cols], row-major, summed in f64.
+/// Product of left [rows, inner] and right [inner, cols], row-major, summed in f64.
 template <class Left, class Right>
 std::vector<float> map_product(int rows, int inner, int cols, Left&& left, Right&& right) {
   std::vector<float> out;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/allocate_bits.hpp  One byte budget spread over layers, KV heads, keys and
-/// values: reverse water-filling.
+/// @file calibrate/allocate_bits.hpp  Distributes one byte budget over layers, KV heads, keys and
+/// values by reverse water-filling.
 #pragma once
 
 #include <Eigen/Core>
@@ -17,9 +17,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Mean squared error that the best uniform mid-rise quantiser of 2^bits levels leaves of a
-/// unit Gaussian (Max, 1960); bits 0 to 8. Convex in bits: the gain of every further bit is
-/// smaller.
+/// @brief Mean squared error of the best uniform mid-rise quantiser with 2^bits levels on a unit
+/// Gaussian (Max, 1960); bits 0 to 8. Convex in bits: each further bit gains less.
 constexpr double gaussian_distortion(int bits) {
   constexpr double table[] = {1.0,      0.3634,   0.1188,    0.03744,   0.01154,
                               0.003495, 0.001041, 0.0003035, 0.00008714};
@@ -27,21 +26,23 @@ constexpr double gaussian_distortion(int bits) {
 }
 
 /// @brief Bits for every channel of every spectrum such that their sum stays within `budget` and
-/// the sum of energy * gaussian_distortion(bits) is least (up to one step of one channel).
+/// the sum of energy * gaussian_distortion(bits) is minimal (up to one step of one channel).
 ///
-/// Reverse water-filling in its discrete form: all steps from a width to the next are taken in the
-/// order of what they gain per bit. Convexity makes that order possible and the result optimal at
-/// every budget it meets exactly.
-/// @param energies  per spectrum what a channel costs when it is lost: its variance times a weight;
-/// any order, >= 0
+/// This is reverse water-filling in discrete form: all steps from one width to the next are taken
+/// in the order of their gain per bit. Because the distortion is convex, this order takes the steps
+/// of a channel in sequence, and the result is optimal at every budget that it meets exactly.
+/// @param energies  per spectrum, the cost of losing each channel: its variance times a weight;
+///   any order, >= 0
 /// @param budget    bits of one row over all spectra
 /// @param widths    widths that may be used besides 0, ascending, 1 to 8
-/// @param together  so many consecutive channels get the same width: what tiles of tensor cores
-/// want
-///                  (the energies then are sorted); a last, smaller group costs as much as a whole
-///                  one: tiles pad to that
+/// @param together  number of consecutive channels that get the same width, as tiles of tensor
+/// cores
+///   need it (the energies are then sorted). A smaller last group costs as much as a whole group,
+///   because tiles pad to it
 /// @return bits of the same shape as `energies`
-/// @throws ValueError for widths out of order or range, energies that are negative or not finite
+/// @throws ValueError for widths out of order or range, and for energies that are negative or not
+/// finite
+///
 /// Cost: O(steps log steps), steps = channels x widths.
 template <class Real = double>
 std::vector<std::vector<std::uint8_t>> allocate_bits(
@@ -94,10 +95,10 @@ std::vector<std::vector<std::uint8_t>> allocate_bits(
   double left = budget;
   for (const Step& step : steps) {
     const auto now = bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel);
-    const double cost = static_cast<double>(step.to - step.from) *
-                        together;  // a last, smaller group is charged as a whole one
-    if (*now != step.from || cost > left)
-      continue;  // an earlier step of this channel did not fit, or this one does not
+    // A smaller last group costs as much as a whole group.
+    const double cost = static_cast<double>(step.to - step.from) * together;
+    // Skip the step if an earlier step of this channel did not fit, or if this one does not.
+    if (*now != step.from || cost > left) continue;
     std::fill_n(now, step.count, static_cast<std::uint8_t>(step.to));
     left -= cost;
   }

@@ -2,23 +2,40 @@
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
 /// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`,
-/// `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys` (`rotated` or `unrotated`: their form, and
-/// that of the queries in moments), and what the writer adds
-/// (`source`). Tensors, f64, for layer i and x in {query, key, value}:
-///   layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
-///   layers.i.x.sum            [num_kv_heads, head_dim]            sum of x
-///   layers.i.x.count          [num_kv_heads]                      rows
-/// and, for x in {key, value}, f32: layers.i.x.sample  [num_kv_heads, rows, head_dim]  rows spread
-/// over the stream; of the values of all heads of a token, stacked: layers.i.values.second_moment
-/// [num_kv_heads head_dim, num_kv_heads head_dim], layers.i.values.sum, layers.i.values.count  [1].
-/// And for transform coding, of the rows that will be compressed (CodingStatistics):
-/// layers.i.coded_x.second_moment, .sum, .count as above and layers.i.coded_x.metric [num_kv_heads,
-/// head_dim, head_dim]  for x in {key, value}; layers.i.coded_queries  [1], and f32:
-/// layers.i.stream_squares  [rows], |h|^2 of rows of the residual stream behind the layer's
-/// attention (no rows where the writer saw none). Of unrotated keys besides: metadata `pairing`
-/// (`half_split` or `interleaved`) and rope.frequencies  [pairs], radians a token. Moments are
-/// sufficient: every kind of basis at every rank follows from them (LayerMoments::basis), and the
-/// moments of two runs can be added.
+/// `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys`, and entries that the writer adds (`source`).
+/// `keys` is the form of the keys, and of the queries in moments: `rotated` for post-RoPE,
+/// `unrotated` for pre-RoPE.
+///
+/// Tensors of layer i, f64, for x in {query, key, value}:
+///
+///     layers.i.x.second_moment  [num_kv_heads, head_dim, head_dim]  sum of x x^T
+///     layers.i.x.sum            [num_kv_heads, head_dim]            sum of x
+///     layers.i.x.count          [num_kv_heads]                      rows
+///
+/// f32, for x in {key, value}, rows spread over the stream:
+///
+///     layers.i.x.sample  [num_kv_heads, rows, head_dim]
+///
+/// f64, of the values of all heads of a token, stacked:
+///
+///     layers.i.values.second_moment  [num_kv_heads head_dim, num_kv_heads head_dim]
+///     layers.i.values.sum            [num_kv_heads head_dim]
+///     layers.i.values.count          [1]
+///
+/// For transform coding, of the rows that will be compressed (CodingStatistics), f64, for x in
+/// {key, value}; stream_squares is f32:
+///
+///     layers.i.coded_x.second_moment, .sum, .count  as above
+///     layers.i.coded_x.metric   [num_kv_heads, head_dim, head_dim]
+///     layers.i.coded_queries    [1]
+///     layers.i.stream_squares   [rows]
+///
+/// stream_squares holds |h|^2 of rows of the residual stream behind the layer's attention; no rows
+/// if the writer saw none. For pre-RoPE keys there are also the metadata `pairing` (`half_split` or
+/// `interleaved`) and the tensor rope.frequencies [pairs], radians per token.
+///
+/// Moments are sufficient: every kind of basis at every rank follows from them
+/// (LayerMoments::basis). The moments of two runs can be added.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +49,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Writes the moments of all layers. @param metadata more entries for the file's metadata,
-/// for example `source`.
+/// @brief Writes the moments of all layers. @param metadata  more entries for the file's metadata,
+/// for example `source`
+/// @throws ShapeError if there is no layer, or if layers differ in shape or rotary embedding
 template <class = void>
 void save_moments(const std::string& path, const std::vector<LayerMoments>& layers,
                   const std::map<std::string, std::string>& metadata = {}) {

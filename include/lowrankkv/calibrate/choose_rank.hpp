@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/choose_rank.hpp  Ranks: by energy, by ratio, and the largest of a layer's heads.
+/// @file calibrate/choose_rank.hpp  Choosing ranks: by energy, by ratio, and the largest rank among
+/// a layer's heads.
 #pragma once
 
 #include <Eigen/Core>
@@ -13,8 +14,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief The smallest rank whose leading sigma^2 reach `share` of their sum (OjaKV A.2; sigma^2,
-/// not sigma).
+/// @brief The smallest rank whose leading sigma^2 reach `share` of the sum of all sigma^2 (OjaKV
+/// A.2; sigma^2, not sigma).
 /// @param spectrum  sigma^2, descending  @throws ValueError unless 0 < share <= 1
 template <class = void>
 int rank_by_energy(const Eigen::VectorXd& spectrum, double share) {
@@ -36,8 +37,8 @@ inline int rank_by_ratio(int head_dim, double ratio) {
   return (std::max)(1, static_cast<int>(std::lround(ratio * head_dim)));
 }
 
-/// @brief The largest rank among the heads of a layer: what a kernel of one shape needs (OjaKV
-/// A.2).
+/// @brief The largest rank among the heads of a layer, for kernels with one rank for all heads
+/// (OjaKV A.2).
 inline int max_over_heads(std::span<const int> ranks) {
   int rank = 0;
   for (const int head : ranks) rank = (std::max)(rank, head);

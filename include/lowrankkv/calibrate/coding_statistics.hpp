@@ -1,30 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/coding_statistics.hpp  What an error in a stored key or value does to a layer's
-/// output: metrics for coding.
+/// @file calibrate/coding_statistics.hpp  Metrics for coding: the effect of an error in a stored
+/// key or value on a layer's output.
 ///
-/// Softmax weights p_ij, outputs o_i = sum_j p_ij v_j, and N_g = W_g W_g^T with W_g [head_dim,
-/// hidden] the part of the output projection that query head g meets. To first order an error dk_j
-/// changes logit ij by q_i dk_j and the layer's output by p_ij (q_i dk_j) (v_j - o_i) W_g; an error
-/// dv_j changes it by p_ij dv_j W_g. With errors that are independent from token to token, the
-/// expected squared change of the output is E[dk A_K dk^T] + E[dv A_V dv^T], per KV head:
-///   A_K = sum_{g,i} ( sum_j p_ij^2 (v_j - o_i) N_g (v_j - o_i)^T ) q_i^T q_i        A_V = sum_g
-///   N_g sum_{i,j} p_ij^2
-/// q scaled by 1/sqrt(head_dim); j over the rows that will be compressed, i over later queries.
-/// Both metrics are in one unit, that of the layer's residual stream, so one water-filling serves
+/// Notation: softmax weights p_ij, outputs o_i = sum_j p_ij v_j, and N_g = W_g W_g^T, where W_g
+/// [head_dim, hidden] is the part of the output projection for query head g. To first order, an
+/// error dk_j changes logit ij by q_i dk_j, and the layer's output by p_ij (q_i dk_j) (v_j - o_i)
+/// W_g. An error dv_j changes the output by p_ij dv_j W_g. If errors are independent from token to
+/// token, the expected squared change of the output is E[dk A_K dk^T] + E[dv A_V dv^T], per KV
+/// head:
+///
+///     A_K = sum_{g,i} ( sum_j p_ij^2 (v_j - o_i) N_g (v_j - o_i)^T ) q_i^T q_i
+///     A_V = sum_g N_g sum_{i,j} p_ij^2
+///
+/// q is scaled by 1/sqrt(head_dim); j runs over the rows that will be compressed, i over later
+/// queries. Both metrics have the unit of the layer's residual stream, so one water-filling serves
 /// keys, values and heads.
 ///
-/// Layers are compared by what an error is of the stream it is added to: the norms behind it divide
-/// by the stream's size. The metrics of a layer count as A / median |h|^2, h the rows of the
-/// residual stream right behind its attention. The median, since a few tokens (often the first) are
-/// thousands of times larger than all others. In absolute units the last layers would take all the
-/// bits: |h|^2 grows 50 000-fold over the layers of SmolLM2-135M.
+/// To compare layers, an error counts relative to the stream that it is added to, because the norms
+/// behind it divide by the stream's size. The metrics of a layer count as A / median |h|^2, where h
+/// are the rows of the residual stream right behind its attention. The median is used because a few
+/// tokens (often the first) are thousands of times larger than all others. In absolute units the
+/// last layers would take all the bits: |h|^2 grows 50 000-fold over the layers of SmolLM2-135M.
 ///
 /// Only forward passes are needed. Continuations should contain retrieval as well as text: let the
 /// model read spans of the context a second time.
 ///
-/// Keys that are stored unrotated see every query turned back by their own position: q_i becomes
-/// q_i R_j in A_K, and the sum over j no longer stands apart. It is sampled: of every query kDraws
-/// rows j, in proportion to their share, evenly spaced.
+/// Pre-RoPE keys: with respect to them, each query is rotated back by the key's position. q_i
+/// becomes q_i R_j in A_K, and the sum over j no longer factors out. It is sampled: for each query,
+/// kDraws rows j are drawn in proportion to their share, evenly spaced.
 #pragma once
 
 #include <Eigen/Core>
@@ -46,7 +49,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Moments of the rows that will be compressed, and the metrics above, of one KV head.
+/// @brief Moments of the rows that will be compressed, and the metrics A_K and A_V, of one KV head.
 struct CodingHead {
   Moments key, value;
   Eigen::MatrixXd key_metric, value_metric;  ///< A_K, A_V summed over queries, [head_dim, head_dim]
@@ -56,9 +59,9 @@ struct CodingHead {
 class CodingStatistics {
  public:
   CodingStatistics() = default;
-  /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks); they are
-  /// extreme, and left out
-  /// @param rope    with Rope::pre, keys come unrotated and statistics are of them
+  /// @param exempt  rows at the beginning of a sequence that are never compressed (sinks). They are
+  /// extreme, and are left out
+  /// @param rope    with Rope::pre, keys arrive pre-RoPE, and statistics are of pre-RoPE keys
   template <class Real = double>
   explicit CodingStatistics(const CacheShape& shape, const RopeConfig& rope = {}, int exempt = 32)
       : shape_(shape), exempt_(exempt) {
@@ -69,8 +72,7 @@ class CodingStatistics {
     grams_.resize(static_cast<std::size_t>(shape.num_qo_heads),
                   Eigen::MatrixX<Real>::Identity(shape.head_dim, shape.head_dim));
   }
-  /// @brief N_g = W_g W_g^T of every query head, [head_dim, head_dim]; without it the identity is
-  /// used.
+  /// @brief Sets N_g = W_g W_g^T of every query head, [head_dim, head_dim]. Default: the identity.
   template <class = void>
   void set_output_grams(std::vector<Eigen::MatrixXd> grams) {
     ::lowrankkv::detail::check_equal("num_qo_heads", "cache",
@@ -82,16 +84,16 @@ class CodingStatistics {
     grams_ = std::move(grams);
   }
   const CacheShape& shape() const { return shape_; }
-  /// @brief The rotary embedding of unrotated keys; empty if keys are rotated.
+  /// @brief The rotary embedding of pre-RoPE keys; empty if keys are post-RoPE.
   const cpu::RotaryTable& rotary() const { return rotary_; }
   CodingHead& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const CodingHead& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
-  /// @brief Queries that the metrics are sums over.
+  /// @brief Number of queries that the metrics sum over.
   double num_queries() const { return num_queries_; }
   void set_num_queries(double queries) { num_queries_ = queries; }
 
   /// @brief Adds rows h [n, hidden] of the residual stream behind this layer's attention (its
-  /// output added): what errors are relative to. Cost: n hidden products.
+  /// output added). Errors count relative to them. Cost: n hidden products.
   void add_residual_stream(MatrixView rows) {
     std::vector<float> squares;
     for (std::int64_t row = 0; row < rows.rows; ++row) {
@@ -105,8 +107,8 @@ class CodingStatistics {
   /// @brief A sample of |h|^2 over the stream's rows: [rows, 1].
   const RowSample& stream_squares() const { return stream_squares_; }
   void set_stream_squares(RowSample squares) { stream_squares_ = std::move(squares); }
-  /// @brief The median of |h|^2. @throws ValueError if no rows were added or the median is not a
-  /// positive number
+  /// @brief The median of |h|^2. @throws ValueError if no rows were added, or if the median is not
+  /// a positive number
   double stream_square() const {
     std::vector<float> squares = stream_squares_.values();
     if (squares.empty())
@@ -120,19 +122,21 @@ class CodingStatistics {
                                             ", a positive number expected");
     return static_cast<double>(*middle);
   }
-  /// @brief What the metrics are divided by to compare layers: queries they are sums over, times
-  /// the median |h|^2; the latter is 1 for a layer that was not shown its residual stream.
+  /// @brief Divisor of the metrics for comparing layers: the number of queries that they sum over,
+  /// times the median |h|^2, or times 1 if no rows of the residual stream were added.
   double error_scale() const {
     return num_queries_ * (stream_squares_.size() > 0 ? stream_square() : 1.0);
   }
 
-  /// @brief Adds one sequence as an attention layer saw it. query [n, num_qo_heads, head_dim],
-  /// rotated; key, value [n, num_kv_heads, head_dim], keys in their form. The first `context`
-  /// tokens are what would be compressed, the rest reads them.
-  /// @param query_stride  every so-many-th token of the rest is used
-  /// @param run  run(count, f) calls f(0), ..., f(count - 1), in parallel if it likes: one call a
-  /// KV head
+  /// @brief Adds one sequence as an attention layer saw it. The first `context` tokens are the rows
+  /// that would be compressed; the later tokens read them.
+  /// @param query         [n, num_qo_heads, head_dim], post-RoPE
+  /// @param key, value    [n, num_kv_heads, head_dim]; keys post-RoPE, or with Rope::pre pre-RoPE
+  /// @param query_stride  use every query_stride-th later token
+  /// @param run  run(count, f) calls f(0), ..., f(count - 1), possibly in parallel: one call per KV
+  /// head
   /// @throws ShapeError if extents differ or context is not in [1, n]
+  ///
   /// Cost: 6 n head_dim products per query used and head. Memory: 64 n floats.
   template <class Run, class Real = float>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
@@ -157,7 +161,7 @@ class CodingStatistics {
       if (pre_rope()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
         const int which = index * shape_.group_size() + member;
-        // v N v of every stored row: the same for all readers.
+        // v N v^T of every stored row, which is the same for all readers.
         const Eigen::MatrixX<Real> gram =
             grams_[static_cast<std::size_t>(which)].template cast<Real>();
         const auto stored = values.middleRows(first, context - first);
@@ -172,7 +176,7 @@ class CodingStatistics {
     });
     num_queries_ += static_cast<double>(readers.size());
   }
-  /// @brief The same on the calling thread.
+  /// @brief add() on the calling thread.
   template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
            int query_stride = 1) {
@@ -205,8 +209,8 @@ class CodingStatistics {
                     queries.data() + i * shape_.head_dim);
     queries /= std::sqrt(static_cast<float>(shape_.head_dim));
     const Eigen::Index seen = readers.back() + 1;
-    Matrix weights =
-        keys.topRows(seen) * queries.transpose();  // [seen, count], a query's logits in a column
+    // [seen, count]; column i holds the logits of query i.
+    Matrix weights = keys.topRows(seen) * queries.transpose();
     for (Eigen::Index i = 0; i < count; ++i) {
       auto column = weights.col(i).array();
       const Eigen::Index own = readers[static_cast<std::size_t>(i)] + 1;
@@ -249,7 +253,7 @@ class CodingStatistics {
 
   bool pre_rope() const { return rotary_.num_pairs() > 0; }
 
-  /// metric += sum_j share_j (q R_j)^T (q R_j), sampled; share 0 belongs to position `first`.
+  /// metric += sum_j share_j (q R_j)^T (q R_j), sampled. Share 0 belongs to position `first`.
   template <class Query, class Vector>
   void add_rotated(const Query& query, const Vector& shares, std::int64_t first,
                    Eigen::MatrixXd& metric) const {
@@ -262,7 +266,7 @@ class CodingStatistics {
     double passed = 0.0;
     for (Eigen::Index j = 0; j < shares.size() && draws < kDraws; ++j) {
       passed += static_cast<double>(shares[j]);
-      int hits = 0;  // draws stand at (k + 1/2) / kDraws of the total
+      int hits = 0;  // draw k is at (k + 1/2) / kDraws of the total
       while (draws + hits < kDraws && (draws + hits + 0.5) * total <= passed * kDraws) ++hits;
       if (hits == 0) continue;
       drawn.row(rows) = query * static_cast<float>(std::sqrt(hits * total / kDraws));
@@ -276,7 +280,7 @@ class CodingStatistics {
   }
 
   CacheShape shape_;
-  cpu::RotaryTable rotary_;  // empty: keys are rotated
+  cpu::RotaryTable rotary_;  // empty: keys are post-RoPE
   int exempt_ = 0;
   double num_queries_ = 0.0;
   RowSample stream_squares_{1, 4096};

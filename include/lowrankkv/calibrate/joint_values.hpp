@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/joint_values.hpp  One decomposition for the values of a group of heads (STAR-KV
+/// @file calibrate/joint_values.hpp  One decomposition of the values of a group of heads (STAR-KV
 /// section 4.3; Palu's grouped heads).
 ///
 /// The values of all heads of a token are one row v = [v_0 | v_1 | ...] of H d channels (H =
 /// num_kv_heads, d = head_dim).
-///   encode  c = v value_down                 one vector of r coefficients a token, shared by all
-///   heads decode  v_h = c output_up_h              output_up_h = the rows of head h of value_down,
-///   transposed output  o_h = (sum_i alpha_i c_i) output_up_h
-/// At r = H r_head it stores as much as r_head coefficients for each head, and never loses more
-/// energy (lemma 4.2): head-wise bases are one special joint basis, block-diagonal. The price:
+///
+///     encode  c = v value_down                 r coefficients per token, shared by all heads
+///     decode  v_h = c output_up_h              output_up_h = (rows of head h of value_down)^T
+///     output  o_h = (sum_i alpha_i c_i) output_up_h
+///
+/// At r = H r_head this stores as much as r_head coefficients per head, and never loses more energy
+/// (lemma 4.2), because head-wise bases are a special joint basis that is block-diagonal. The cost:
 /// weighted sums of r instead of r / H coefficients per head.
 #pragma once
 
@@ -28,15 +30,18 @@ namespace calibrate {
 /// @brief The maps of joint values, f64.
 struct JointValueMaps {
   Eigen::MatrixXd value_down;  ///< [num_kv_heads head_dim, rank], orthonormal columns
-  std::vector<Eigen::MatrixXd>
-      output_up;  ///< per head [rank, head_dim]; side by side they are value_down transposed
+  /// Per head [rank, head_dim]; side by side they are the transpose of value_down.
+  std::vector<Eigen::MatrixXd> output_up;
 };
 
-/// @brief The joint maps of smallest squared error sum ||v - v^||^2 of their rank (Eckart-Young).
+/// @brief The joint maps with the smallest squared error sum ||v - v^||^2 at their rank
+/// (Eckart-Young).
 /// @param moments of stacked values, [num_kv_heads head_dim]: Moments::add on rows [n, num_kv_heads
 /// head_dim], or weight_moments
 /// @throws ShapeError unless num_kv_heads divides the width and 1 <= rank <= width, ValueError on
-/// NaN or Inf Cost: O((num_kv_heads head_dim)^3).
+/// NaN or Inf
+///
+/// Cost: O((num_kv_heads head_dim)^3).
 template <class Real = double>
 JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) {
   const Eigen::Index width = moments.second.rows();
@@ -54,7 +59,9 @@ JointValueMaps joint_values(const Moments& moments, int num_kv_heads, int rank) 
 }
 
 /// @brief The squared error sum ||v - v^||^2 of the best joint maps of `rank`: the sum of the joint
-/// sigma^2 beyond it, in the unit of moments.second. @throws ShapeError unless 0 <= rank <= width.
+/// sigma^2 beyond this rank, in the unit of moments.second. @throws ShapeError unless 0 <= rank <=
+/// width
+///
 /// Cost: O((num_kv_heads head_dim)^3).
 template <class Real = double>
 double joint_error(const Moments& moments, int rank) {
@@ -66,9 +73,11 @@ double joint_error(const Moments& moments, int rank) {
   return values.tail(width - rank).sum();
 }
 
-/// @brief The same for the best maps of each head alone, `rank_per_head` each:
-/// joint_error(num_kv_heads rank_per_head) is never above it (lemma 4.2). @throws ShapeError as
-/// above, for head_dim. Cost: O(num_kv_heads head_dim^3).
+/// @brief The squared error of the best maps of each head alone, with rank_per_head each.
+/// joint_error(num_kv_heads rank_per_head) is never above it (lemma 4.2). @throws ShapeError unless
+/// num_kv_heads divides the width and 0 <= rank_per_head <= head_dim
+///
+/// Cost: O(num_kv_heads head_dim^3).
 template <class Real = double>
 double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_head) {
   double error = 0.0;
@@ -84,11 +93,14 @@ double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_he
 }
 
 /// @brief Folds a head's output_up into the engine's output projection: o_h W_O = (sum_i alpha_i
-/// c_i) (output_up_h W_O), so that values are never reconstructed (STAR-KV section 3.3).
+/// c_i) (output_up_h W_O). Values are then never reconstructed (STAR-KV section 3.3).
 /// @param output_up  [rank, head_dim] of the KV head that the query head reads
-/// @param projection [head_dim, hidden] of the query head, applied from the right: its columns of a
-/// torch.nn.Linear.weight, transposed
-/// @return [rank, hidden]. @throws ShapeError if head_dim differs. Cost: O(rank head_dim hidden).
+/// @param projection [head_dim, hidden] of the query head, applied from the right: the head's
+/// columns of a torch.nn.Linear.weight, transposed
+/// @return [rank, hidden]
+/// @throws ShapeError if head_dim differs
+///
+/// Cost: O(rank head_dim hidden).
 template <class Real = double>
 Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up,
                               const cpu::MatrixRef<Real>& projection) {

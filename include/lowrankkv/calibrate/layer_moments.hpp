@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/layer_moments.hpp  The calibration of one attention layer: moments of Q, K, V
-/// per KV head, and the bases they give.
+/// @file calibrate/layer_moments.hpp  The calibration of one attention layer: moments of Q, K and V
+/// per KV head, and bases from them.
 #pragma once
 
 #include <Eigen/Core>
@@ -23,27 +23,29 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Which rows a key basis is fitted to.
+/// @brief The rows to which a key basis is fitted.
 enum class KeySource {
-  keys,             ///< K alone
-  queries_and_keys  ///< row-stacked [Q; K], the queries of the whole group (OjaKV A.2 with the
-                    ///< dimension error corrected)
+  keys,  ///< K alone
+  /// Row-stacked [Q; K], with the queries of the whole group (OjaKV A.2, its dimension error
+  /// corrected).
+  queries_and_keys
 };
 
-/// @brief What to make of a layer's moments.
+/// @brief Options for the bases of a layer.
 struct BasisOptions {
   double key_ratio = 0.5;    ///< key_rank / head_dim
   double value_ratio = 0.5;  ///< value_rank / head_dim
-  double key_energy = 0.0;   ///< > 0: the rank that keeps this share of sigma^2, the largest of the
-                             ///< layer's heads, instead of key_ratio
+  /// > 0: instead of key_ratio, the rank that keeps this share of sigma^2, the largest among the
+  /// layer's heads.
+  double key_energy = 0.0;
   double value_energy = 0.0;  ///< the same for values
   KeySource key_source = KeySource::keys;
-  PerHead policy{};  ///< metric and centring; key_source is ignored by query-aware keys, whose
-                     ///< metric holds the queries
+  /// Metric and centring. Query-aware keys ignore key_source: their metric contains the queries.
+  PerHead policy{};
 };
 
-/// @brief Moments of the keys, values and (all grouped) queries of one KV head, and a sample of the
-/// rows for what moments cannot tell (percentiles).
+/// @brief Moments of the keys, values and (all grouped) queries of one KV head, and samples of rows
+/// for statistics that moments do not give (percentiles).
 struct HeadMoments {
   Moments query, key, value;
   RowSample key_sample, value_sample;
@@ -53,9 +55,9 @@ struct HeadMoments {
 class LayerMoments {
  public:
   LayerMoments() = default;
-  /// @param rope  which form of the keys the statistics are of. Unrotated keys meet queries turned
-  /// back by the key's position: the moments of queries are then of queries turned back by that of
-  /// a key before them, evenly chosen
+  /// @param rope  form of the keys. With respect to pre-RoPE keys, a query is rotated back by the
+  /// key's position: the moments of queries are then of queries that are rotated back by the
+  /// position of a key at or before them; these keys are chosen evenly
   template <class = void>
   explicit LayerMoments(const CacheShape& shape, const RopeConfig& rope = {})
       : shape_(shape), rope_(rope) {
@@ -67,23 +69,24 @@ class LayerMoments {
     values_ = Moments(shape.num_kv_heads * shape.head_dim);
     coding_ = CodingStatistics(shape, rope);
   }
-  /// Rows kept of each head's keys and values.
+  /// Sample rows of each head's keys and values.
   static constexpr std::int64_t kSampleRows = 256;
   const CacheShape& shape() const { return shape_; }
   const RopeConfig& rope() const { return rope_; }
   HeadMoments& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const HeadMoments& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
-  /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim]: what joint values
-  /// are made from.
+  /// @brief Moments of the stacked values of all heads, [num_kv_heads head_dim], for joint values.
   Moments& values() { return values_; }
   const Moments& values() const { return values_; }
   /// @brief Statistics for transform coding; filled by CodingStatistics::add(), not by add() below.
   CodingStatistics& coding() { return coding_; }
   const CodingStatistics& coding() const { return coding_; }
 
-  /// @brief Adds the rows of some tokens. query [n, num_qo_heads, head_dim], rotated; key, value
-  /// [n, num_kv_heads, head_dim], keys in their form. @param first_position  of the first token;
-  /// counts for unrotated keys alone
+  /// @brief Adds the rows of some tokens.
+  /// @param query           [n, num_qo_heads, head_dim], post-RoPE
+  /// @param key, value      [n, num_kv_heads, head_dim]; keys in the form that the constructor
+  /// names
+  /// @param first_position  position of the first token; used only for pre-RoPE keys
   template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value,
            std::int64_t first_position = 0) {
@@ -122,8 +125,8 @@ class LayerMoments {
     values_.add({stacked.data(), n, width});
   }
 
-  /// @brief The spectrum of the key rows that `options` asks for, in their metric: what a key rank
-  /// is chosen from.
+  /// @brief The spectrum of the key rows that `options` selects, in their metric. A key rank is
+  /// chosen from it.
   template <class Real = double>
   Spectrum key_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
@@ -143,8 +146,7 @@ class LayerMoments {
     return principal_axes(options.policy.centred ? moments.value.centred() : moments.value.second);
   }
 
-  /// @brief The rank that `options` gives all heads of this layer: by ratio, or by energy (OjaKV
-  /// A.2).
+  /// @brief The rank of keys for all heads of this layer: by ratio, or by energy (OjaKV A.2).
   template <class = void>
   int key_rank(const BasisOptions& options) const {
     return options.key_energy > 0.0
@@ -160,7 +162,7 @@ class LayerMoments {
                : rank_by_ratio(shape_.head_dim, options.value_ratio);
   }
 
-  /// @brief The maps of all heads at the options' ranks. Cost: a few eigendecompositions of
+  /// @brief The maps of all heads at the ranks of `options`. Cost: a few eigendecompositions of
   /// head_dim per head.
   template <class Real = double>
   LayerBasis basis(const BasisOptions& options) const {
@@ -203,11 +205,11 @@ class LayerMoments {
       ranks.push_back(rank_by_energy(spectrum_of(head).values, energy));
     return max_over_heads(ranks);
   }
-  /// Rotations query rows [n, head_dim] back by positions spread over those up to their own.
+  /// Rotates query rows [n, head_dim] back, each by a position at or before its own, evenly spread.
   template <class = void>
   void rotate_back(float* rows, std::int64_t n, std::int64_t first_position) const {
-    constexpr double kGolden =
-        0.6180339887498949;  // fractions of its multiples cover [0, 1) evenly
+    // The fractional parts of its multiples cover [0, 1) evenly.
+    constexpr double kGolden = 0.6180339887498949;
     for (std::int64_t token = 0; token < n; ++token) {
       const double whole = kGolden * static_cast<double>(token + 1);
       const double share = whole - std::floor(whole);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/moments.hpp  Second moments of a stream of rows, the eigenbasis they give, and
-/// roots for a metric.
+/// @file calibrate/moments.hpp  Second moments of a stream of rows, their principal axes, and roots
+/// of metrics.
 #pragma once
 
 #include <Eigen/Core>
@@ -17,8 +17,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Sum of x x^T and of x over rows x [head_dim], in f64: one pass over the data, nothing
-/// kept of it.
+/// @brief Sums of x x^T and of x over rows x [head_dim], in f64. One pass over the data, which is
+/// not kept.
 struct Moments {
   Eigen::MatrixXd second;  ///< sum of x x^T, [head_dim, head_dim]
   Eigen::VectorXd first;   ///< sum of x
@@ -40,8 +40,7 @@ struct Moments {
     first += wide.colwise().sum().transpose();
     count += static_cast<double>(rows.rows);
   }
-  /// @brief The moments of both streams together: bases of row-stacked [Q; K] come from the sum of
-  /// their moments.
+  /// @brief Adds the moments of another stream. Bases of row-stacked [Q; K] come from such a sum.
   template <class Real = double>
   Moments& operator+=(const Moments& other) {
     ::lowrankkv::detail::check_equal("head_dim", "moments", second.rows(), "other",
@@ -51,6 +50,7 @@ struct Moments {
     count += other.count;
     return *this;
   }
+  /// @brief Mean of x; 0 without rows.
   template <class Real = double>
   Eigen::VectorXd mean() const {
     const Eigen::VectorX<Real>& sum = first;
@@ -82,13 +82,13 @@ Spectrum principal_axes(const cpu::MatrixIn<Real>& matrix) {
   return {solver.eigenvectors().rowwise().reverse(), solver.eigenvalues().reverse().cwiseMax(0.0)};
 }
 
-/// @brief R and R^-1 of query-aware keys, [head_dim, head_dim] each.
+/// @brief A metric's root R and its inverse, [head_dim, head_dim] each.
 struct MetricRoot {
   Eigen::MatrixXd root, inverse;
 };
-/// @brief Symmetric root of `matrix` / mean eigenvalue and its inverse. Eigenvalues below `floor`
-/// times the mean are raised to it: directions that no query uses must not make the inverse
-/// explode. @throws ValueError without energy
+/// @brief Symmetric root of `matrix` / mean eigenvalue, and its inverse. Eigenvalues below `floor`
+/// times the mean are raised to that value, so that directions without energy do not make the
+/// inverse explode. @throws ValueError if the mean eigenvalue is not positive
 template <class Real = double>
 MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/projector.hpp  Deep Low-Rank Projectors (DLRP sections 3.1 to 3.3): folding,
-/// ranks, and the maps for a cache.
+/// @file calibrate/projector.hpp  Deep Low-Rank Projectors (DLRP sections 3.1 to 3.3): folding
+/// chains of factors, choosing ranks, and making the maps of a cache.
 ///
-/// A projector is a chain of trained factors D = D^1 D^2 ... D^N applied to row vectors, one for
-/// each of query, key, value and output. Logits are (q D_Q) (k D_K)^T and outputs sum alpha_i (v_i
-/// D_V) D_O: four maps, none of them orthonormal.
+/// A projector is a chain of trained factors D = D^1 D^2 ... D^N, applied to row vectors. There is
+/// one each for query, key, value and output. Logits are (q D_Q) (k D_K)^T, and outputs are sum
+/// alpha_i (v_i D_V) D_O. None of the four maps is orthonormal.
 #pragma once
 
 #include <Eigen/Core>
@@ -24,8 +24,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief D^1 D^2 ... D^N (DLRP eq. 11). @throws ShapeError if the chain is empty or neighbours do
-/// not fit Cost: N - 1 products.
+/// @brief The product D^1 D^2 ... D^N (DLRP eq. 11). @throws ShapeError if the chain is empty or
+/// neighbours do not fit
+///
+/// Cost: N - 1 products.
 template <class Real = double>
 Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
   if (chain.empty())
@@ -43,21 +45,22 @@ Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>>
   return product;
 }
 
-/// @brief ||D||_*: the sum of the singular values. @throws ValueError on NaN or Inf. Cost: O(rows
+/// @brief ||D||_*, the sum of the singular values. @throws ValueError on NaN or Inf. Cost: O(rows
 /// cols min(rows, cols)).
 template <class Real = double>
 double nuclear_norm(const cpu::MatrixRef<Real>& matrix) {
   return diagnostics::singular_values(matrix).sum();
 }
 
-/// @brief ((sum_n ||D^n||_F) / N)^N >= ||D^1 ... D^N||_*, the regulariser's meaning (DLRP
+/// @brief ((sum_n ||D^n||_F) / N)^N >= ||D^1 ... D^N||_*, the bound behind the regulariser (DLRP
 /// theorem 3.1, whose printed factor 1/N instead of N^-N is loose).
 ///
-/// ||A B||_* <= ||A||_F ||B||_F and ||A B||_F <= ||A||_F ||B||_F give the product of the norms, and
-/// that is at most the power of their mean. Equality: N = 2 and D^2 = (D^1)^T, or rank-one factors
-/// of equal norm whose inner vectors agree.
-/// @throws ValueError for fewer than two factors: ||D||_* exceeds ||D||_F. Cost: one pass over the
-/// factors.
+/// ||A B||_* <= ||A||_F ||B||_F and ||A B||_F <= ||A||_F ||B||_F bound the left side by the product
+/// of the norms, which is at most the N-th power of their mean. Equality: N = 2 and D^2 = (D^1)^T,
+/// or rank-one factors of equal norm whose inner vectors agree.
+/// @throws ValueError for fewer than two factors, because ||D||_* exceeds ||D||_F
+///
+/// Cost: one pass over the factors.
 template <class Real = double>
 double nuclear_norm_bound(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
   if (chain.size() < 2)
@@ -69,9 +72,9 @@ double nuclear_norm_bound(std::type_identity_t<std::span<const Eigen::MatrixX<Re
   return std::pow(sum / count, count);
 }
 
-/// @brief The smallest rank of two paired projectors that keeps `energy` of sigma^2 in both, the
-/// larger of their own ranks: r_qk from (D_Q, D_K), r_vo from (D_V, D_O) (DLRP section 3.2, step
-/// 1). @throws ValueError unless 0 < energy <= 1, or on NaN or Inf
+/// @brief The smallest common rank of two paired projectors that keeps `energy` of sigma^2 in both:
+/// the larger of their own ranks. r_qk comes from (D_Q, D_K), r_vo from (D_V, D_O) (DLRP section
+/// 3.2, step 1). @throws ValueError unless 0 < energy <= 1, or on NaN or Inf
 template <class Real = double>
 int paired_rank(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second,
                 double energy) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/residual_thresholds.hpp  Thresholds for residual-triggered updates: percentiles
-/// over calibration rows.
+/// @file calibrate/residual_thresholds.hpp  Thresholds for residual-triggered updates, as
+/// percentiles over calibration rows.
 #pragma once
 
 #include <Eigen/Core>
@@ -21,10 +21,11 @@ struct Cpu;
 
 namespace calibrate {
 
-/// @brief The norm ||x - P x|| that a share `percentile` of the rows stays below, P the projection
-/// onto orthonormal columns.
-/// @param rows [n, head_dim], n >= 1  @param basis [head_dim, rank]  @throws ValueError unless 0 <=
-/// percentile <= 1, ShapeError without rows
+/// @brief The value that ||x - P x|| does not exceed for a share `percentile` of the rows, where P
+/// is the projection onto orthonormal columns.
+/// @param rows   [n, head_dim], n >= 1
+/// @param basis  [head_dim, rank]
+/// @throws ValueError unless 0 <= percentile <= 1, ShapeError without rows
 template <class Real = double>
 double residual_percentile(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis,
                            double percentile) {
@@ -41,9 +42,9 @@ double residual_percentile(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRe
   return sorted[index == 0 ? 0 : index - 1];
 }
 
-/// @brief Fills key_threshold and value_threshold of every head of `basis` from the layer's sample
-/// of rows, in the metric of `policy` (SubSpace-A section 4.1: thresholds from calibration residual
-/// percentiles).
+/// @brief Sets key_threshold and value_threshold of every head of `basis` from the layer's sample
+/// of rows, in the metric of `policy` (SubSpace-A section 4.1: thresholds are percentiles of
+/// calibration residuals).
 /// @throws ShapeError if the moments hold no sample
 template <class = void>
 void set_residual_thresholds(const LayerMoments& moments, const PerHead& policy, double percentile,

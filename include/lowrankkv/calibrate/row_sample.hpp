@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/row_sample.hpp  A bounded sample of the rows of a stream: what moments cannot
-/// tell (percentiles, medians).
+/// @file calibrate/row_sample.hpp  A bounded sample of the rows of a stream, for statistics that
+/// moments do not give (percentiles, medians).
 #pragma once
 
 #include <algorithm>
@@ -14,18 +14,18 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief Rows spread evenly over a stream of unknown length: every stride-th one, the stride
-/// doubling when room runs out.
+/// @brief Rows spread evenly over a stream of unknown length: every stride-th row, where the stride
+/// doubles when the sample is full.
 class RowSample {
  public:
   RowSample() = default;
   RowSample(int head_dim, std::int64_t capacity) : dim_(head_dim), capacity_(capacity) {}
-  /// @brief A sample that was stored: rows [n, head_dim].
+  /// @brief Restores a stored sample: rows [n, head_dim].
   RowSample(int head_dim, std::vector<float> rows)
       : dim_(head_dim),
         capacity_(static_cast<std::int64_t>(rows.size()) / head_dim),
         rows_(std::move(rows)) {}
-  /// @brief Rows of the stream, [n, head_dim], in its order.
+  /// @brief Adds rows of the stream, [n, head_dim], in stream order.
   void add(MatrixView rows) {
     for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
       if (seen_ % stride_ != 0) continue;

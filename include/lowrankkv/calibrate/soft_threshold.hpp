@@ -2,8 +2,8 @@
 /// @file calibrate/soft_threshold.hpp  Ranks by a threshold on singular values (STAR-KV
 /// sections 4.1.2 and 4.2).
 ///
-/// Symbols: alpha threshold, s sharpness, sigma singular values of a projection's weights.
-/// Everything here is in sigma, not sigma^2: of a Spectrum take values.cwiseSqrt().
+/// Symbols: alpha threshold, s sharpness, sigma singular values of a projection's weights. All
+/// functions take sigma, not sigma^2: pass values.cwiseSqrt() of a Spectrum.
 #pragma once
 
 #include <Eigen/Core>
@@ -18,9 +18,11 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
 /// @brief Th_s(x; alpha) = x tanh(s (x - alpha)) for x >= alpha, else 0 (STAR-KV eq. 2 with c = 0):
-/// the differentiable stand-in for the cut at alpha, which it approaches as s grows; never above x.
-/// @param sigma x, a singular value  @param sharpness s, per unit of sigma  @throws ValueError
-/// unless s > 0 and alpha is a number
+/// a differentiable form of the hard threshold at alpha, which it approaches as s grows. Never
+/// above x.
+/// @param sigma      x, a singular value
+/// @param sharpness  s, per unit of sigma
+/// @throws ValueError unless s > 0 and alpha is a number
 template <class = void>
 double soft_threshold(double sigma, double alpha, double sharpness) {
   if (!(sharpness > 0.0))
@@ -31,7 +33,7 @@ double soft_threshold(double sigma, double alpha, double sharpness) {
   return sigma >= alpha ? sigma * std::tanh(sharpness * (sigma - alpha)) : 0.0;
 }
 
-/// @brief The same for every singular value, [p]. @throws ValueError as above
+/// @brief soft_threshold() of every singular value, [p]. @throws ValueError as above
 template <class Real = double>
 Eigen::VectorXd soft_threshold(const cpu::VectorIn<Real>& singular_values, double alpha,
                                double sharpness) {
@@ -41,9 +43,8 @@ Eigen::VectorXd soft_threshold(const cpu::VectorIn<Real>& singular_values, doubl
   return soft;
 }
 
-/// @brief r_eff = #{sigma_i >= alpha} (STAR-KV eq. 1): the rank once training is over; 0 if alpha
-/// is above all of them.
-/// @throws ValueError if alpha is NaN
+/// @brief r_eff = #{sigma_i >= alpha} (STAR-KV eq. 1), the rank after training. 0 if alpha is above
+/// all singular values. @throws ValueError if alpha is NaN
 template <class Real = double>
 int rank_by_threshold(const cpu::VectorIn<Real>& singular_values, double alpha) {
   if (std::isnan(alpha))
@@ -51,10 +52,11 @@ int rank_by_threshold(const cpu::VectorIn<Real>& singular_values, double alpha) 
   return static_cast<int>((singular_values.array() >= alpha).count());
 }
 
-/// @brief An alpha for which rank_by_threshold is `rank`: half way between sigma_rank and the next,
-/// so that rounding on either side does not change the rank. @param singular_values descending, [p]
+/// @brief An alpha for which rank_by_threshold() is `rank`: the midpoint of sigma_rank and the next
+/// singular value, so that rounding on either side does not change the rank.
+/// @param singular_values  descending, [p]
 /// @throws ValueError unless 0 <= rank <= p and the values descend, or if sigma_rank equals the
-/// next: no threshold can part them
+/// next value, because no threshold then separates them
 template <class Real = double>
 double threshold_for_rank(const cpu::VectorIn<Real>& singular_values, int rank) {
   const Eigen::Index size = singular_values.size();
@@ -77,11 +79,11 @@ double threshold_for_rank(const cpu::VectorIn<Real>& singular_values, int rank) 
                                           ": the singular values on both sides are ", last);
   }
   const double middle = next + 0.5 * (last - next);
-  return middle > next ? middle : last;  // neighbours: the midpoint may round down to the lower one
+  return middle > next ? middle : last;  // the midpoint of adjacent floats may round down to next
 }
 
-/// @brief L = sum e^-alpha (STAR-KV eq. 3): its pull towards larger thresholds fades as they grow.
-/// Keys have an alpha per block and head, values one per block (eq. 11): pass them all.
+/// @brief L = sum e^-alpha (STAR-KV eq. 3). Its pull towards larger thresholds fades as they grow.
+/// Pass all alphas: keys have one per block and head, values one per block (eq. 11).
 inline double compression_loss(std::span<const double> alphas) {
   double loss = 0.0;
   for (const double alpha : alphas) loss += std::exp(-alpha);

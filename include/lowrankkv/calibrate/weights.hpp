@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file calibrate/weights.hpp  Moments of keys and values from projection weights (Palu; STAR-KV
-/// section 4.1): no pass over K and V.
+/// @file calibrate/weights.hpp  Moments of keys and values from projection weights, without a pass
+/// over K and V (Palu; STAR-KV section 4.1).
 ///
 /// A head's keys are k = W x + b. From the moments of the layer's input x (S = sum x x^T, s = sum
-/// x, n rows) follow
-///   sum k k^T = W S W^T + (W s) b^T + b (W s)^T + n b b^T,   sum k = W s + n b,
-/// exactly: bases from them are those of an SVD of the whitened weights W S^(1/2). Without an input
-/// moment S = I: those of the SVD of W itself. RoPE is not linear in x: for keys these are moments
-/// before RoPE; values never see it.
+/// x, n rows) follows exactly
 ///
-/// One head: W is [head_dim, hidden]. Several heads stacked, [num_kv_heads head_dim, hidden], give
-/// the joint moments that calibrate/joint_values.hpp takes; head_moments() cuts the heads' own out
-/// of them.
+///     sum k k^T = W S W^T + (W s) b^T + b (W s)^T + n b b^T,   sum k = W s + n b.
+///
+/// Bases from these moments are those of an SVD of the whitened weights W S^(1/2). Without an input
+/// moment, S = I gives the bases of an SVD of W itself. RoPE is not linear in x: for keys these are
+/// moments before RoPE. Values have no RoPE.
+///
+/// For one head, W is [head_dim, hidden]. Several heads stacked, [num_kv_heads head_dim, hidden],
+/// give the joint moments for calibrate/joint_values.hpp; head_moments() extracts the moments of
+/// each head from them.
 #pragma once
 
 #include <Eigen/Core>
@@ -30,7 +32,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
-/// head_dim of `width` channels of stacked heads; raises ShapeError unless the heads divide them.
+/// head_dim of `width` channels of stacked heads. Raises ShapeError unless num_kv_heads divides
+/// `width`.
 inline Eigen::Index joint_head_dim(Eigen::Index width, int num_kv_heads) {
   if (num_kv_heads < 1 || width % num_kv_heads != 0) {
     ::lowrankkv::detail::fail<ShapeError>("num_kv_heads: ", num_kv_heads,
@@ -42,12 +45,14 @@ inline Eigen::Index joint_head_dim(Eigen::Index width, int num_kv_heads) {
 }  // namespace detail
 namespace calibrate {
 
-/// @brief Whitened: the moments of W x + b from those of x (equations in the banner).
-/// @param weight  W [channels, hidden], row-major: a row makes one output channel
+/// @brief The moments of W x + b from the moments of x (whitened; equations in the file comment).
+/// @param weight  W [channels, hidden], row-major: each row makes one output channel
 /// (torch.nn.Linear.weight)
 /// @param input   moments of x [hidden]: second, first and count as Moments::add collects them
 /// @param bias    b [channels]; empty: none
-/// @throws ShapeError if hidden or channels differ. Cost: O(channels hidden^2). In f64.
+/// @throws ShapeError if hidden or channels differ
+///
+/// Cost: O(channels hidden^2). In f64.
 template <class Real = double, class Stored = float>
 Moments weight_moments(MatrixView weight, const Moments& input, std::span<const float> bias = {}) {
   ::lowrankkv::detail::check_equal("hidden", "weight", weight.cols, "second moment",
@@ -72,9 +77,9 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
   return moments;
 }
 
-/// @brief The same from the mean second moment alone, E[x x^T] [hidden, hidden], and the number of
-/// rows it stands for; no mean is known, so the sum is 0 and centring does nothing. @throws
-/// ShapeError if a size differs, ValueError if count < 0
+/// @brief The moments of W x from the mean second moment E[x x^T] [hidden, hidden] alone. `count`
+/// is the number of rows that it stands for. The mean is not known, so the sum is 0, and centring
+/// has no effect. @throws ShapeError if a size differs, ValueError if count < 0
 template <class Real = double>
 Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_second_moment,
                        double count) {
@@ -90,9 +95,9 @@ Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_secon
   return weight_moments(weight, input);
 }
 
-/// @brief Without whitening: W W^T, as if the input were one row of white noise. Its spectrum is
-/// the squared singular values of W (STAR-KV eq. 1 thresholds their roots,
-/// calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
+/// @brief Moments without whitening: W W^T, as if the input were one row of white noise. The
+/// spectrum is the squared singular values of W (STAR-KV eq. 1 thresholds the singular values
+/// themselves, calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
 template <class Real = double>
 Moments weight_moments(MatrixView weight) {
   const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
@@ -102,9 +107,11 @@ Moments weight_moments(MatrixView weight) {
   return moments;
 }
 
-/// @brief Moments of rows before their rotary embedding to those of the rows turned by every one of
-/// some distances: what unrotated keys meet of queries. Centring goes with it. @param rotary  of
-/// head_dim  @param distances  spread over a context
+/// @brief Moments of rows that are rotated by each of some distances, from the moments of the
+/// pre-RoPE rows. With respect to pre-RoPE keys, queries have these moments. The sum is rotated
+/// too, so that centring stays consistent.
+/// @param rotary     of head_dim
+/// @param distances  spread over a context
 template <class Real = double, class Stored = float>
 Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary,
                         std::span<const std::int64_t> distances) {
@@ -126,9 +133,9 @@ Moments rotated_moments(const Moments& moments, const cpu::RotaryTable& rotary,
   return result;
 }
 
-/// @brief The moments of each head out of those of all heads stacked: the diagonal blocks.
-/// @param joint moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide  @throws ShapeError unless
-/// num_kv_heads divides it
+/// @brief The moments of each head from the moments of all heads stacked: the diagonal blocks.
+/// @param joint  moments of [h_0 | h_1 | ...], num_kv_heads head_dim wide
+/// @throws ShapeError unless num_kv_heads divides the width
 template <class Real = double>
 std::vector<Moments> head_moments(const Moments& joint, int num_kv_heads) {
   const Eigen::MatrixX<Real>& second = joint.second;

@@ -1,24 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/basis.hpp  What a basis policy must offer on a backend, and one readable line for
-/// each thing missing.
+/// @file concepts/basis.hpp  The members that a basis policy must have on a backend, and one
+/// readable error message for each missing member.
 ///
 /// A basis policy is a parameter struct B plus `Impl<B, Backend>` with
-///   static void validate(const B&, const LayerBasis&, const CacheShape&);      // raises unless
-///   the maps can be used static std::vector<float> working_basis(const B&, const HeadBasis&, int
-///   head_dim, Part);
-///                                         // the orthonormal U [head_dim, rank] that an updater
-///                                         moves
-///   static void to_metric(const B&, const HeadBasis&, int head_dim, Part, float* rows, int count);
-///                                         // rows [count, head_dim], in place, to the space in
-///                                         which U is orthonormal
-///   static HeadBasis with_working_bases(const B&, const HeadBasis&, int head_dim,
-///   std::vector<float> key_basis,
-///                                       std::vector<float> value_basis);       // the maps for
-///                                       moved bases
-/// Optional: `static int heads_per_group(const B&, int num_kv_heads)`: one row of value
-/// coefficients serves so many heads;
-///   static constexpr bool fixed;         // true: no orthonormal basis to move; only validate()
-///   and to_metric() are needed
+///
+///     // Raises unless the maps can be used.
+///     static void validate(const B&, const LayerBasis&, const CacheShape&);
+///     // Returns the orthonormal U [head_dim, rank] that an updater moves.
+///     static std::vector<float> working_basis(const B&, const HeadBasis&, int head_dim, Part);
+///     // Maps rows [count, head_dim], in place, to the space in which U is orthonormal.
+///     static void to_metric(const B&, const HeadBasis&, int head_dim, Part, float* rows,
+///                           int count);
+///     // Returns the maps for moved bases.
+///     static HeadBasis with_working_bases(const B&, const HeadBasis&, int head_dim,
+///                                         std::vector<float> key_basis,
+///                                         std::vector<float> value_basis);
+///
+/// Optional members:
+///
+///     // Number of heads that one row of value coefficients serves.
+///     static int heads_per_group(const B&, int num_kv_heads);
+///     // true: no orthonormal basis to move; only validate() and to_metric() are needed.
+///     static constexpr bool fixed;
 #pragma once
 
 #include <concepts>
@@ -49,7 +52,7 @@ concept BasisHasWithWorkingBases = requires(const P& policy, const HeadBasis& he
   { Impl<P, B>::with_working_bases(policy, head, 1, basis, basis) } -> std::same_as<HeadBasis>;
 };
 
-/// @brief The maps of P cannot be moved by an updater.
+/// @brief Whether an updater cannot move the maps of P.
 template <class P, class B>
 constexpr bool basis_is_fixed() {
   if constexpr (requires { Impl<P, B>::fixed; })
@@ -57,7 +60,7 @@ constexpr bool basis_is_fixed() {
   else
     return false;
 }
-/// @brief One row of value coefficients of P serves several heads.
+/// @brief Whether one row of value coefficients of P serves several heads.
 template <class P, class B>
 constexpr bool joins_values() {
   return requires(const P& policy) { Impl<P, B>::heads_per_group(policy, 1); };
@@ -70,7 +73,7 @@ concept BasisFor = HasImpl<P, B> && BasisHasValidate<P, B> && BasisHasToMetric<P
 
 namespace detail {
 
-/// Instantiating it raises one static_assert for each member that is missing.
+/// Its instantiation raises one static_assert for each missing member.
 template <class P, class B>
 struct DiagnoseBasis {
   static_assert(HasImpl<P, B>,

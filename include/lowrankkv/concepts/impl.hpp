@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/impl.hpp  What the concept headers share: whether a policy has an implementation
-/// on a backend at all.
+/// @file concepts/impl.hpp  Shared by the concept headers: whether a policy has an implementation
+/// on a backend, and the vocabulary of policy members.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,24 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief True when `Impl<Policy, Backend>` is defined. Ask only after the implementation's header
-/// was included.
+/// @brief True when `Impl<Policy, Backend>` is defined. Use it only after including the header of
+/// the implementation.
 template <class Policy, class Backend>
 concept HasImpl = requires {
   sizeof(Impl<Policy, Backend>);
 };
 
-/// @brief When rows are seen: while a prompt is compressed, or when decoded rows leave the tail.
+/// @brief When a policy sees rows: as a prompt is compressed, or as decoded rows leave the tail.
 enum class Phase : std::uint8_t { prefill, decode };
 
-/// @brief Which of the two things a token stores.
+/// @brief The key or the value of a token.
 enum class Part : std::uint8_t { key, value };
 
-/// @brief Which prompt rows an updater wants to observe.
+/// @brief Selects the prompt rows that an updater observes.
 struct PromptSelection {
-  float share =
-      1.0F;  ///< of the prompt's (or chunk's) tokens, those with the highest scores; 1: every row
+  /// Share of the tokens of the prompt (or chunk): the tokens with the highest scores. 1: every
+  /// row.
+  float share = 1.0F;
   AttentionScores scores;  ///< ignored when all rows are wanted
 };
 

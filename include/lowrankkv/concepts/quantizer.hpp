@@ -1,26 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/quantizer.hpp  What a quantizer must offer on a backend, and one readable line
-/// for each thing missing.
+/// @file concepts/quantizer.hpp  The members that a quantizer must have on a backend, and one
+/// readable error message for each missing member.
 ///
 /// A page holds the keys of its rows, then their values: two blocks of rows_per_page rows. A
 /// quantizer is a parameter struct Q plus `Impl<Q, Backend>` with
-///   using Layout = ...;                     // how the keys (or values) of one KV head lie in a
-///   block; copyable static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);
-///   // bits: of the basis's channels, or empty static std::int64_t row_bits(const Layout&);   //
-///   of one row of a block, scales included: what memory() counts static std::size_t
-///   block_bytes(const Layout&, int rows);  // of a block of so many rows; may exceed rows x
-///   row_bits by padding static void encode(const Layout&, Part, int rows_per_page, std::byte*
-///   block, int first, int count, const float* rows, int stride); static void decode(const Layout&,
-///   Part, int rows_per_page, const std::byte* block, int first, int count, float* tile, int
-///   stride); static void copy_row(const Layout&, Part, const std::byte* from, int from_rows, int
-///   from_row, std::byte* to, int to_rows, int to_row);
-/// encode takes rows row-major [count, stride]; decode gives keys channel-major [rank, stride] and
-/// values row-major [count, stride]; copy_row moves the codes themselves between blocks of
-/// from_rows and of to_rows rows (which may be the same block). Optional: `static void
-/// validate(const Q&)`, which raises what is wrong with the parameters;
-///   static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);  // what the
-///   stored maps take over static constexpr bool orders_channels;  // true: channels must stay
-///   sorted by energy when a basis moves
+///
+///     // How the keys (or values) of one KV head lie in a block. Copyable.
+///     using Layout = ...;
+///     // bits: of the basis's channels, or empty.
+///     static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);
+///     // Bits of one row of a block, scales included: memory() counts these.
+///     static std::int64_t row_bits(const Layout&);
+///     // Bytes of a block of `rows` rows. Padding may make it larger than rows x row_bits.
+///     static std::size_t block_bytes(const Layout&, int rows);
+///     // rows: row-major [count, stride].
+///     static void encode(const Layout&, Part, int rows_per_page, std::byte* block, int first,
+///                        int count, const float* rows, int stride);
+///     // tile: keys channel-major [rank, stride], values row-major [count, stride].
+///     static void decode(const Layout&, Part, int rows_per_page, const std::byte* block,
+///                        int first, int count, float* tile, int stride);
+///     // Copies codes between blocks of from_rows and of to_rows rows (may be the same block).
+///     static void copy_row(const Layout&, Part, const std::byte* from, int from_rows,
+///                          int from_row, std::byte* to, int to_rows, int to_row);
+///
+/// Optional members:
+///
+///     // Raises if the parameters are invalid.
+///     static void validate(const Q&);
+///     // The transform that the stored maps take over.
+///     static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);
+///     // true: channels must stay sorted by energy when a basis moves.
+///     static constexpr bool orders_channels;
 #pragma once
 
 #include <concepts>
@@ -33,8 +43,9 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What a quantizer asks the stored maps to do for it: rows are encoded with down * rotation
-/// * diag(1 / scale) and read with up * rotation * diag(scale). Empty members: the identity.
+/// @brief A transform that a quantizer delegates to the stored maps: rows are encoded with
+/// down * rotation * diag(1 / scale) and read with up * rotation * diag(scale). Empty members mean
+/// the identity.
 struct ChannelFold {
   std::vector<float> rotation;  ///< [rank, rank] orthogonal, row-major
   std::vector<float> scale;     ///< [rank] positive
@@ -71,7 +82,7 @@ template <class Q, class B>
 concept QuantizerFor = HasImpl<Q, B> && QuantizerHasLayout<Q, B> && QuantizerHasRowBits<Q, B> &&
     QuantizerHasEncode<Q, B> && QuantizerHasDecode<Q, B> && QuantizerHasCopyRow<Q, B>;
 
-/// @brief Q wants channels sorted by energy, largest first.
+/// @brief Whether Q needs channels sorted by energy, largest first.
 template <class Q, class B>
 constexpr bool orders_channels() {
   if constexpr (requires { Impl<Q, B>::orders_channels; })
@@ -82,7 +93,7 @@ constexpr bool orders_channels() {
 
 namespace detail {
 
-/// Instantiating it raises one static_assert for each member that is missing.
+/// Its instantiation raises one static_assert for each missing member.
 template <class Q, class B>
 struct DiagnoseQuantizer {
   static_assert(HasImpl<Q, B>,

@@ -1,29 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/token_policy.hpp  What a token policy must offer on a backend, and one readable
-/// line for each thing missing.
+/// @file concepts/token_policy.hpp  The members that a token policy must have on a backend, and one
+/// readable error message for each missing member.
 ///
 /// A token policy is a parameter struct P plus `Impl<P, Backend>` with
-///   static constexpr bool compresses;                  // false: no row is ever compressed, no
-///   basis is needed static constexpr Evidence evidence;                // what classify() wants to
-///   be shown static int recent(const P&);                       // rows that always stay in the
-///   tail static RowBounds bounds(const P&, const RowBatch&);// most rows of a batch that may be
-///   stored in each list, from counts
-///                                                      // alone; of adjacent batches the sum must
-///                                                      not exceed the whole's
-///   static void classify(const P&, const RowBatch&, std::span<RowFate>);  // the fate of rows
-///   leaving the tail
-/// Rows are decided on in batches: a prompt (or a chunk of it), then T decoded rows at a time.
-/// Evidence that cannot be had (attention while decoding, residuals before the basis is known) is
-/// an empty span: decide without it. Optional: `static void validate(const P&)`, which raises what
-/// is wrong with the parameters;
-///   static AttentionScores attention_scores(const P&);  // with Evidence::attention: how the
-///   prompt is to be scored static bool relative_residuals(const P&);  // with Evidence::residuals:
-///   false: errors not divided by the rows' energy static bool pinned(const P&, std::int64_t
-///   position); // with eviction elsewhere in a composition: never drop this one static void
-///   evict(const P&, const RowBatch&, std::span<StoredRow>, std::span<RowFate>);  // with
-///   Evidence::mass:
-///                                                      // after classify(), drops stored rows and
-///                                                      leaving ones
+///
+///     // false: no row is ever compressed, and no basis is needed.
+///     static constexpr bool compresses;
+///     // The evidence that classify() needs.
+///     static constexpr Evidence evidence;
+///     // Number of last rows that always stay in the tail.
+///     static int recent(const P&);
+///     // Most rows of a batch that may be stored in each list, from counts alone. The bounds of
+///     // adjacent batches must not add up to more than the bound of their union.
+///     static RowBounds bounds(const P&, const RowBatch&);
+///     // Decides the fate of rows that leave the tail.
+///     static void classify(const P&, const RowBatch&, std::span<RowFate>);
+///
+/// Rows are classified in batches: a prompt (or a chunk of it), then T decoded rows at a time.
+/// Evidence that is not available (attention while decoding, residuals before the basis is known)
+/// is an empty span. The policy then decides without it.
+///
+/// Optional members:
+///
+///     // Raises if the parameters are invalid.
+///     static void validate(const P&);
+///     // With Evidence::attention: how to score the prompt.
+///     static AttentionScores attention_scores(const P&);
+///     // With Evidence::residuals. false: errors are not divided by the rows' energy.
+///     static bool relative_residuals(const P&);
+///     // Whether no other member of a composition may evict this row.
+///     static bool pinned(const P&, std::int64_t position);
+///     // With Evidence::accumulated: called after classify(); drops stored and flushed rows.
+///     static void evict(const P&, const RowBatch&, std::span<StoredRow>, std::span<RowFate>);
 #pragma once
 
 #include <concepts>
@@ -34,8 +42,9 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What a token policy says of a row. Under composition the larger wins: dropped beats full,
-/// full beats compressed, and a pinned row (a sink) stays at full rank whatever the others say.
+/// @brief A token policy's decision on a row. In a composition the larger value wins: dropped beats
+/// full, full beats compressed, and a pinned row (a sink) stays at full rank whatever other members
+/// decide.
 enum class RowFate : std::uint8_t { compressed, full, dropped, pinned };
 
 /// @brief The state in which a row of this fate is stored.
@@ -45,26 +54,26 @@ constexpr RowState state_of(RowFate fate) {
                                      : RowState::full;
 }
 
-/// @brief What a token policy decides by, besides positions. Flags.
+/// @brief What a token policy decides by, besides positions. Bit flags.
 enum class Evidence : unsigned {
   none = 0,
   attention = 1,  ///< SnapKV scores of a prompt's rows under its last queries
-  residuals =
-      2,  ///< relative reconstruction error of the rows under the basis that is about to store them
-  accumulated = 4  ///< attention that every stored and leaving row has received so far
+  /// Reconstruction error of the rows under the basis that is about to store them.
+  residuals = 2,
+  accumulated = 4  ///< accumulated attention score of every stored row and every flushed row
 };
-/// @brief Both.
+/// @brief The union of both.
 constexpr Evidence operator|(Evidence a, Evidence b) {
   return static_cast<Evidence>(static_cast<unsigned>(a) | static_cast<unsigned>(b));
 }
-/// @brief `all` contains `one`.
+/// @brief Whether `all` contains `one`.
 constexpr bool wants(Evidence all, Evidence one) {
   return (static_cast<unsigned>(all) & static_cast<unsigned>(one)) != 0;
 }
 
-/// @brief A row that has left the tail before, as an evicting policy sees it.
+/// @brief A row that left the tail earlier, as an evicting policy sees it.
 struct StoredRow {
-  float accumulated = 0.0F;  ///< attention received so far
+  float accumulated = 0.0F;  ///< attention score received so far
   bool pinned = false;       ///< may not be dropped
   bool gone = false;         ///< set by evict()
 };
@@ -75,15 +84,16 @@ struct RowBounds {
   std::int64_t compressed = 0;
 };
 
-/// @brief Consecutive rows of one KV head that a token policy decides on.
+/// @brief Consecutive rows of one KV head that a token policy classifies.
 struct RowBatch {
   int kv_head = 0;
   std::int64_t first_position = 0;
   std::int64_t num_rows = 0;
   Phase phase = Phase::prefill;
   std::span<const float> attention{};  ///< [num_rows]; a prompt's rows only
-  std::span<const float> residuals{};  ///< [num_rows] error of keys and of values in their metrics,
-                                       ///< relative or not; -1: no candidate
+  /// [num_rows] error of keys plus error of values in their metrics, relative or absolute. -1: not
+  /// a candidate.
+  std::span<const float> residuals{};
   std::span<const float> accumulated{};  ///< [num_rows]
 };
 
@@ -117,7 +127,7 @@ concept TokenPolicyFor =
 
 namespace detail {
 
-/// Instantiating it raises one static_assert for each member that is missing.
+/// Its instantiation raises one static_assert for each missing member.
 template <class P, class B>
 struct DiagnoseTokenPolicy {
   static_assert(HasImpl<P, B>,

@@ -1,28 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file concepts/updater.hpp  What an updater must offer on a backend, and one readable line for
-/// each thing missing.
+/// @file concepts/updater.hpp  The members that an updater must have on a backend, and one readable
+/// error message for each missing member.
 ///
 /// An updater is a parameter struct U plus `Impl<U, Backend>` with
-///   static constexpr bool adapts;                       // false: the basis never moves, nothing
-///   below is called using State = ...;                                  // one per (sequence, KV
-///   head, key or value); copied by fork static PromptSelection prompt_selection(const U&);  //
-///   which prompt rows observe() is to see static void observe(const U&, State&, MatrixView rows,
-///   MatrixView basis, Phase);  // rows [n, head_dim], mean
-///                                                       // subtracted and in the metric in which
-///                                                       `basis` is orthonormal
-///   static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated,
-///   Phase);
-///                                                       // basis, updated [head_dim, rank]
-///                                                       orthonormal; true: it moved
-///   static std::size_t state_bytes(const State&);       // what the state holds between two calls
-/// Optional: `static void validate(const U&)`, which raises what is wrong with the parameters;
-///   static State start(const U&, const UpdaterStart&);  // the state of a new sequence; default:
-///   State{} static void write_state(ByteWriter&, const State&);  static void
-///   read_state(ByteReader&, State&);  // for save, load;
-///                                        // read_state is given the state of a new sequence
-///   static constexpr bool sequential;    // true: prompts too are shown flush_interval rows at a
-///   time, in order static constexpr bool publishes;     // true: every update begins an epoch;
-///   default: when rows outweigh its bytes
+///
+///     // false: the basis never moves, and no member below is called.
+///     static constexpr bool adapts;
+///     // One per (sequence, KV head, key or value). fork() copies it.
+///     using State = ...;
+///     // The prompt rows that observe() gets.
+///     static PromptSelection prompt_selection(const U&);
+///     // rows [n, head_dim]: mean subtracted, and in the metric in which `basis` is orthonormal.
+///     static void observe(const U&, State&, MatrixView rows, MatrixView basis, Phase);
+///     // basis, updated: [head_dim, rank], orthonormal. Returns whether the basis moved.
+///     static bool maybe_update(const U&, State&, MatrixView basis, MutableMatrixView updated,
+///                              Phase);
+///     // Bytes that the state holds between two calls.
+///     static std::size_t state_bytes(const State&);
+///
+/// Optional members:
+///
+///     // Raises if the parameters are invalid.
+///     static void validate(const U&);
+///     // The state of a new sequence. Default: State{}.
+///     static State start(const U&, const UpdaterStart&);
+///     // For save and load. read_state() gets the state of a new sequence.
+///     static void write_state(ByteWriter&, const State&);
+///     static void read_state(ByteReader&, State&);
+///     // true: observe() gets prompts too in order, flush_interval rows at a time.
+///     static constexpr bool sequential;
+///     // true: every update begins an epoch. Default: when enough rows pay for an epoch's bytes.
+///     static constexpr bool publishes;
 #pragma once
 
 #include <concepts>
@@ -33,7 +41,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What a new sequence's updater state can know of its (KV head, key or value).
+/// @brief What the updater state of a new sequence is told about its (KV head, key or value).
 struct UpdaterStart {
   int head_dim = 0;
   int rank = 0;
@@ -74,7 +82,7 @@ concept UpdaterFor =
     HasImpl<U, B> && UpdaterHasAdapts<U, B> && UpdaterHasState<U, B> && UpdaterHasSelection<U, B> &&
     UpdaterHasObserve<U, B> && UpdaterHasMaybeUpdate<U, B> && UpdaterHasStateBytes<U, B>;
 
-/// @brief U wants to see prompts in the order of the stream, a few rows at a time.
+/// @brief Whether U observes prompts in stream order, a few rows at a time.
 template <class U, class B>
 constexpr bool updates_sequentially() {
   if constexpr (requires { Impl<U, B>::sequential; })
@@ -82,7 +90,7 @@ constexpr bool updates_sequentially() {
   else
     return false;
 }
-/// @brief U decides itself when an epoch begins.
+/// @brief Whether every update of U begins an epoch.
 template <class U, class B>
 constexpr bool publishes_updates() {
   if constexpr (requires { Impl<U, B>::publishes; })
@@ -93,7 +101,7 @@ constexpr bool publishes_updates() {
 
 namespace detail {
 
-/// Instantiating it raises one static_assert for each member that is missing.
+/// Its instantiation raises one static_assert for each missing member.
 template <class U, class B>
 struct DiagnoseUpdater {
   static_assert(HasImpl<U, B>,

@@ -18,8 +18,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 static_assert(std::endian::native == std::endian::little,
               "lowrankkv: saved state is little-endian, and so must the machine be");
 
-/// @brief FNV-1a over 64-bit words, four of them side by side, then over what is left byte by byte:
-/// detects damage, proves no origin. Cost: about 7 GB/s.
+/// @brief FNV-1a over 64-bit words in four interleaved lanes, then over the remaining bytes one by
+/// one. Detects damage; does not authenticate. Cost: about 7 GB/s.
 inline std::uint64_t checksum(std::span<const std::byte> bytes,
                               std::uint64_t hash = 0xcbf29ce484222325ULL) {
   constexpr std::uint64_t prime = 0x100000001b3ULL;
@@ -35,11 +35,11 @@ inline std::uint64_t checksum(std::span<const std::byte> bytes,
   return hash;
 }
 
-/// @brief Appends values to a buffer, or only counts them if there is none: the same code says how
-/// much room is needed.
+/// @brief Appends values to a buffer, or only counts their bytes if there is no buffer: the same
+/// code computes the space needed and writes.
 class ByteWriter {
  public:
-  ByteWriter() = default;  ///< counts
+  ByteWriter() = default;  ///< only counts
   explicit ByteWriter(std::span<std::byte> buffer) : buffer_(buffer), counting_(false) {}
 
   std::size_t size() const { return size_; }
@@ -58,14 +58,14 @@ class ByteWriter {
     static_assert(std::is_trivially_copyable_v<T>);
     bytes(&value, sizeof value);
   }
-  /// @brief The number of elements, then they.
+  /// @brief Writes the number of elements (u64), then the elements.
   template <class T>
   void list(const std::vector<T>& values) {
     static_assert(std::is_trivially_copyable_v<T>);
     value(static_cast<std::uint64_t>(values.size()));
     bytes(values.data(), values.size() * sizeof(T));
   }
-  /// @brief Room for `count` bytes that the caller fills; null while counting.
+  /// @brief Reserves `count` zeroed bytes for the caller to fill. @return null while counting
   std::byte* reserve(std::size_t count) {
     if (counting_) {
       size_ += count;
@@ -86,7 +86,7 @@ class ByteWriter {
   std::size_t size_ = 0;
 };
 
-/// @brief Reads what a ByteWriter wrote; raises FormatError instead of reading beyond the end.
+/// @brief Reads what a ByteWriter wrote. Raises FormatError instead of reading past the end.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> buffer) : buffer_(buffer) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/cache_config.hpp  The shape of one attention layer and the capacities of its cache,
-/// validated once.
+/// @file core/cache_config.hpp  The shape of one attention layer, and the capacities of its cache
+/// with their validation.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Names a sequence; chosen by the engine, shared by the layers of a model.
+/// @brief Identifies a sequence. The engine chooses it; all layers of a model use the same one.
 using SequenceId = std::int64_t;
 
 /// @brief The shape of one attention layer.
@@ -27,34 +27,38 @@ struct CacheShape {
   friend bool operator==(const CacheShape&, const CacheShape&) = default;
 };
 
-/// @brief Capacities and storage of a cache. A zero means the default that the comment names.
+/// @brief Capacities and storage of a cache. A value of 0 selects the default that the comment
+/// names.
 struct CacheConfig {
   CacheShape shape;                ///< of the layer
-  int max_sequences = 1;           ///< at a time
+  int max_sequences = 1;           ///< that may exist at a time
   std::int64_t max_tokens = 4096;  ///< per sequence
   std::size_t page_bytes = 0;    ///< one size for all layers of a pool; default: 16 full-rank rows
   std::int64_t num_pages = 0;    ///< default: what max_sequences of max_tokens can ever need
   DType full_type = DType::f16;  ///< type of the rows kept at full rank (sinks, tail)
-  int full_row_bits =
-      0;  ///< 8: full rows outside the tail in 8-bit codes (quantizer/full_rows.hpp); 0: full_type
+  /// 8: full rows outside the tail are stored in 8-bit codes (quantizer/full_rows.hpp); 0: as
+  /// full_type.
+  int full_row_bits = 0;
   DType epoch_type = DType::f16;  ///< type of the stored projection maps
   int flush_interval = 32;  ///< T: rows that leave the tail at a time; also the updater's period
-  int tail_capacity =
-      0;  ///< rows; default: recent + 2 T, so that T appends fit between two maintains
+  /// Rows. Default: recent + 2 T, so that T appends fit between two calls of maintain().
+  int tail_capacity = 0;
   std::int64_t prefill_chunk = 0;     ///< tokens; default: the whole prompt is one chunk
   float softmax_scale = 0.0F;         ///< default: 1 / sqrt(head_dim)
   std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
-  /// Refuse NaN, Inf and values that full_type cannot hold. Off, such a V row may also reach
-  /// earlier queries of its call. Coefficients of very long rows saturate in f16 either way; they
-  /// are at most the row's norm.
+  /// Raise ValueError for NaN, Inf and values that full_type cannot hold. If false, such a V row
+  /// may also reach earlier queries of its call. Coefficients of rows with a very large norm
+  /// saturate in f16 either way; a coefficient is at most the row's norm.
   bool check_finite = true;
-  bool keep_residuals = false;  ///< store what compression lost of every row as it arrived (rounded
-                                ///< to full_type), for certify(): 4 bytes a row and KV head
-  RopeConfig rope{};            ///< Rope::pre: keys come unrotated, see core/rope.hpp
-  int max_query_tokens = 1;     ///< Cuda backend: query tokens of a sequence per attend(), at most;
-                                ///< the workspace is made for them
+  /// Store, for certify(), what compression lost of each row as it arrived (rounded to full_type):
+  /// 4 bytes per row and KV head.
+  bool keep_residuals = false;
+  RopeConfig rope{};  ///< Rope::pre: keys arrive pre-RoPE, see core/rope.hpp
+  /// Cuda backend: most query tokens of a sequence per attend(). The workspace is sized for it.
+  int max_query_tokens = 1;
   int num_threads = 1;  ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
+  /// @brief The softmax scale that is used.
   float scale() const {
     return softmax_scale != 0.0F ? softmax_scale
                                  : 1.0F / std::sqrt(static_cast<float>(shape.head_dim));
@@ -63,7 +67,7 @@ struct CacheConfig {
 
 namespace detail {
 
-/// Raises ShapeError or CapacityError for a configuration that no cache can have.
+/// Raises ShapeError, ValueError or CapacityError for a configuration that no cache can have.
 inline void validate(const CacheConfig& config) {
   const CacheShape& shape = config.shape;
   if (shape.num_qo_heads < 1 || shape.num_kv_heads < 1 || shape.head_dim < 1) {
@@ -103,7 +107,8 @@ inline void validate(const CacheConfig& config) {
     fail<CapacityError>("page_bytes: 0 to ", limit, ", given ", config.page_bytes);
 }
 
-/// Fills in the capacity of tails for a token policy's recent window, or raises what does not fit.
+/// Fills in the default tail_capacity for a token policy's recent window. Raises CapacityError if
+/// the capacity is too small or a number is out of range.
 inline void complete_tail(CacheConfig& config, int recent) {
   constexpr int limit = 1 << 24;
   if (recent < 0 || recent > limit) fail<CapacityError>("recent: 0 to ", limit, ", given ", recent);
@@ -116,8 +121,8 @@ inline void complete_tail(CacheConfig& config, int recent) {
   }
 }
 
-/// Takes over the page size of a pool that is shared, or raises if another was asked for. No pool:
-/// leaves what is there.
+/// Takes over the page size of a shared pool; raises ShapeError if the config asks for another one.
+/// Without a pool, does nothing.
 template <class Pool>
 void adopt_page_bytes(CacheConfig& config, const Pool* pool) {
   if (pool == nullptr) return;

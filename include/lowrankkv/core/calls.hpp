@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/calls.hpp  What the calls of a cache take and give besides views and numbers.
+/// @file core/calls.hpp  Small argument and result types of a cache's calls.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Whether a prompt goes on in a later call.
+/// @brief Whether the prompt is complete, or continues in a later call.
 enum class Prompt : std::uint8_t { complete, continues };
 
-/// @brief What truncate() did: exact inside the tail; deeper, epochs and updater state remember the
-/// dropped rows.
+/// @brief Result of truncate(). `exact` within the tail. `inexact` below it: epochs and updater
+/// state still reflect the removed rows.
 enum class TruncateResult : std::uint8_t { exact, inexact };
 
 /// @brief The parameters of a cache's policies; each has the paper's defaults.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/descriptors.hpp  What an attention kernel reads besides pages: lengths, page tables,
-/// segments.
+/// @file core/descriptors.hpp  Descriptors that an attention kernel reads besides pages: lengths,
+/// page tables, segments.
 ///
 /// All arrays have a fixed capacity and never move, so that a captured CUDA graph can keep their
 /// addresses.
@@ -15,17 +15,17 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What has become of a row that left the tail: kept as plain K and V rows, kept as
-/// coefficients, or gone.
+/// @brief State of a row that left the tail: stored as K and V rows, stored as coefficients, or
+/// dropped.
 enum class RowState : std::uint8_t { full, compressed, dropped };
 
-/// @brief Rows [first_row, first_row + num_rows) of the compressed rows of one KV head: one epoch
-/// wrote them.
+/// @brief Rows [first_row, first_row + num_rows) of the compressed list of one KV head, all written
+/// under one epoch.
 struct Segment {
   std::int32_t epoch = 0;
   std::int32_t first_row = 0;
   std::int32_t num_rows = 0;
-  std::int32_t level = 0;  ///< how many rounds of merging the segment went through
+  std::int32_t level = 0;  ///< rounds of merging that the segment went through
 };
 
 /// @brief Row counts of one (sequence, KV head).
@@ -72,8 +72,8 @@ class DescriptorTable {
   std::int32_t max_segments() const { return max_segments_; }
   std::int32_t max_pages(RowList list) const { return max_pages_[static_cast<int>(list)]; }
 
-  /// @brief The head's segments: lengths(slot).num_segments are in use. A publication opens one for
-  /// every head.
+  /// @brief The segments of a head, of which lengths(slot).num_segments are in use. A publication
+  /// opens one segment for every head.
   std::span<Segment> segments(int slot, int head) {
     return {segments_.data() + index(slot, head) * static_cast<std::size_t>(max_segments_),
             static_cast<std::size_t>(max_segments_)};

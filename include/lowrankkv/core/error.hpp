@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/error.hpp  Typed errors whose text names both values, for example `head_dim: basis
+/// @file core/error.hpp  Typed errors. Their text names both values, for example `head_dim: basis
 /// 128, key 64`.
 ///
-/// Every public function checks its arguments before it changes anything, so that after an error
-/// the cache is as it was before the call.
+/// Every public function checks its arguments before it changes anything: after an error the cache
+/// is as it was before the call.
 #pragma once
 
 #include <cstdio>
@@ -21,13 +21,12 @@ class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
-/// @brief Extents or strides do not fit together (head_dim, number of heads, number of tokens,
-/// rank).
+/// @brief Extents or strides do not match (head_dim, number of heads, number of tokens, rank).
 class ShapeError : public Error {
  public:
   using Error::Error;
 };
-/// @brief A value is not usable: NaN or Inf, too large for the stored type, a basis that is not
+/// @brief A value cannot be used: NaN or Inf, too large for the stored type, a basis that is not
 /// orthonormal.
 class ValueError : public Error {
  public:
@@ -54,12 +53,12 @@ class FormatError : public Error {
   using Error::Error;
 };
 
-/// @brief Called instead of throwing where exceptions are off. It must not return; if it does, the
-/// program aborts.
+/// @brief Handler that is called instead of throwing where exceptions are off. It must not return;
+/// if it does, the program aborts.
 using ErrorHandler = void (*)(const char* message);
 
-/// @brief The replaceable handler; by default it prints the message. Only used where exceptions are
-/// off.
+/// @brief The replaceable error handler; the default prints the message. Used only where exceptions
+/// are off.
 inline ErrorHandler& error_handler() {
   static ErrorHandler handler = [](const char* message) {
     std::fprintf(stderr, "lowrankkv: %s\n", message);
@@ -69,7 +68,7 @@ inline ErrorHandler& error_handler() {
 
 namespace detail {
 
-/// Joins its arguments as a stream would print them.
+/// Concatenates its arguments as a stream would print them.
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream stream;
@@ -77,7 +76,7 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-/// Raises `E` with a message put together from `parts`.
+/// Raises `E` with the concatenation of `parts` as its message.
 template <class E, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
 #if defined(LOWRANKKV_NO_EXCEPTIONS)

@@ -15,8 +15,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// (other, other_lse).
 ///
 /// out = (exp(lse) out + exp(other_lse) other) / (exp(lse) + exp(other_lse)); lse natural
-/// logarithm. Associative and commutative up to rounding; an lse of -inf stands for no tokens, and
-/// two of them merge to none.
+/// logarithm. Associative and commutative up to rounding. An lse of -inf means no tokens; merging
+/// two such results gives no tokens.
 /// @param[in,out] out   [width] f32
 /// @param[in,out] lse   one value
 /// @param[in]     other [width] f32
@@ -24,7 +24,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 inline void merge_attention(float* out, float& lse, const float* other, float other_lse,
                             int width) {
   constexpr float none = -std::numeric_limits<float>::infinity();
-  if (other_lse == none) return;  // whatever its values are: an empty part may hold 0 / 0
+  if (other_lse == none) return;  // do not read `other`: an empty part may hold 0 / 0
   if (lse == none) {
     std::copy(other, other + width, out);
     lse = other_lse;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/page_allocator.hpp  Which pages of a pool are free, and how many sequences share each
-/// of the others.
+/// @file core/page_allocator.hpp  Free pages of a pool, and the number of sequences that share each
+/// page in use.
 #pragma once
 
 #include <cstddef>
@@ -14,31 +14,33 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief How large a pool is.
+/// @brief Size of a page pool.
 struct PoolSize {
   std::size_t page_bytes = 0;
   std::int64_t num_pages = 0;
 };
 
-/// @brief An engine's own block manager: says which pages of a pool are free, and hands them out.
-/// Asked on the host, never while a step runs.
+/// @brief An engine's own block manager, which tracks and hands out the free pages of a pool.
+/// Called on the host, never while a step runs.
 class PageSource {
  public:
   virtual ~PageSource() = default;
-  /// @brief Pages that take() can be asked for now, at the least.
+  /// @brief Lower bound of the pages that take() can hand out now.
   virtual std::int64_t num_free() const = 0;
-  /// @brief A page that nobody has, in [0, num_pages) of the pool. num_free() was at least 1.
+  /// @brief Hands out a page in [0, num_pages) of the pool that is not in use. Called only while
+  /// num_free() is at least 1.
   virtual std::int32_t take() = 0;
-  /// @brief Nobody here reads this page any more; work enqueued before may.
+  /// @brief Returns a page. The library enqueues no more reads of it, but reads enqueued earlier
+  /// may still be in flight.
   virtual void release(std::int32_t page) noexcept = 0;
 };
 
-/// @brief Bookkeeping of a page pool; knows page numbers and nothing of their memory, so every
-/// backend can use it. Not thread-safe: the layers of a model call it one after the other.
+/// @brief Bookkeeping of a page pool. Knows page numbers but not their memory, so every backend can
+/// use it. Not thread-safe: the layers of a model call it one after the other.
 class PageAllocator {
  public:
-  /// @param num_pages  pages in the pool, numbered from 0  @param source  that hands them out;
-  /// null: lowest numbers first, here
+  /// @param num_pages  pages in the pool, numbered from 0
+  /// @param source     hands out the pages; null: the allocator does, lowest numbers first
   explicit PageAllocator(std::int64_t num_pages, std::shared_ptr<PageSource> source = nullptr)
       : references_(static_cast<std::size_t>(num_pages), 0), source_(std::move(source)) {
     if (source_ != nullptr) return;
@@ -57,8 +59,8 @@ class PageAllocator {
     if (count > num_free())
       detail::fail<CapacityError>("page pool: ", count, " pages needed, ", num_free(), " free");
   }
-  /// @brief Takes a free page; the caller has called require(). @throws StateError if the engine's
-  /// source gives one that is not there, or taken
+  /// @brief Takes a free page. The caller has called require(). @throws StateError if the engine's
+  /// source returns a page outside the pool, or one in use
   std::int32_t take() {
     require(1);
     const std::int32_t page = source_ != nullptr ? source_->take() : free_.back();
@@ -75,7 +77,7 @@ class PageAllocator {
   }
   /// @brief One more sequence reads this page.
   void share(std::int32_t page) { ++references_[static_cast<std::size_t>(page)]; }
-  /// @brief One sequence fewer; the last one frees the page.
+  /// @brief One sequence fewer reads this page. The last release frees it.
   void release(std::int32_t page) {
     if (--references_[static_cast<std::size_t>(page)] != 0) return;
     if (source_ != nullptr)
@@ -94,8 +96,8 @@ class PageAllocator {
   std::shared_ptr<PageSource> source_;
 };
 
-/// @brief Pages that were taken for something that has not happened yet; those that are left over
-/// go back.
+/// @brief Pages taken in advance for an operation. The destructor releases the pages that were not
+/// used.
 class TakenPages {
  public:
   explicit TakenPages(PageAllocator& allocator) : allocator_(allocator) {}
@@ -105,7 +107,7 @@ class TakenPages {
     for (const std::int32_t page : pages_) allocator_.release(page);
   }
   void take() { pages_.push_back(allocator_.take()); }
-  /// @brief One of them, which is the caller's now.
+  /// @brief Passes one of the pages to the caller, who now owns it.
   std::int32_t next() {
     const std::int32_t page = pages_.back();
     pages_.pop_back();
@@ -117,8 +119,8 @@ class TakenPages {
   std::vector<std::int32_t> pages_;
 };
 
-/// @brief Counts the pages that a batch of operations will take before any of them runs: new pages,
-/// and copies of shared ones. When several sharers of a page write, the last one keeps the
+/// @brief Counts the pages that a batch of operations will take, before any operation runs: new
+/// pages, and copies of shared pages. If all sharers of a page write, the last one keeps the
 /// original.
 class PageDemand {
  public:

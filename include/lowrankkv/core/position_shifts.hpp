@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/position_shifts.hpp  Where the tokens of a sequence stand for the rotary embedding:
-/// their index, moved in pieces.
+/// @file core/position_shifts.hpp  Rotary positions of a sequence's tokens: their indices, shifted
+/// and divided piecewise.
 #pragma once
 
 #include <algorithm>
@@ -25,29 +25,30 @@ struct PositionShift {
     const std::int64_t moved = token + offset;
     return divisor == 1 ? moved : (moved - (moved < 0 ? divisor - 1 : 0)) / divisor;
   }
-  /// @brief The same map, from another token on.
+  /// @brief The same map, starting at another token.
   PositionShift from(std::int64_t token) const { return {token, offset, divisor}; }
-  /// @brief Both move tokens alike.
+  /// @brief Whether both have the same offset and divisor.
   bool maps_like(const PositionShift& other) const {
     return offset == other.offset && divisor == other.divisor;
   }
   friend bool operator==(const PositionShift&, const PositionShift&) = default;
 };
 
-/// @brief The rotary positions of tokens: their indices, moved and divided in pieces; those of
-/// tokens to come are never divided. What is stored of a token does not change when it moves
-/// (Rope::pre).
+/// @brief The rotary positions of a sequence's tokens: their indices, shifted and divided in
+/// pieces. Positions of tokens still to come are never divided.
+///
+/// Stored rows do not change when their tokens move (Rope::pre).
 class PositionShifts {
  public:
-  /// The largest magnitude of an offset; with the largest max_tokens, positions stay below twice as
-  /// much.
+  /// Largest magnitude of an offset on the CPU. With the largest max_tokens, positions stay below
+  /// twice this value. The Cuda backend has other limits: positions within +-2^30, 32 pieces.
   static constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   /// The largest divisor.
   static constexpr std::int64_t kMostDivisor = std::int64_t{1} << 20;
 
   std::span<const PositionShift> pieces() const { return pieces_; }  ///< in order of their tokens
   std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }  ///< of the pieces
-  /// @brief The piece that a token is in. Cost: O(log pieces).
+  /// @brief The piece that contains a token. Cost: O(log pieces).
   PositionShift piece(std::int64_t token) const {
     const auto next = after(token);
     return next == pieces_.begin() ? PositionShift{} : *(next - 1);
@@ -68,20 +69,20 @@ class PositionShifts {
     begin_piece(first);
     begin_piece(first + count);
     for (PositionShift& piece : pieces_) {
-      if (piece.first >= first && piece.first < first + count)
-        piece.divisor *= divisor;  // a quotient's quotient is that by the product
+      // floor(floor(x / a) / b) = floor(x / (a b)) for positive a and b.
+      if (piece.first >= first && piece.first < first + count) piece.divisor *= divisor;
     }
     join_neighbours();
   }
-  /// @brief Forgets what was said of tokens from `length` on: those that come next go on from the
-  /// last one that stays.
+  /// @brief Forgets the tokens from `length` on. Tokens appended next continue after the position
+  /// of the last remaining token.
   void truncate(std::int64_t length) {
     const PositionShift last = piece(length - 1);
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
     if (last.divisor != 1) pieces_.push_back({length, last.position(length - 1) + 1 - length});
   }
-  /// @brief Forgets `count` tokens from `first` on: those behind them take their places, and keep
-  /// their positions. Cost: O(pieces).
+  /// @brief Removes `count` tokens from `first` on. Later tokens take their indices, and keep their
+  /// own positions. Cost: O(pieces).
   void remove(std::int64_t first, std::int64_t count) {
     begin_piece(first + count);
     std::erase_if(pieces_, [&](const PositionShift& piece) {
@@ -92,12 +93,12 @@ class PositionShifts {
     }
     join_neighbours();
   }
-  /// @brief Puts back pieces in order of their tokens, as pieces() gave them.
+  /// @brief Appends a piece, to restore pieces() in the order in which it returned them.
   void append(const PositionShift& piece) { pieces_.push_back(piece); }
   friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
   /// @brief Calls use(first token, count, position of the first) for stretches of consecutive
-  /// positions of tokens [first, first + count): as long as can be, single tokens where positions
-  /// are divided.
+  /// positions among the tokens [first, first + count). Stretches are as long as possible; where
+  /// positions are divided, they are single tokens.
   template <class Use>
   void for_each(std::int64_t first, std::int64_t count, Use&& use) const {
     const auto stretch = [&use](const PositionShift& piece, std::int64_t begin, std::int64_t end) {
@@ -116,7 +117,7 @@ class PositionShifts {
   }
 
  private:
-  /// From here on there is a piece of its own, which maps tokens as before.
+  /// Splits the pieces at token `first`, without changing any position.
   void begin_piece(std::int64_t first) {
     const PositionShift now = piece(first).from(first);
     const auto at =
@@ -124,7 +125,7 @@ class PositionShifts {
                      [first](const PositionShift& piece) { return piece.first >= first; });
     if (at == pieces_.end() || at->first != first) pieces_.insert(at, now);
   }
-  /// Neighbours that map tokens alike are one piece.
+  /// Joins neighbouring pieces that have the same offset and divisor.
   void join_neighbours() {
     PositionShift last;
     std::erase_if(pieces_, [&](const PositionShift& piece) {
@@ -141,15 +142,15 @@ class PositionShifts {
 
 namespace detail {
 
-/// Raises unless a sequence has the tokens [first, first + count).
+/// Raises ShapeError unless a sequence has the tokens [first, first + count).
 inline void check_token_range(const char* call, std::int64_t num_tokens, std::int64_t first,
                               std::int64_t count) {
   if (first < 0 || count < 0 || first > num_tokens || count > num_tokens - first)
     fail<ShapeError>(call, ": ", count, " tokens from token ", first, " on, sequence has ",
                      num_tokens, " tokens");
 }
-/// Calls check(piece) for the piece that token `first` is in, and for those that begin behind it,
-/// before `end`.
+/// Calls check(piece) for the piece that contains token `first`, and for the later pieces that
+/// begin before `end`.
 template <class Check>
 void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& check,
                   std::int64_t end = (std::numeric_limits<std::int64_t>::max)()) {
@@ -159,8 +160,9 @@ void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& chec
   }
 }
 
-/// Raises unless the tokens from `first` on can move by `delta`, and no offset beyond `limit` then.
-/// @param unrotated  keys are stored before their rotary embedding
+/// Raises unless the tokens from `first` on can move by `delta` with no offset then beyond +-limit.
+/// @param unrotated  keys are stored pre-RoPE
+/// @param limit      the backend's limit: PositionShifts::kLimit on the CPU, lower on the GPU
 inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
                         std::int64_t first, std::int64_t delta, std::int64_t limit) {
   if (!unrotated)
@@ -180,8 +182,8 @@ inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64
   });
 }
 
-/// Raises unless the positions of tokens [first, first + count) can be divided. @param unrotated
-/// keys are stored before their rotary embedding
+/// Raises unless the positions of tokens [first, first + count) can be divided.
+/// @param unrotated  keys are stored pre-RoPE
 inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
                            std::int64_t first, std::int64_t count, std::int64_t divisor) {
   if (!unrotated)
@@ -198,8 +200,8 @@ inline void check_division(const PositionShifts& shifts, bool unrotated, std::in
   check_pieces(shifts, first, check, first + count);
 }
 
-/// Raises unless a sequence has the tokens [first, first + count), and no offset would be beyond
-/// `limit` without them.
+/// Raises unless a sequence has the tokens [first, first + count), and removing them leaves no
+/// offset beyond `limit` (the backend's, as in check_shift()).
 inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens, std::int64_t first,
                           std::int64_t count, std::int64_t limit) {
   check_token_range("remove", num_tokens, first, count);
@@ -210,15 +212,16 @@ inline void check_removal(const PositionShifts& shifts, std::int64_t num_tokens,
   });
 }
 
-/// Raises unless the positions of tokens to come are whole, as they are in every sequence that was
-/// saved.
+/// Raises FormatError if positions of tokens still to come are divided. No saved sequence has such
+/// positions.
 inline void check_saved(const PositionShifts& shifts) {
   if (!shifts.pieces().empty() && shifts.pieces().back().divisor != 1)
     fail<FormatError>("saved state: positions of tokens to come are divided by ",
                       shifts.pieces().back().divisor, ", 1 expected");
 }
 
-/// Whether a saved piece can follow the tokens up to `last` in a sequence of so many.
+/// Whether a saved piece may come after a piece that begins at token `last`, in a sequence of
+/// `num_tokens` tokens.
 inline bool is_next_piece(const PositionShift& piece, std::int64_t last, std::int64_t num_tokens) {
   return piece.first > last && piece.first <= num_tokens && piece.divisor >= 1 &&
          piece.divisor <= PositionShifts::kMostDivisor;

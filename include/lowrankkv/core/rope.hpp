@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file core/rope.hpp  Rotary position embedding: frequencies (with the Llama-3 scaling), the two
-/// pairings, and what a cache is told about them.
+/// pairings, and the configuration of a cache.
 #pragma once
 
 #include <cmath>
@@ -13,16 +13,16 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Which two channels turn together: (i, i + d/2) as in Hugging Face, or (2i, 2i + 1) as in
-/// the original.
+/// @brief Which two channels are rotated together: (i, i + d/2) as in Hugging Face, or (2i, 2i + 1)
+/// as in the original.
 enum class RopePairing : std::uint8_t { half_split, interleaved };
 
 /// @brief The Llama-3 stretching of low frequencies (`rope_scaling` of type `llama3`).
 struct Llama3RopeScaling {
   float factor = 8.0F;           ///< by which low frequencies are divided
   float low_freq_factor = 1.0F;  ///< wavelengths above original_context / this are divided
-  float high_freq_factor =
-      4.0F;  ///< those below original_context / this stay, between them both blend
+  /// Wavelengths below original_context / this stay; between the two bounds both are blended.
+  float high_freq_factor = 4.0F;
   float original_context = 8192.0F;  ///< tokens that the model was first trained on
 
   friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
@@ -38,30 +38,32 @@ inline std::vector<double> rope_frequencies(int head_dim, double theta) {
   return frequencies;
 }
 
-/// @brief In which form keys arrive and are stored. Queries always arrive rotated to their
-/// positions.
+/// @brief The form in which keys arrive and are stored. Queries always arrive post-RoPE.
 enum class Rope : std::uint8_t {
-  post,  ///< rotated: the cache knows nothing of positions, attention runs in coefficient space
-  pre  ///< unrotated: they compress better and can be moved to other positions; attention lifts and
-       ///< rotates what it reads
+  /// Post-RoPE: the cache needs no positions, and attention runs in coefficient space.
+  post,
+  /// Pre-RoPE: such keys compress better and can be moved to other positions. Attention up-projects
+  /// and rotates the keys that it reads.
+  pre
 };
 
-/// @brief The rotary embedding of a layer, for caches that store keys unrotated (Rope::pre).
+/// @brief The rotary embedding of a layer, for caches that store pre-RoPE keys (Rope::pre).
 struct RopeConfig {
-  Rope keys = Rope::post;                         ///< how keys arrive and are stored
-  RopePairing pairing = RopePairing::half_split;  ///< which channels turn together
+  Rope keys = Rope::post;                         ///< form in which keys arrive and are stored
+  RopePairing pairing = RopePairing::half_split;  ///< which channels are rotated together
   double theta = 10000.0;                         ///< base of the frequencies
-  std::optional<Llama3RopeScaling> scaling{};     ///< of the frequencies; none: as theta says
-  int rotary_dim = 0;  ///< the first so many channels turn, an even number; 0: head_dim
-  std::vector<double> frequencies{};  ///< radians per token of every pair, if neither theta nor
-                                      ///< scaling says it (YaRN, ...); empty: they do
+  std::optional<Llama3RopeScaling> scaling{};     ///< of the frequencies; empty: no scaling
+  int rotary_dim = 0;  ///< the first rotary_dim channels are rotated, an even number; 0: head_dim
+  /// Radians per token of each pair, for embeddings that theta and scaling cannot express (YaRN,
+  /// ...). Empty: computed from theta and scaling.
+  std::vector<double> frequencies{};
 
   friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
 };
 
 /// @brief Applies the Llama-3 scaling: wavelengths beyond original_context / low_freq_factor are
-/// stretched by factor, those under original_context / high_freq_factor are left alone, and between
-/// the two they are blended.
+/// stretched by `factor`, wavelengths under original_context / high_freq_factor are left alone, and
+/// wavelengths between the two bounds are blended.
 inline void scale_frequencies(std::vector<double>& frequencies, const Llama3RopeScaling& scaling) {
   const double low = scaling.original_context / scaling.low_freq_factor;
   const double high = scaling.original_context / scaling.high_freq_factor;
@@ -78,7 +80,7 @@ inline void scale_frequencies(std::vector<double>& frequencies, const Llama3Rope
 }
 
 /// @brief The frequencies of a configuration, [rotary_dim / 2]. @throws ShapeError, ValueError if
-/// it is not one of a layer of head_dim
+/// the configuration does not fit a layer of head_dim
 inline std::vector<double> rope_frequencies(const RopeConfig& config, int head_dim) {
   const int given = 2 * static_cast<int>(config.frequencies.size());
   const int rotary_dim = config.rotary_dim != 0 ? config.rotary_dim : given != 0 ? given : head_dim;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/row_runs.hpp  Where each position of one KV head is stored: runs of consecutive
+/// @file core/row_runs.hpp  Where each position of one KV head is stored, as runs of consecutive
 /// positions of one state.
 #pragma once
 
@@ -13,27 +13,26 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Where a position that left the tail is stored: row `row` of the list of its state
-/// (nothing, if dropped).
+/// @brief Where a position that left the tail is stored: row `row` of the list of its state. For a
+/// dropped position, `row` has no meaning.
 struct RowPlace {
   RowState state = RowState::full;
   std::int32_t row = 0;
 };
 
-/// @brief Consecutive positions of one state, and the row of the first of them in its list.
+/// @brief Consecutive positions of one state, and the row of the first one in the state's list.
 struct RowRun {
   std::int32_t first_position = 0;
   std::int32_t first_row = 0;
   RowState state = RowState::full;
 };
 
-/// @brief The positions of one head in order. Rows of a state stand in its list in the order of
-/// their positions, so a run needs two numbers whatever its length: positions are implicit where
-/// rows are contiguous.
+/// @brief The positions of one head, in order. A state's list holds rows in the order of their
+/// positions, so a run of any length needs only two numbers: positions of contiguous rows are
+/// implicit.
 class RowRuns {
  public:
-  /// What a run costs where it is stored: a position, and a row with the state in its two upper
-  /// bits.
+  /// Bytes of a stored run: a position, and a row whose two upper bits hold the state.
   static constexpr std::size_t kRunBytes = 8;
 
   /// @brief Positions covered, dropped ones included.
@@ -82,21 +81,21 @@ class RowRuns {
     while (!runs_.empty() && runs_.back().first_position >= length) runs_.pop_back();
     end_ = static_cast<std::int32_t>(length);
   }
-  /// @brief Forgets `count` positions from `first` on, which are covered; those behind them take
-  /// their places. Cost: O(positions)
+  /// @brief Removes `count` positions from `first` on, all of which are covered. Later positions
+  /// move down to close the gap. Cost: O(positions)
   void remove(std::int64_t first, std::int64_t count) {
     std::vector<RowState> left = states();
     left.erase(left.begin() + static_cast<std::ptrdiff_t>(first),
                left.begin() + static_cast<std::ptrdiff_t>(first + count));
     assign(left);
   }
-  /// @brief The same positions with new states; rows are renumbered. `states` holds one state a
+  /// @brief Replaces the states of all positions; rows are renumbered. `states` holds one state per
   /// position.
   void assign(std::span<const RowState> states) {
     *this = {};
     for (const RowState state : states) append(state, 1);
   }
-  /// @brief One state a position.
+  /// @brief The states of all positions.
   std::vector<RowState> states() const {
     std::vector<RowState> all(static_cast<std::size_t>(end_));
     for (std::size_t run = 0; run < runs_.size(); ++run)

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/saved_frame.hpp  What surrounds a saved sequence, whatever the backend, and the
-/// decision whether it belongs to a layer.
+/// @file core/saved_frame.hpp  The frame around a saved sequence, for every backend, and the check
+/// that it belongs to a layer.
 ///
-/// Format, little-endian: eight characters that name the contents and their version, u64 total
-/// size, u64 checksum of all that follows; a description of the layer, which must equal the
-/// reader's; the contents.
+/// Format, little-endian: 8 characters that name contents and version; u64 total size; u64 checksum
+/// of all that follows; a description of the layer, which must equal the reader's; the contents.
 #pragma once
 
 #include <algorithm>
@@ -20,12 +19,12 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief What must be equal for saved rows to mean the same elsewhere: named values, compared one
-/// by one.
+/// @brief Properties of a layer that saved rows depend on: named values, compared one by one.
 using LayerDescription = std::vector<std::pair<const char*, std::uint64_t>>;
 
-/// @brief Writes a frame; `write(ByteWriter&)` its contents. @return bytes written, or counted if
-/// there is no buffer
+/// @brief Writes a frame; `write(ByteWriter&)` writes its contents.
+/// @param count_only  only count the bytes; `buffer` is not used
+/// @return bytes written or counted
 /// @throws CapacityError if the buffer is too small
 template <class Write>
 std::size_t save_framed(std::string_view magic, const LayerDescription& description,
@@ -46,10 +45,10 @@ std::size_t save_framed(std::string_view magic, const LayerDescription& descript
   return out.size();
 }
 
-/// @brief Opens a frame and checks that it belongs to a layer like this. @return the reader at the
-/// contents
-/// @throws FormatError if it is damaged or no such state, ShapeError naming both values if it
-/// belongs to another layer
+/// @brief Opens a frame and checks that it belongs to a layer of this description.
+/// @return a reader positioned at the contents
+/// @throws FormatError if the frame is damaged or of another format, ShapeError naming both values
+/// if it belongs to another layer
 inline ByteReader open_framed(std::string_view magic, const LayerDescription& expected,
                               std::span<const std::byte> buffer) {
   using detail::fail;

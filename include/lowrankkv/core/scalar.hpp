@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/scalar.hpp  The element types that cross the border or are stored: f32, f16 (IEEE
-/// half), bf16.
+/// @file core/scalar.hpp  Element types of inputs and of stored rows: f32, f16 (IEEE half), bf16.
 #pragma once
 
 #include <bit>
@@ -14,7 +13,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @brief Element types of tensors and of stored rows.
 enum class DType : std::uint8_t { f32, f16, bf16 };
 
-/// @brief IEEE 754 half precision, as bits: the library converts, it does not compute in it.
+/// @brief IEEE 754 half precision, as bits. The library converts it, but does not compute in it.
 struct Half {
   std::uint16_t bits;
 };
@@ -46,8 +45,7 @@ constexpr float unit_roundoff(DType type) {
 inline float to_float(Half value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = value.bits & 0x7fffU;
-  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals on the
-  // way.
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127, and normalises subnormals.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
   const std::uint32_t special =
       magnitude >= 0x7c00U ? 0x7f800000U | (magnitude << 13) : std::bit_cast<std::uint32_t>(scaled);
@@ -73,8 +71,7 @@ inline Half to_half(float value) {
   } else if (magnitude >= 0x477fe000U) {
     half = 0x7bffU;  // 65504, the largest finite half
   } else if (magnitude < 0x38800000U) {
-    // Subnormal half: adding 0.5 aligns the mantissa so that the hardware rounds to nearest even
-    // for us.
+    // Subnormal half: adding 0.5 aligns the mantissa, so the hardware rounds to nearest even.
     half = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
   } else {
     half = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;

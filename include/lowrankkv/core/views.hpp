@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file core/views.hpp  What crosses the border: pointers (host memory for Cpu, device memory for
-/// Cuda) with named extents and strides in elements.
+/// @file core/views.hpp  Views of the caller's tensors: pointers (host memory for Cpu, device
+/// memory for Cuda) with named extents, and strides in elements.
 ///
-/// A KeyView is not a ValueView and neither is a device view: swapping two arguments does not
+/// Keys, values, queries and outputs have different view types: swapping two arguments does not
 /// compile.
 #pragma once
 
@@ -24,11 +24,10 @@ struct RowsView {
   std::int64_t num_tokens = 0;
   int num_heads = 0;
   int head_dim = 0;
-  std::int64_t token_stride = 0;    ///< elements from a token to the next
-  std::int64_t head_stride = 0;     ///< elements from a head to the next
-  std::int64_t element_stride = 1;  ///< elements from a channel to the next
-  RowPages
-      pages;  ///< in whose pages rows are, if they are (core/engine_pages.hpp makes such views)
+  std::int64_t token_stride = 0;    ///< elements from one token to the next
+  std::int64_t head_stride = 0;     ///< elements from one head to the next
+  std::int64_t element_stride = 1;  ///< elements from one channel to the next
+  RowPages pages;  ///< location of rows in pages, if used (made by core/engine_pages.hpp)
 
   RowsView() = default;
   /// @brief Dense token-major rows: [num_tokens, num_heads, head_dim].
@@ -102,8 +101,8 @@ struct MutableRowsView {
   }
 };
 
-/// @brief Writable rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16, channels side by
-/// side, any other strides; in the backend's memory.
+/// @brief Writable rows [num_tokens, num_heads, head_dim] of f32, f16 or bf16. Channels are
+/// contiguous; other strides are free. In the backend's memory.
 template <class Mutable>
 struct TargetRowsView {
   void* data = nullptr;
@@ -113,7 +112,7 @@ struct TargetRowsView {
   int head_dim = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
-  RowPages pages;  ///< as of RowsView
+  RowPages pages;  ///< as in RowsView
 
   TargetRowsView() = default;
   TargetRowsView(const Mutable& rows)
@@ -150,14 +149,14 @@ using KeyView = RowsView<struct KeyTag>;            ///< [num_tokens, num_kv_hea
 using ValueView = RowsView<struct ValueTag>;        ///< [num_tokens, num_kv_heads, head_dim]
 using QueryView = RowsView<struct QueryTag>;        ///< [num_tokens, num_qo_heads, head_dim]
 using OutputView = MutableRowsView<struct OutTag>;  ///< [num_tokens, num_qo_heads, head_dim], f32
-using MutableKeyView =
-    MutableRowsView<struct MutableKeyTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
-using MutableValueView =
-    MutableRowsView<struct MutableValueTag>;  ///< [num_tokens, num_kv_heads, head_dim], f32
+/// [num_tokens, num_kv_heads, head_dim], f32
+using MutableKeyView = MutableRowsView<struct MutableKeyTag>;
+/// [num_tokens, num_kv_heads, head_dim], f32
+using MutableValueView = MutableRowsView<struct MutableValueTag>;
 using KeyTargetView = TargetRowsView<MutableKeyView>;      ///< [num_tokens, num_kv_heads, head_dim]
 using ValueTargetView = TargetRowsView<MutableValueView>;  ///< [num_tokens, num_kv_heads, head_dim]
 
-/// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Empty when
+/// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Null data:
 /// not wanted.
 struct LseView {
   float* data = nullptr;
@@ -177,14 +176,14 @@ struct LseView {
   }
 };
 
-/// @brief Attention received by positions: [num_sequences, num_kv_heads, num_positions] f32, summed
-/// over a call's queries and the heads of a group. Empty when not wanted.
+/// @brief Attention scores by position: [num_sequences, num_kv_heads, num_positions] f32, summed
+/// over a call's queries and the heads of a group. Null data: not wanted.
 struct ScoreView {
   float* data = nullptr;
   std::int64_t num_sequences = 0;
   int num_heads = 0;
-  std::int64_t num_positions =
-      0;  ///< at least the tokens of the longest sequence; what is beyond a sequence's end is 0
+  /// At least the tokens of the longest sequence. Entries past a sequence's end are 0.
+  std::int64_t num_positions = 0;
 
   ScoreView() = default;
   ScoreView(float* values, std::int64_t sequences, int heads, std::int64_t positions)
@@ -202,7 +201,7 @@ struct Certificate {
   float output = 0.0F;   ///< norm of the output's error, in the unit of the values
 };
 
-/// @brief The bounds that hold whatever happened. As a limit: none.
+/// @brief Bounds that always hold. As a limit: no limit.
 inline constexpr Certificate kUnboundedCertificate{std::numeric_limits<float>::infinity(), 2.0F,
                                                    std::numeric_limits<float>::infinity()};
 
@@ -218,7 +217,7 @@ struct CertificateView {
   Certificate& at(std::int64_t token, int head) const { return data[token * num_heads + head]; }
 };
 
-/// @brief A row-major f32 matrix owned by somebody else; what updaters and bases are given.
+/// @brief A row-major f32 matrix that the view does not own; input of updaters and bases.
 struct MatrixView {
   const float* data = nullptr;
   std::int64_t rows = 0;
@@ -232,7 +231,7 @@ struct MatrixView {
   const float* row(std::int64_t index) const { return data + index * row_stride; }
 };
 
-/// @brief A writable row-major f32 matrix owned by somebody else.
+/// @brief A writable row-major f32 matrix that the view does not own.
 struct MutableMatrixView {
   float* data = nullptr;
   std::int64_t rows = 0;
@@ -247,8 +246,8 @@ struct MutableMatrixView {
 
 namespace detail {
 
-/// Checks a view of `tokens` tokens against the cache's shape; `name` is the argument's name in the
-/// message.
+/// Checks a view against the cache's shape and `tokens` tokens. `name` is the argument's name in
+/// messages.
 template <class View>
 void check_rows(const char* name, const View& view, std::int64_t tokens, int heads, int head_dim) {
   check_equal("head_dim", "cache", head_dim, name, view.head_dim);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/accumulated_scores.hpp  How much attention every stored row gets from a block of
-/// queries: what H2O accumulates.
+/// @file cpu/accumulated_scores.hpp  The attention that each stored row gets from a block of
+/// queries, which H2O accumulates.
 #pragma once
 
 #include <algorithm>
@@ -30,9 +30,10 @@ void absorb_scores(const QueryRows& query, const float* logits, int count, const
 
 }  // namespace detail
 
-/// @brief Adds to `mass`, for every row of one KV head, its softmax weights under query tokens
-/// [first_token, first_token + num_tokens) of `block`, summed over them and over the group's heads.
-/// block.lse holds their log-sum-exp. Cost: the logits once more, about half of attend_block.
+/// @brief Adds to `accumulated`, for every row of one KV head, its softmax weights under query
+/// tokens [first_token, first_token + num_tokens) of `block`, summed over these tokens and the
+/// group's heads. block.lse holds the queries' log-sum-exp. Cost: the logits once more, about half
+/// of attend_block.
 template <class Quantizer>
 void scores_of_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
                      std::int64_t first_token, int num_tokens, AttentionWorkspace& work,
@@ -90,7 +91,7 @@ void scores_of_block(const StoredHead<Quantizer>& stored, const QueryBlock& bloc
   }
 }
 
-/// @brief Masses of all rows of a head, zero.
+/// @brief Scores of all rows of a head, zero.
 template <class State>
 HeadScores zero_scores(const State& state, int slot, int head) {
   const HeadRows& rows = state.table.rows(slot, head);
@@ -101,7 +102,7 @@ HeadScores zero_scores(const State& state, int slot, int head) {
           std::vector<float>(static_cast<std::size_t>(recent))};
 }
 
-/// @brief Calls use(position, mass of its row) for every position of a head that is not dropped.
+/// @brief Calls use(position, score of its row) for every position of a head that is not dropped.
 template <class State, class Use>
 void for_each_score(const State& state, int slot, int head, HeadScores& accumulated, Use&& use) {
   const RowRuns& runs = state.runs(slot, head);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/adapt.hpp  Running the updater on rows about to be compressed, and publishing the
-/// basis it arrives at.
+/// @file cpu/adapt.hpp  Runs the updater on rows about to be compressed, and publishes the bases
+/// that it moved.
 #pragma once
 
 #include <algorithm>
@@ -22,21 +22,21 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Rows of one KV head that are leaving full rank, f32 as stored: the first `count` are
-/// decided on, the others (the recent window) only take part in scoring.
+/// @brief Flushed rows of one KV head, in f32 with the values as stored. The first `count` rows are
+/// decided on; the other rows (the recent window) only take part in scoring.
 struct FlushedRows {
   std::vector<float> keys, values;  ///< [total, head_dim]
   std::int64_t total = 0;
   std::int64_t count = 0;
-  std::vector<float>
-      scores;  ///< [count] attention of a prompt's last queries, if the token policy asks for it
+  /// [count] attention of a prompt's last queries, if the token policy asks for it.
+  std::vector<float> scores;
   std::vector<RowFate> fates;  ///< [count]
   int rejected = 0;            ///< rows that were not finite, and updates that gave no usable basis
   bool moved = false;          ///< a working basis moved
 };
 
-/// @brief Scores of the rows of a prompt under its last queries, pooled over the rows that are
-/// leaving: [count]. Empty if no queries are known.
+/// @brief Scores of the rows of a prompt under its last queries, pooled over the flushed rows:
+/// [count]. Empty if no queries are known.
 template <class State>
 std::vector<float> prompt_scores(const State& state, int slot, int head, const FlushedRows& rows,
                                  const AttentionScores& wanted) {
@@ -67,15 +67,15 @@ std::vector<float> prompt_scores(const State& state, int slot, int head, const F
                      wanted.pooling);
 }
 
-/// @brief Which rows of all leaving ones a step is about.
+/// @brief Range of the flushed rows that a step processes.
 struct RowRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::int64_t size() const { return end - begin; }
 };
 
-/// @brief The basis that the updater would move next: its working basis, or else that of the
-/// current epoch.
+/// @brief The basis that the updater moves next: the working basis, or the current epoch's basis if
+/// there is none.
 template <class State>
 std::vector<float> working_basis(const State& state, int slot, int head, Part part) {
   const auto& sequence = state.sequence(slot);
@@ -83,7 +83,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   const StoredMatrix& moved = part == Part::key ? adaptation.key_basis : adaptation.value_basis;
   if (!moved.empty()) {
     std::vector<float> basis = moved.values();
-    orthonormalize(basis, state.head_dim());  // rounding for storage cost it that
+    orthonormalize(basis, state.head_dim());  // rounding for storage made it inexact
     return basis;
   }
   HeadBasis maps = state.calibrated.heads[static_cast<std::size_t>(head)];
@@ -99,9 +99,9 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   return basis;
 }
 
-/// @brief The rows of `range` that the updater observes: of a prompt those with the highest scores,
-/// of decoded rows all. Only rows that will be compressed are candidates: the basis has nothing to
-/// do with the others.
+/// @brief The rows of `range` that the updater observes: of a prompt, the rows with the highest
+/// scores; of decoded rows, all. Only rows that will be compressed are candidates, because only
+/// they use the basis.
 template <class State>
 std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
                                         const FlushedRows& rows, RowRange range, Phase phase) {
@@ -116,8 +116,8 @@ std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
   std::vector<float> of_candidates;
   for (const std::int64_t row : candidates)
     of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
-  // The share counts all rows of the prompt, the exempt ones too; of a part of it, its part of
-  // them.
+  // The share refers to all rows of the prompt, including exempt rows. For a part of the prompt, it
+  // is reduced in proportion.
   const double part = static_cast<double>(range.size()) / static_cast<double>(rows.count);
   const double wanted =
       static_cast<double>(selection.share) * static_cast<double>(rows.total) * part;
@@ -128,13 +128,13 @@ std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
   return chosen;
 }
 
-/// @brief True if the columns of `basis` [dim, rank] are finite and orthonormal: what an updater
-/// must return.
+/// @brief Whether the columns of `basis` [dim, rank] are finite and orthonormal, as an updater must
+/// return them.
 inline bool is_orthonormal(const std::vector<float>& basis, int dim, int rank) {
   return ::lowrankkv::detail::biorthogonality_error(basis, basis, dim, rank) < 1e-2;
 }
 
-/// @brief The keys (or values) of some leaving rows, mean subtracted and in the metric of the
+/// @brief The keys (or values) of some flushed rows, mean subtracted and in the metric of the
 /// basis: [chosen, head_dim].
 template <class State>
 std::vector<float> rows_in_metric(const State& state, int head, const FlushedRows& rows,
@@ -152,8 +152,8 @@ std::vector<float> rows_in_metric(const State& state, int head, const FlushedRow
   return batch;
 }
 
-/// @brief Those of `chosen` whose keys and values are finite in the metric of the basis: NaN, Inf
-/// and what overflows must not reach a basis, which would carry it to other rows.
+/// @brief The rows of `chosen` whose keys and values are finite in the metric of the basis. NaN,
+/// Inf and overflowing values must not reach a basis, which would carry them to other rows.
 template <class State>
 std::vector<std::int64_t> finite_rows(const State& state, int head, const FlushedRows& rows,
                                       const std::vector<std::int64_t>& chosen) {
@@ -162,8 +162,8 @@ std::vector<std::int64_t> finite_rows(const State& state, int head, const Flushe
   for (const Part part : {Part::key, Part::value}) {
     const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
     for (std::size_t i = 0; i < batch.size(); ++i) {
-      if (!(std::abs(batch[i]) <= 1e18F))
-        finite[i / static_cast<std::size_t>(dim)] = false;  // squares of more overflow f32
+      // The squares of larger values overflow f32.
+      if (!(std::abs(batch[i]) <= 1e18F)) finite[i / static_cast<std::size_t>(dim)] = false;
     }
   }
   std::vector<std::int64_t> kept;
@@ -174,8 +174,10 @@ std::vector<std::int64_t> finite_rows(const State& state, int head, const Flushe
 }
 
 /// @brief Lets the updater observe rows of one head and move its working bases. Heads are
-/// independent. Notes in `rows` whether a basis moved, and how many were refused because they were
-/// not finite and orthonormal; then the old ones stay.
+/// independent.
+///
+/// Sets rows.moved if a basis moved. rows.rejected counts rows that were not finite, and bases that
+/// were not finite and orthonormal; for such a basis the old one stays.
 template <class State>
 void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange range, Phase phase) {
   rows.moved = false;
@@ -212,9 +214,9 @@ void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange ra
   }
 }
 
-/// @brief Whether `rows` rows that are about to be written are reason to publish: alone they
-/// outweigh an epoch's bytes (a prompt), or enough have gone by since the last one (decoding).
-/// Updaters that publish themselves: whenever one moved.
+/// @brief Whether to publish before `rows` rows are written: they alone outweigh an epoch's bytes
+/// (a prompt), or enough rows were written since the last publication (decoding). Updaters with
+/// `publishes` publish whenever a basis moved.
 template <class State>
 bool publication_due(const State& state, int slot, std::int64_t rows, bool moved, Phase phase) {
   if (!State::UpdaterImpl::adapts || rows == 0) return false;
@@ -226,8 +228,7 @@ bool publication_due(const State& state, int slot, std::int64_t rows, bool moved
 
 namespace detail {
 
-/// The maps of one head for its working bases, their channels in the order that the quantizer
-/// wants.
+/// The maps of one head for its working bases, with channels in the order that the quantizer needs.
 template <class State>
 HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedRows& rows,
                           RowRange range) {
@@ -259,10 +260,11 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedR
 
 }  // namespace detail
 
-/// @brief Publishes the working bases as the sequence's own epoch, if any has moved: rows are
-/// written under it from now on.
-/// @param rows  per KV head; those of `range` that will be compressed say how channels are ordered
-/// and scaled
+/// @brief Publishes the working bases as the sequence's own epoch, if any basis has moved. Rows are
+/// written under this epoch from now on.
+/// @param rows  per KV head; the rows of `range` that will be compressed determine the order and
+/// scale of channels
+/// @return whether an epoch was published
 template <class State>
 bool publish(State& state, int slot, const std::vector<FlushedRows>& rows, RowRange range) {
   auto& sequence = state.sequence(slot);

@@ -2,10 +2,10 @@
 /// @file cpu/attend.hpp  Attention of query rows over everything a sequence stores: full rows,
 /// segments, tail, prompt chunk.
 ///
-/// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space:
-/// a query is projected once per segment, q~ = q query_down, logits are q~ c_k, and sum p c_v is
-/// expanded once, by output_up (OjaKV A.3). With centred maps a segment adds q mean_k to its logits
-/// and (sum p) mean_v to its output. Keys that are stored unrotated are lifted and turned instead
+/// out = softmax(scale q [K_full; decode(C)]^T) [V_full; decode(C)], computed in coefficient space
+/// (OjaKV A.3): each query is projected once per segment, q~ = q query_down; logits are q~ c_k; and
+/// output_up expands sum p c_v once. With centred maps a segment adds q mean_k to its logits and
+/// (sum p) mean_v to its output. Pre-RoPE keys are up-projected and rotated instead
 /// (cpu/stored_head.hpp).
 #pragma once
 
@@ -20,8 +20,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Where the query tokens of one call stand: token t sees all stored rows and, of the tail
-/// (or of the chunk while a prompt is being prefilled), the rows up to and including its own.
+/// @brief Queries of one call and what they see. Token t sees all stored rows and, of the tail (or
+/// of the chunk during prefill), the rows up to and including its own row.
 struct QueryBlock {
   QueryView query;  ///< [num_tokens, num_qo_heads, head_dim]
   OutputView out;
@@ -33,7 +33,7 @@ struct QueryBlock {
 
 namespace detail {
 
-/// The rows of a block's queries, the softmax scale folded in.
+/// The rows of a block's queries, multiplied by the softmax scale.
 inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim,
                               std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {
   const int group = block.group_size;
@@ -46,7 +46,8 @@ inline QueryRows load_queries(const QueryBlock& block, int head, int head_dim,
   return {work.query.data(), width, num_tokens * group, head_dim, width, nullptr};
 }
 
-/// One segment: project the queries, attend over coefficients, expand, merge into state 0.
+/// Attends to one segment: projects the queries, attends over coefficients, expands, and merges
+/// into state 0.
 template <class Quantizer>
 void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
                     const QueryRows& full_query, KeyReader<Quantizer>& keys,
@@ -91,9 +92,9 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
 }  // namespace detail
 
 /// @brief Attention of one KV head's queries: tokens [first_token, first_token + num_tokens) of
-/// `block`, which together with the group's heads fill at most work.max_rows() rows. Writes out
-/// and, if wanted, lse (natural logarithm). Allocates nothing. Cost: 2 (head_dim or rank) products
-/// per stored row, query row and K or V.
+/// `block`. num_tokens times the group size must be at most work.max_rows(). Writes out and, if
+/// wanted, lse (natural logarithm). Allocates nothing. Cost: 2 (head_dim or rank) products per
+/// stored row, query row and K or V.
 template <class Quantizer>
 void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
                   std::int64_t first_token, int num_tokens, AttentionWorkspace& work) {

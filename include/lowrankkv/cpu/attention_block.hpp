@@ -16,11 +16,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Query rows that are worked on together: (query token, head of the group) pairs of one KV head.
+/// Query rows that are processed together: (query token, head of the group) pairs of one KV head.
 inline constexpr int kQueryRows = 64;
 
-/// @brief Unnormalised attention of a block: largest logit, sum of exp(logit - max), and the same
-/// sum over values.
+/// @brief Unnormalised attention of a block: largest logit, sum of exp(logit - max), and sum of
+/// exp(logit - max) times value.
 struct PartialState {
   float* max = nullptr;
   float* sum = nullptr;
@@ -45,20 +45,22 @@ struct Tile {
   int count = 0;
 };
 
-/// @brief Query rows in the coordinates of the tile's keys, the softmax scale folded in.
+/// @brief Query rows in the coordinates of the tile's keys, multiplied by the softmax scale.
 struct QueryRows {
   const float* data = nullptr;  ///< [rows, stride]
   int stride = 0;
   int rows = 0;
   int key_width = 0;
   int value_width = 0;  ///< padded
-  const float* bias =
-      nullptr;  ///< [rows], added to every logit (the centred keys' term); null: none
+  /// [rows], added to every logit (the term of centred keys); null: none.
+  const float* bias = nullptr;
 };
 
-/// @brief line[i] <- exp(line[i] - top) for i < count and 0 up to `width`, a multiple of kPadding;
-/// returns the sum. Whole packets in a fixed order, so that neither addresses nor neighbours change
-/// the bits of the result.
+/// @brief line[i] <- exp(line[i] - top) for i < count, and 0 from there up to `width`, a multiple
+/// of kPadding. @return the sum
+///
+/// Processes whole packets in a fixed order, so that neither addresses nor neighbours change the
+/// bits of the result.
 inline float exponentials(float* line, int count, int width, float top) {
   using namespace Eigen::internal;  // NOLINT: packet functions
   std::fill(line + count, line + width, top);
@@ -72,13 +74,13 @@ inline float exponentials(float* line, int count, int width, float top) {
 }
 
 /// @brief logits [rows, kTile] = queries times the keys of a tile, channel-major [key_width,
-/// kTile]; without the queries' bias.
+/// kTile]. Does not add the queries' bias.
 inline void tile_logits(const QueryRows& query, const float* keys, int count, float* logits) {
   matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile,
                 logits, kTile);
 }
 
-/// @brief Folds a tile whose logits are known into `state`; they are overwritten. Row i sees the
+/// @brief Folds a tile with known logits into `state`, and overwrites the logits. Row i sees the
 /// first visible(i) tokens of the tile (clamped to 0..count).
 ///
 /// FlashAttention's recurrence: m' = max(m, max s); l' = l e^(m-m') + sum e^(s-m'); acc' = acc
@@ -115,7 +117,8 @@ void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, 
                tile.value_stride, state.accumulator, state.stride);
 }
 
-/// @brief The same for a tile of keys. @param logits  scratch [rows, kTile]
+/// @brief Computes the logits of a tile of keys, then absorb_logits(). @param logits  scratch
+/// [rows, kTile]
 template <class Visible>
 void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits,
                  const PartialState& state) {
@@ -126,7 +129,7 @@ void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, fl
   absorb_logits(query, tile, visible, logits, state);
 }
 
-/// @brief state <- state + other, where other's accumulator has been expanded to the same width.
+/// @brief state <- state + other, where other's accumulator was expanded to the same width.
 inline void merge_states(int rows, int width, const PartialState& state,
                          const PartialState& other) {
   for (int row = 0; row < rows; ++row) {
@@ -143,12 +146,12 @@ inline void merge_states(int rows, int width, const PartialState& state,
   }
 }
 
-/// @brief All that one thread needs to attend, allocated once: attend() itself allocates nothing.
+/// @brief Scratch memory of one thread for attention, allocated once: attend() allocates nothing.
 class AttentionWorkspace {
  public:
   AttentionWorkspace() = default;
-  /// @param widest  the largest of head_dim and all value ranks
-  /// @param turns   keys are stored unrotated: scratch to lift and turn them
+  /// @param widest    the largest of head_dim and all value ranks
+  /// @param pre_rope  keys are stored pre-RoPE: adds scratch to up-project and rotate them
   AttentionWorkspace(int head_dim, int widest, int group_size, bool pre_rope)
       : rows_((std::max)(kQueryRows, group_size)), width_(padded(widest)) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
@@ -161,8 +164,8 @@ class AttentionWorkspace {
     expanded.resize(rows * dim);
     logits.resize(rows * kTile);
     bias.resize(rows);
-    keys.resize((pre_rope ? dim + 1 : dim) *
-                kTile);  // folded: one row more, of the channels that do not turn
+    // Folded form: one more row, for the channels that are not rotated.
+    keys.resize((pre_rope ? dim + 1 : dim) * kTile);
     if (pre_rope) {
       coefficients.resize(dim * kTile);
       cosines.resize(dim / 2 * kTile);
@@ -175,7 +178,7 @@ class AttentionWorkspace {
     accumulators_.resize(2 * rows * width);
   }
   int max_rows() const { return rows_; }
-  /// State 0 is the block's own, in head_dim; state 1 that of the segment being read.
+  /// State 0 belongs to the block, in head_dim channels; state 1 to the segment being read.
   PartialState state(int index) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
     const std::size_t which = static_cast<std::size_t>(index);
@@ -190,7 +193,7 @@ class AttentionWorkspace {
   }
 
   std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values;
-  std::vector<float> coefficients, cosines, sines, folded, folded_mean;  ///< of unrotated keys
+  std::vector<float> coefficients, cosines, sines, folded, folded_mean;  ///< for pre-RoPE keys
 
  private:
   int rows_ = 0;

@@ -28,7 +28,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Backend tag: everything in host memory; calls return when the work is done.
+/// @brief Backend tag: everything is in host memory, and calls return when the work is done.
 struct Cpu {
   using Pool = cpu::PagePool;
   using Executor = cpu::ThreadPool;

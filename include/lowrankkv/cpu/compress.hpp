@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/compress.hpp  Rows leave full rank: decide, update the basis, publish, project,
-/// quantise, store.
+/// @file cpu/compress.hpp  Moves rows out of full rank: decides their fate, updates the basis,
+/// publishes, projects, quantises and stores.
 ///
-/// The same steps serve a prompt (the rows of a chunk) and decoding (T rows of the tail).
-/// Everything sees rows as they are stored, rounded to full_type, so that how a stream was split
-/// into calls leaves no trace.
+/// The same steps serve a prompt (the rows of a chunk) and decoding (T rows of the tail). All steps
+/// see rows as they are stored, rounded to full_type, so that results do not depend on how a stream
+/// was split into calls.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +25,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Adds to `demand` an upper bound, from counts alone, of what moving `count` rows out of
-/// full rank takes from the pool, in one step or in several. Merges and evictions may rewrite any
-/// stored row, so sharers of pages may need them all.
+/// @brief Adds to `demand` an upper bound of the pages that moving `count` rows out of full rank
+/// takes, in one step or in several. The bound is computed from counts alone. Merges and evictions
+/// may rewrite any stored row, so every shared page may need a copy.
 template <class State>
 void demand_compress(const State& state, int slot, std::int64_t count, Phase phase,
                      PageDemand& demand) {
@@ -52,8 +52,8 @@ void demand_compress(const State& state, int slot, std::int64_t count, Phase pha
 
 namespace detail {
 
-/// All rows of a head that are still at full rank, oldest first: the tail's, then the prompt
-/// chunk's.
+/// Gathers all rows of a head that are still at full rank, oldest first: the tail's rows, then the
+/// prompt chunk's.
 template <class State>
 void gather_flushed(const State& state, int slot, int head, std::int64_t count, Phase phase,
                     FlushedRows& rows) {
@@ -61,7 +61,7 @@ void gather_flushed(const State& state, int slot, int head, std::int64_t count, 
   const PromptChunk& chunk = state.sequence(slot).chunk;
   const std::int64_t tail = state.table.lengths(slot).tail_length;
   rows.count = count;
-  // Decoded rows are decided on alone; a prompt's recent window takes part in scoring.
+  // A prompt's recent window takes part in scoring. Decoded rows are decided on without it.
   rows.total = phase == Phase::prefill ? tail + chunk.size() : count;
   rows.keys.resize(static_cast<std::size_t>(rows.total * dim));
   rows.values.resize(static_cast<std::size_t>(rows.total * dim));
@@ -87,7 +87,7 @@ void gather_flushed(const State& state, int slot, int head, std::int64_t count, 
   }
 }
 
-/// The fate of the leaving rows of the heads of a group, on their common evidence.
+/// Decides the fate of the flushed rows of the heads of a group, from their summed evidence.
 template <class State>
 void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& rows, Phase phase) {
   const int first = group * state.heads_per_group();
@@ -100,7 +100,7 @@ void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& r
   }
   RowBatch batch{first, state.first_tail_position(slot), leader.count, phase};
   if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
-    // Rows that stay in any case take nobody's place.
+    // Rows that stay in any case must not count against the number of kept rows.
     for (std::size_t row = 0; row < leader.scores.size(); ++row) {
       if (State::TokenImpl::pinned(state.token_policy,
                                    batch.first_position + static_cast<std::int64_t>(row)))
@@ -114,8 +114,8 @@ void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& r
     rows[static_cast<std::size_t>(head)].fates = leader.fates;
 }
 
-/// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in a
-/// state, the list's first new row being `next`.
+/// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in
+/// state `kind`. `next` is the row of the list at which the first run goes.
 template <class Store>
 void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next,
                   Store&& store) {
@@ -131,7 +131,7 @@ void for_each_run(const FlushedRows& rows, RowRange range, RowState kind, std::i
   }
 }
 
-/// The same in tiles of at most kTile.
+/// for_each_run(), with runs split into tiles of at most kTile rows.
 template <class Store>
 void for_each_tile(const FlushedRows& rows, RowRange range, RowState kind, std::int32_t next,
                    Store&& store) {
@@ -142,8 +142,8 @@ void for_each_tile(const FlushedRows& rows, RowRange range, RowState kind, std::
                });
 }
 
-/// Stores the decided rows of `range` of the heads of a group; first[head] is where their lists
-/// went on.
+/// Stores the decided rows of `range` of the heads of a group. first[head] holds the sizes of the
+/// head's lists before these rows.
 template <class State>
 void store_group(State& state, int slot, int group, const std::vector<FlushedRows>& rows,
                  RowRange range, const std::vector<HeadRows>& first) {
@@ -176,7 +176,7 @@ void store_group(State& state, int slot, int group, const std::vector<FlushedRow
         });
   }
   if (!State::joins || projections.empty()) return;
-  // One latent: the sum of what each head's block of the value map makes of its values.
+  // One latent: the sum over heads of each head's values times its block of the value map.
   const int stride = projections.front().stride(Part::value);
   std::vector<float> sum(static_cast<std::size_t>(kTile * stride));
   for_each_tile(rows[static_cast<std::size_t>(leader)], range, RowState::compressed,
@@ -195,8 +195,8 @@ void store_group(State& state, int slot, int group, const std::vector<FlushedRow
                 });
 }
 
-/// Notes what compression lost of the rows of `range` of the heads of a group, all of which are
-/// stored by now.
+/// Records what compression lost of the rows of `range` of the heads of a group. All these rows are
+/// stored already.
 template <class State>
 void note_losses(State& state, int slot, int group, const std::vector<FlushedRows>& rows,
                  RowRange range, const std::vector<HeadRows>& first) {
@@ -224,8 +224,8 @@ void note_losses(State& state, int slot, int group, const std::vector<FlushedRow
   }
 }
 
-/// Lists the decided rows of `range` of one head: makes room for them, notes where they are.
-/// Returns where they begin.
+/// Extends the lists of one head by the decided rows of `range`, and records where the rows are.
+/// @return the sizes of the lists before
 template <class State>
 HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, RowRange range) {
   const HeadRows before = state.table.rows(slot, head);
@@ -249,8 +249,8 @@ HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, Ro
   return before;
 }
 
-/// Runs the updater on rows of `range`, of which at most `compressed` of a head will be compressed,
-/// and publishes what it arrived at if it is time.
+/// Runs the updater on rows of `range`, and publishes the moved bases if a publication is due. At
+/// most `compressed` rows per head will be compressed.
 template <class State>
 void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range,
                  std::int64_t compressed, Phase phase) {
@@ -263,15 +263,15 @@ void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRang
     state.statistics.rejected_updates += head.rejected;
     moved = moved || head.moved;
   }
-  // The rows that an epoch was published for do not count towards the next one.
+  // Rows for which an epoch was published do not count towards the next one.
   const bool published =
       publication_due(state, slot, compressed, moved, phase) && publish(state, slot, rows, range);
   auto& sequence = state.sequence(slot);
   sequence.rows_since_publication = published ? 0 : sequence.rows_since_publication + compressed;
 }
 
-/// Rows of `range` leave: the updater sees them, a basis may be published, those that it
-/// reconstructs badly may stay at full rank, and all are stored.
+/// Moves the rows of `range` out of full rank: the updater observes them, a basis may be published,
+/// outlier rows may stay at full rank, and all rows are stored.
 template <class State>
 void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range,
                     Phase phase) {
@@ -307,7 +307,8 @@ void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowR
   });
 }
 
-/// The rows that stay: the tail without the rows that left it, then the rest of the prompt chunk.
+/// Rebuilds the tail: the old tail without the `count` oldest rows, then the rest of the prompt
+/// chunk.
 template <class State>
 void renew_tail(State& state, int slot, std::int64_t count) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -334,9 +335,9 @@ void renew_tail(State& state, int slot, std::int64_t count) {
 
 }  // namespace detail
 
-/// @brief Moves the `count` oldest rows of the tail and the prompt chunk out of full rank; the
-/// others become the tail. The caller has made sure of demand_compress(). Cost per row and head:
-/// O(head_dim rank), and what the updater takes.
+/// @brief Moves the `count` oldest rows of the tail and the prompt chunk out of full rank. The
+/// other rows become the tail. The caller has checked demand_compress(). Cost per row and head:
+/// O(head_dim rank), plus the updater's cost.
 template <class State>
 void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
   if (count > 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/convert.hpp  Arrays of f32 to and from the stored types, and rows out of strided
-/// views.
+/// @file cpu/convert.hpp  Conversion of f32 arrays to and from the stored types, and of rows of
+/// strided views.
 #pragma once
 
 #include <cmath>
@@ -57,7 +57,7 @@ inline void from_f32(DType type, const float* src, std::int64_t count, void* dst
     bits[i] = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
 }
 
-/// @brief One row of a view as f32 [head_dim], whatever its type and strides.
+/// @brief Reads one row of a view as f32 [head_dim], for any type and strides.
 template <class Tag>
 inline void load_row(const RowsView<Tag>& view, std::int64_t token, int head, float* dst) {
   const std::int64_t offset = view.place(token) + head * view.head_stride;
@@ -82,8 +82,8 @@ inline void store_row(const TargetRowsView<Mutable>& view, std::int64_t token, i
            static_cast<char*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype)));
 }
 
-/// @brief Raises what page tables say that no page can be: negative numbers, and sequences shorter
-/// than what is wanted of them.
+/// @brief Raises ShapeError if page tables contain negative page numbers, or sequences shorter than
+/// the rows asked for.
 inline void check_tables(const char* name, const RowPages& pages, std::int64_t rows) {
   for (std::int64_t row = 0; pages.used() && row < rows; ++row) {
     std::int64_t table = 0;

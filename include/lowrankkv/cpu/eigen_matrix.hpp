@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/eigen_matrix.hpp  Row-major f32 at the border, Eigen f64 inside: the two conversions
-/// between them.
+/// @file cpu/eigen_matrix.hpp  Conversion between row-major f32 of the interface and Eigen f64.
 #pragma once
 
 #include <Eigen/Core>
@@ -14,8 +13,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Parameters of functions that are templates only so that nobody compiles them who does not
-/// call them: nothing is deduced from these, whatever converts to them is taken.
+/// @brief Parameter types of functions that are templates only so that sources which do not call
+/// them do not compile them. Nothing is deduced from these types, so arguments convert implicitly.
 template <class Real>
 using MatrixIn = std::type_identity_t<Eigen::MatrixX<Real>>;
 template <class Real>

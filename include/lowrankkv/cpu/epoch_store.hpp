@@ -66,8 +66,10 @@ struct StoredMatrix {
   }
 };
 
-/// @brief The stored maps of one KV head. Empty query_down or output_up: derived from the other
-/// map. Scales are what a quantizer asked the maps to carry (ChannelFold): rows are encoded with
+/// @brief The stored maps of one KV head. An empty query_down equals key_down; an empty output_up
+/// is the transpose of value_down.
+///
+/// Scales are the part of a quantizer's ChannelFold that the maps carry: rows are encoded with
 /// down / scale and read with up * scale.
 struct EpochHead {
   StoredMatrix key_down, query_down, value_down, output_up, key_mean, value_mean;
@@ -83,18 +85,18 @@ struct EpochHead {
   const StoredMatrix& mean(Part part) const { return part == Part::key ? key_mean : value_mean; }
   int rank(Part part) const { return encoder(part).cols; }
 
-  /// @brief target [head_dim, stride]: what a row is multiplied with to become coefficients.
+  /// @brief Loads target [head_dim, stride]: the map from rows to coefficients.
   void load_encoder(Part part, float* target, int stride) const {
     encoder(part).load(target, stride);
     scale_columns(part, target, stride, encoder(part).rows, true);
   }
-  /// @brief target [head_dim, stride]: what a query is multiplied with.
+  /// @brief Loads target [head_dim, stride]: the map that queries are multiplied with.
   void load_query_map(float* target, int stride) const {
     query_map().load(target, stride);
     scale_columns(Part::key, target, stride, query_map().rows, false);
   }
-  /// @brief target [rank, stride]: what coefficients (or accumulated values) are multiplied with to
-  /// become rows. `scratch` holds as many numbers as the larger of rank and head_dim.
+  /// @brief Loads target [rank, stride]: the map from coefficients (or accumulated coefficients of
+  /// values) to rows. `scratch` holds max(rank, head_dim) numbers.
   void load_decoder(Part part, float* target, int stride, float* scratch) const {
     if (part == Part::key) {
       query_map().load_transposed(target, stride, scratch);
@@ -120,19 +122,19 @@ struct EpochHead {
   }
 };
 
-/// @brief The folds of one KV head's key and value channels.
+/// @brief The quantizer's folds of one KV head's key and value channels.
 struct HeadFolds {
   ChannelFold key, value;
 };
 
-/// @brief The epochs of a layer. Epoch 0 is the calibrated one: it lives as long as the layer and
-/// belongs to nobody.
+/// @brief The epochs of a layer, reference-counted. Epoch 0 is the calibrated one: it lives as long
+/// as the layer, and no sequence owns it.
 class EpochStore {
  public:
   EpochStore() = default;
   explicit EpochStore(DType type) : type_(type) {}
 
-  /// @brief Stores maps with their quantizer's folds, rounded to the store's type; the caller holds
+  /// @brief Stores maps with their quantizer's folds, rounded to the store's type. The caller holds
   /// the first reference.
   std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds,
                    int head_dim) {
@@ -144,7 +146,7 @@ class EpochStore {
       epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
     return static_cast<std::int32_t>(index);
   }
-  /// @brief Takes over maps as they were stored; the caller holds the first reference.
+  /// @brief Takes over maps in stored form. The caller holds the first reference.
   std::int32_t adopt(std::vector<EpochHead>&& heads) {
     const std::size_t index = free_index();
     epochs_[index].references = 1;
@@ -195,7 +197,7 @@ class EpochStore {
                rotated_rows(head.output_up, head.value_rank, head_dim, folds.value.rotation));
     result.key_mean = matrix(1, head_dim, head.key_mean);
     result.value_mean = matrix(1, head_dim, head.value_mean);
-    // Scales span more octaves than f16 has, and are few.
+    // Scales span more octaves than f16 has; they are few, so f32 costs little.
     if (!folds.key.scale.empty())
       result.key_scale = StoredMatrix(DType::f32, 1, head.key_rank, folds.key.scale);
     if (!folds.value.scale.empty())

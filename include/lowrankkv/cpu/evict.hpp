@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/evict.hpp  Dropping rows that are stored already: lists close up, positions of the
-/// others stay what they were.
+/// @file cpu/evict.hpp  Drops stored rows: lists are compacted (order kept), and the remaining rows
+/// keep their positions.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace cpu {
 
 namespace detail {
 
-/// Drops rows of one list of a head; its masses and residuals follow.
+/// Keeps the rows of one list of a head whose `keep` is true, with their accumulated scores and
+/// residuals.
 template <class State>
 void retain_rows(State& state, int slot, int head, RowState kind, const std::vector<bool>& keep) {
   if (State::accumulates_scores) keep_only(state.accumulated(slot, head).of(kind), keep);
@@ -40,7 +41,7 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
 
 }  // namespace detail
 
-/// @brief Epochs under which no row is left are given back.
+/// @brief Removes segments that have no row left in any head, and releases their epochs.
 template <class State>
 void drop_empty_segments(State& state, int slot) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -57,14 +58,17 @@ void drop_empty_segments(State& state, int slot) {
   }
 }
 
-/// @brief Lets the token policy drop stored and leaving rows of the heads of a group, of which
-/// `first` is the first and `rows` are the leaving ones, by the attention that they have received
-/// together. Cost: O(stored rows), and a copy of the codes behind the first row dropped.
+/// @brief Lets the token policy drop stored and flushed rows of the heads of a group, by the
+/// attention that the heads' rows have received together.
+/// @param first  first head of the group
+/// @param rows   the flushed rows
+///
+/// Cost: O(stored rows), and a copy of the codes behind the first dropped row.
 template <class State>
 void evict_rows(State& state, int slot, int first, FlushedRows& rows, Phase phase) {
   const int end = first + state.heads_per_group();
-  std::vector<RowState> states =
-      state.runs(slot, first).states();  // the same for all heads of the group
+  // The same for all heads of the group.
+  std::vector<RowState> states = state.runs(slot, first).states();
   std::vector<StoredRow> stored;
   for (std::size_t position = 0; position < states.size(); ++position) {
     if (states[position] == RowState::dropped) continue;

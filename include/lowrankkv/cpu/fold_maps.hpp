@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/fold_maps.hpp  What the stored maps take over from the quantizer, and bases turned to
-/// the order it wants.
+/// @file cpu/fold_maps.hpp  Folds of the quantizer for the stored maps, and alignment of bases to
+/// the channel order that the quantizer needs.
 #pragma once
 
 #include <Eigen/Core>
@@ -16,7 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The quantizer's folds for the maps of all heads; empty ones if it has none.
+/// @brief The quantizer's folds for the maps of all heads. Empty folds if the quantizer has none.
 template <class State>
 std::vector<HeadFolds> fold_maps(const State& state, const std::vector<HeadBasis>& heads) {
   using Codec = typename State::Codec;
@@ -35,8 +35,8 @@ std::vector<HeadFolds> fold_maps(const State& state, const std::vector<HeadBasis
   return folds;
 }
 
-/// @brief Takes the quantizer's rotation back out of a basis [head_dim, rank] that was read from an
-/// epoch, so that its channels are in the order of their energy again.
+/// @brief Removes the quantizer's rotation from a basis [head_dim, rank] that was read from an
+/// epoch. Its channels are then ordered by energy again.
 template <class State, class Stored = float>
 void undo_rotation(const State& state, int head, Part part, std::vector<float>& basis) {
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
@@ -56,14 +56,14 @@ void undo_rotation(const State& state, int head, Part part, std::vector<float>& 
   }
 }
 
-/// @brief Rotations an orthonormal basis within its span to the principal axes of `rows`, largest
-/// first, and says how large the coefficients are along them.
+/// @brief Aligns an orthonormal basis, within its span, to the principal axes of `rows`, largest
+/// first, and computes the rms of the coefficients along them.
+///
+/// The calibrated rms count as `rank` additional rows, in axes and in rms: this damps chance in
+/// short batches. Without rms and without rows, nothing is done.
 /// @param rows   [count, head_dim] in the space in which the basis is orthonormal
-/// @param basis  [head_dim, rank], turned in place
-/// @param rms    the calibrated rms of the channels, or empty; replaced by that of the rows. `rank`
-/// calibrated rows weigh
-///               with them, in axes and rms, against chance in short batches; without rms, nothing
-///               is done without rows
+/// @param basis  [head_dim, rank], rotated in place
+/// @param rms    the calibrated rms of the channels, or empty; replaced by the new rms
 template <class Real = double, class Stored = float>
 void align_to_axes(MatrixView rows, std::vector<float>& basis, std::vector<float>& rms, int rank) {
   using RowMajor = Eigen::Matrix<Stored, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;

@@ -2,7 +2,7 @@
 /// @file cpu/layer.hpp  One attention layer on the CPU: sizes, storage, and the steps that
 /// CompressedKVCache calls.
 ///
-/// Nothing here checks arguments or capacities: the cache has done so before it changes anything.
+/// Nothing here checks arguments or capacities: the cache checks them before it changes anything.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,14 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief How large a layer's lists are, from its configuration.
+/// @brief Sizes of a layer's lists and page tables, from its configuration.
 template <class Quantizer>
 struct LayerSizes {
   std::size_t page_bytes = 0;
   std::vector<RowLayout<FullRows>> full;                      ///< per KV head
   std::vector<RowLayout<Quantizer>> compressed;               ///< per KV head
   std::int32_t max_full_pages = 0, max_compressed_pages = 0;  ///< per sequence and head
-  std::int64_t num_pages = 0;  ///< what all sequences at full length can need
+  std::int64_t num_pages = 0;  ///< most pages that all sequences at full length can need
 };
 
 /// @brief The CPU backend's layer.
@@ -50,7 +50,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     result.page_bytes = config.page_bytes != 0
                             ? config.page_bytes
                             : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
-    RowBounds most;  // of rows of one head over the life of a sequence
+    RowBounds most;  // most rows of one head over the life of a sequence
     for (const Phase phase : {Phase::prefill, Phase::decode}) {
       const RowBounds bounds =
           State::TokenImpl::bounds(token_policy, {0, 0, config.max_tokens, phase});
@@ -75,7 +75,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       }
     } else {
       result.compressed.resize(static_cast<std::size_t>(heads));
-      for (auto& layout : result.compressed) layout.rows_per_page = 1;  // never hold a row
+      for (auto& layout : result.compressed) layout.rows_per_page = 1;  // these lists stay empty
     }
     const auto pages = [&](std::int64_t rows, const auto& layouts, std::int32_t& most_pages) {
       for (const auto& layout : layouts) {
@@ -86,8 +86,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       }
     };
     pages(most.full, result.full, result.max_full_pages);
-    // Outliers are a share of the rows seen; truncating to where they are dense and going on can
-    // make them more than that.
+    // Outliers are a share of the rows seen. A sequence that is truncated where outliers are dense,
+    // and then continued, can hold more than that share.
     if (wants(State::TokenImpl::evidence, Evidence::residuals))
       result.max_full_pages = 2 * result.max_full_pages + 8;
     pages(most.compressed, result.compressed, result.max_compressed_pages);
@@ -110,7 +110,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->threads =
         workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
     const int heads = settings.shape.num_kv_heads;
-    // Room for the calibrated segment and for one that is about to be merged away.
+    // Room for the calibrated segment, and for a segment that is about to be merged away.
     this->table = DescriptorTable(
         settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads,
         layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
@@ -137,14 +137,15 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
   Layer& operator=(const Layer&) = delete;
-  /// A shared pool outlives the layer: give its pages back.
+  /// Returns the pages to the pool, which may be shared and then outlives the layer.
   ~Layer() {
     for (int slot = 0; slot < this->config.max_sequences; ++slot) {
       if (this->sequence(slot).used) clear_slot(static_cast<State&>(*this), slot);
     }
   }
 
-  /// @brief Rounds m rows of both views, from row `first`, into the tail.
+  /// @brief Appends `count` rows of both views, from row `first` on, to the tail, rounded to its
+  /// type.
   void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first,
                    int count) {
     SequenceLengths& lengths = this->table.lengths(slot);
@@ -169,8 +170,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->add_recent_scores(slot, key.num_tokens);
   }
 
-  /// @brief Attention of the blocks' queries; block i belongs to slot_of(i). Heads and blocks of
-  /// rows run in parallel.
+  /// @brief Attention of the queries of `count` blocks; block i belongs to slot_of(i). Sequences,
+  /// heads and pieces of query tokens run in parallel.
   template <class Slots, class Blocks>
   void attend(std::int64_t count, Slots&& slot_of, Blocks&& block_of, bool prompt) {
     const int per_task = tokens_per_task(prompt);
@@ -178,7 +179,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     const std::int64_t pieces = (tokens + per_task - 1) / per_task;
     const std::int64_t heads = this->num_kv_heads();
     this->threads->run(count * heads * pieces, [&](std::int64_t task, int thread) {
-      // Later pieces see more rows: take them first, so that the threads finish together.
+      // Later pieces see more rows. Start with them, so that all threads finish at about one time.
       const std::int64_t piece = pieces - 1 - task / (count * heads);
       const std::int64_t index = task / heads % count;
       const StoredHead<Quantizer> stored =
@@ -190,9 +191,9 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     });
   }
 
-  /// @brief The attention that each stored row of a sequence gets from a block whose lse is known,
-  /// summed over its queries and the heads of a group: added to out(head), which returns the head's
-  /// HeadScores. Heads run in parallel.
+  /// @brief Adds to out(head), the HeadScores of a head, the attention that each stored row of a
+  /// sequence gets from a block with known lse, summed over the block's queries and the heads of a
+  /// group. Heads run in parallel.
   template <class Out>
   void accumulated_attention(int slot, const QueryBlock& block, bool prompt, Out&& out) {
     const int per_task = tokens_per_task(prompt);
@@ -208,8 +209,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     });
   }
 
-  /// @brief Bounds on what compression changed in the outputs of a block whose lse is known. Heads
-  /// run in parallel.
+  /// @brief Bounds on what compression changed in the outputs of a block with known lse. Heads run
+  /// in parallel.
   void certify(int slot, const QueryBlock& block, const CertificateView& out) {
     const int per_task = tokens_per_task(false);
     this->threads->run(this->num_kv_heads(), [&](std::int64_t index, int thread) {
@@ -230,7 +231,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     });
   }
 
-  /// @brief Capacity that is set aside and in nobody's use, besides the pool's free pages.
+  /// @brief Bytes of reserved capacity that no sequence uses, besides the pool's free pages.
   std::size_t reserved_bytes() const {
     std::size_t tails = this->tail.bytes();
     for (int slot = 0; slot < this->config.max_sequences; ++slot) {
@@ -241,7 +242,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     for (const AttentionWorkspace& workspace : this->workspaces) work += workspace.bytes();
     return tails + work + this->table.bytes() + this->rotary.bytes();
   }
-  /// @brief The calibrated maps as stored, and the f32 copy that updaters start from.
+  /// @brief Bytes of the calibrated maps as stored, and of the f32 copy that updaters start from.
   std::size_t shared_bytes() const {
     if (!State::TokenImpl::compresses) return 0;
     std::size_t bytes = this->epochs.bytes(0);
@@ -250,9 +251,9 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
  private:
-  /// Unrotated keys of a group of one head are turned in folded form while decoding. By
-  /// configuration alone: the other form rounds differently, and results must not depend on how a
-  /// stream was split into calls.
+  /// Whether pre-RoPE keys are rotated in folded form: while decoding, in groups of one head. This
+  /// depends only on the configuration and the phase. The two forms round differently, and results
+  /// must not depend on how a stream was split into calls.
   bool folds(bool prompt) const {
     return this->stores_unrotated() && this->config.shape.group_size() == 1 && !prompt;
   }

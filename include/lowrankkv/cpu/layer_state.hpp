@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/layer_state.hpp  Everything the CPU backend stores for one attention layer, and where
-/// each row is.
+/// @file cpu/layer_state.hpp  All state that the CPU backend stores for one attention layer.
 #pragma once
 
 #include <algorithm>
@@ -30,16 +29,16 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The updater's side of one (sequence, KV head).
+/// @brief The updater's state and working bases of one (sequence, KV head).
 template <class UpdaterState>
 struct HeadAdaptation {
   UpdaterState key_state, value_state;
-  StoredMatrix key_basis, value_basis;  ///< working bases [head_dim, rank] in epoch_type; empty:
-                                        ///< those of the current epoch
+  /// Working bases [head_dim, rank] in epoch_type. Empty: the current epoch's bases.
+  StoredMatrix key_basis, value_basis;
 };
 
-/// @brief Attention that the rows of one head have received, by where the rows are. Kept only for
-/// policies that ask for it.
+/// @brief Accumulated attention scores of the rows of one head, by list. Kept only for policies
+/// that ask for them.
 struct HeadScores {
   std::vector<float> full, compressed, recent;  ///< recent: the tail, then the prompt chunk
 
@@ -57,7 +56,7 @@ void keep_only(std::vector<T>& values, const std::vector<bool>& keep) {
   values.resize(kept);
 }
 
-/// @brief What storing lost of the rows of one list: norms, rounded up.
+/// @brief Norms of what storing lost of the rows of one list, rounded up.
 struct RowResiduals {
   std::vector<Half> key, value;  ///< per row: ||k - k^||, ||v - v^||
 
@@ -73,7 +72,7 @@ struct RowResiduals {
   std::size_t bytes() const { return sizeof(Half) * (key.size() + value.size()); }
 };
 
-/// @brief The same of one head. Kept on request (config.keep_residuals).
+/// @brief The residuals of both lists of one head. Kept on request (config.keep_residuals).
 struct HeadResiduals {
   RowResiduals full, compressed;  ///< full: empty unless full rows are stored in 8 bits
   float largest_value = 0.0F;     ///< at least the norm of every value that has left the tail
@@ -86,7 +85,7 @@ struct HeadResiduals {
 template <class UpdaterState>
 struct Slot {
   bool used = false;
-  std::int32_t epoch = 0;  ///< new rows are written under it
+  std::int32_t epoch = 0;  ///< epoch under which new rows are written
   std::int64_t rows_since_publication = 0;
   PromptChunk chunk;                                     ///< rows of an unfinished prefill
   bool prompt_open = false;                              ///< the prompt goes on in a later call
@@ -94,7 +93,7 @@ struct Slot {
   std::vector<RowRuns> runs;             ///< per KV head: the positions that have left the tail
   std::vector<HeadScores> accumulated;   ///< per KV head
   std::vector<HeadResiduals> residuals;  ///< per KV head
-  PositionShifts shifts;                 ///< rotary positions, where they are not the token's index
+  PositionShifts shifts;                 ///< rotary positions that differ from the token's index
 };
 
 /// @brief The stored state of one layer. Plain data: the steps of the algorithm are in
@@ -119,8 +118,8 @@ struct LayerState {
   Updater updater;
   TokenPolicy token_policy;
   Quantizer quantizer;
-  LayerBasis
-      calibrated;  ///< kept in f32: what updaters start from; means and metrics of every epoch
+  /// In f32: updaters start from it, and every epoch uses its means and metrics.
+  LayerBasis calibrated;
   std::shared_ptr<PagePool> pool;
   std::shared_ptr<ThreadPool> threads;
 
@@ -129,23 +128,23 @@ struct LayerState {
   PagedRows<Quantizer> compressed;
   TailRows tail;
   EpochStore epochs;
-  RotaryTable rotary;  ///< empty unless keys are stored unrotated
+  RotaryTable rotary;  ///< empty unless keys are stored pre-RoPE
   std::vector<Sequence> slots;
   std::vector<AttentionWorkspace> workspaces;  ///< one per thread
   CacheStatistics statistics;
 
   int num_kv_heads() const { return config.shape.num_kv_heads; }
   int head_dim() const { return config.shape.head_dim; }
-  /// Lists of rows whose residuals are kept: none, those of compressed rows, those of coded full
-  /// rows too.
+  /// Whether the residuals of a list's rows are kept: with keep_residuals, those of compressed
+  /// rows, and those of full rows if they are stored in 8 bits.
   bool keeps_residuals(RowState list) const {
     return config.keep_residuals &&
            (list == RowState::compressed || (list == RowState::full && config.full_row_bits != 0));
   }
   bool stores_unrotated() const { return config.rope.keys == Rope::pre; }
   int recent() const { return TokenImpl::recent(token_policy); }
-  /// Heads that share the fate of their tokens, because one row of value coefficients serves them
-  /// all. Usually one.
+  /// Heads that share the fate of their tokens because one row of value coefficients serves them
+  /// all. Usually 1.
   int heads_per_group() const {
     if constexpr (joins)
       return BasisImpl::heads_per_group(basis_policy, num_kv_heads());
@@ -153,8 +152,8 @@ struct LayerState {
       return 1;
   }
   int num_groups() const { return num_kv_heads() / heads_per_group(); }
-  /// Lists of compressed rows: list h holds the keys of head h and its values; with joint values
-  /// those of group g are in list num_kv_heads + g instead, where there are no keys.
+  /// Number of lists of compressed rows. List h holds the keys and values of head h. With joint
+  /// values, list h holds only keys, and list num_kv_heads + g the values of group g.
   int num_lists() const { return num_kv_heads() + (joins ? num_groups() : 0); }
   int value_list(int head) const {
     return joins ? num_kv_heads() + head / heads_per_group() : head;
@@ -165,13 +164,14 @@ struct LayerState {
   }
   Sequence& sequence(int slot) { return slots[static_cast<std::size_t>(slot)]; }
   const Sequence& sequence(int slot) const { return slots[static_cast<std::size_t>(slot)]; }
-  /// @brief Position of the first row of the tail (or, if it is empty, of the prompt chunk, or of
-  /// the next token).
+  /// @brief Position of the tail's first row. If the tail is empty, this is the position of the
+  /// prompt chunk's first row, or of the next token.
   std::int64_t first_tail_position(int slot) const {
     const SequenceLengths& lengths = table.lengths(slot);
     return lengths.num_tokens - lengths.tail_length - sequence(slot).chunk.size();
   }
-  /// @brief Rows between two publications: enough to outweigh an epoch's own bytes.
+  /// @brief Rows between two publications: config.publish_interval, or enough rows to outweigh an
+  /// epoch's own bytes.
   std::int64_t publish_interval() const {
     if (config.publish_interval > 0) return config.publish_interval;
     int rank = 1;
@@ -186,7 +186,8 @@ struct LayerState {
     return bytes;
   }
 
-  /// @brief Queries at the end of a prompt that somebody wants kept, to score its rows by.
+  /// @brief Number of queries at the end of a prompt that the updater or the token policy needs to
+  /// score its rows.
   int scoring_window() const {
     int window = 0;
     if (UpdaterImpl::adapts && TokenImpl::compresses &&

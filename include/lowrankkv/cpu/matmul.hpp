@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/matmul.hpp  The one product behind projection, logits and value accumulation: C (+)= A
-/// B, f32, small, allocation-free.
+/// @file cpu/matmul.hpp  The matrix product of projection, logits and value accumulation: C (+)= A
+/// B, f32, for small matrices, without allocation.
 ///
 /// A decode step multiplies 1 to 16 query rows by tiles of the cache. Eigen's general product packs
-/// both operands and may allocate; this one reads them where they are and keeps the block of C in
-/// registers. SIMD through Eigen's packets, so it follows whatever the including program is
-/// compiled for.
+/// both operands and may allocate. This product reads them in place and keeps the block of C in
+/// registers. SIMD comes from Eigen's packets, so it follows the target of the including program.
 #pragma once
 
 #include <Eigen/Core>
@@ -15,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Eigen's widest f32 register for the instruction set at hand.
+/// @brief Eigen's widest f32 register for the target's instruction set.
 using Packet = Eigen::internal::packet_traits<float>::type;
 /// @brief f32 values in a Packet.
 inline constexpr int kLanes = Eigen::internal::packet_traits<float>::size;
@@ -23,7 +22,7 @@ inline constexpr int kLanes = Eigen::internal::packet_traits<float>::size;
 inline constexpr int kPadding = 16;
 static_assert(kPadding % kLanes == 0);
 
-/// @brief The smallest multiple of kPadding that is not below `count`.
+/// @brief `count` rounded up to a multiple of kPadding.
 constexpr int padded(int count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 namespace detail {
@@ -55,7 +54,7 @@ inline void matmul_block(int k, const float* a, int lda, const float* b, int ldb
   }
 }
 
-/// All columns for M rows: N registers wide while they last, then one.
+/// All columns for M rows: N registers at a time, then one at a time.
 template <int M, int N, bool accumulate>
 inline void matmul_rows(int n, int k, const float* a, int lda, const float* b, int ldb, float* c,
                         int ldc) {
@@ -72,9 +71,9 @@ inline void matmul_rows(int n, int k, const float* a, int lda, const float* b, i
 /// @brief C [m, n] = A [m, k] B [k, n], or += if `accumulate`; row-major with leading dimensions
 /// lda, ldb, ldc.
 ///
-/// n is rounded up to a multiple of the packet: columns up to there are read from B and written to
-/// C, so both need leading dimensions of at least padded(n). The order of the sums depends on k
-/// alone, never on m or n.
+/// n is rounded up to a multiple of the packet. Columns up to there are read from B and written to
+/// C, so both need leading dimensions of at least padded(n). The order of summation depends only on
+/// k, not on m or n.
 template <bool accumulate>
 inline void matmul(int m, int n, int k, const float* a, int lda, const float* b, int ldb, float* c,
                    int ldc) {

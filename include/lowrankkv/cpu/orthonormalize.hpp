@@ -14,9 +14,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR; column
-/// signs follow the input. Spans what the columns span, so projections do not depend on the method;
-/// columns stay close to an almost orthonormal input.
+/// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR. Column
+/// signs follow the input. The span is that of the input, so projections do not depend on the
+/// method; columns stay close to an almost orthonormal input.
 template <class Real = double>
 Eigen::MatrixXd orthonormal_columns(const cpu::MatrixIn<Real>& matrix) {
   const Eigen::HouseholderQR<Eigen::MatrixX<Real>> qr(matrix);
@@ -28,7 +28,7 @@ Eigen::MatrixXd orthonormal_columns(const cpu::MatrixIn<Real>& matrix) {
   return q;
 }
 
-/// @brief The same in place for a row-major f32 basis [dim, basis.size() / dim].
+/// @brief orthonormal_columns() in place, for a row-major f32 basis [dim, basis.size() / dim].
 template <class Real = float>
 void orthonormalize(std::vector<float>& basis, int dim) {
   using RowMajor = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;

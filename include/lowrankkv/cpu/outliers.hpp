@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/outliers.hpp  How badly rows would be reconstructed, and exempting the worst of them
-/// from compression.
+/// @file cpu/outliers.hpp  Reconstruction errors of rows before they are stored, and exempting
+/// outlier rows from compression.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace cpu {
 
 namespace detail {
 
-/// error[i] += ||x_i - x^_i||^2, or that over ||x_i - mean||^2, in the metric in which the basis is
-/// orthonormal; rows [count, head_dim], decoded [count, padded(head_dim)]. A row without energy has
-/// no relative error.
+/// error[i] += ||x_i - x^_i||^2, if `relative` divided by ||x_i - mean||^2, in the metric in which
+/// the basis is orthonormal. rows [count, head_dim], decoded [count, padded(head_dim)]. A row
+/// without energy adds no relative error.
 template <class State>
 void add_error_of_rows(const State& state, int head, Part part, bool relative, const float* rows,
                        const float* decoded, std::int32_t count, float* error) {
@@ -46,9 +46,9 @@ void add_error_of_rows(const State& state, int head, Part part, bool relative, c
 
 }  // namespace detail
 
-/// @brief Adds to error[0, range) the (relative) errors of the rows of `range`, summed over heads
-/// [first, first + heads), whose rows share one code: after projection, quantisation and back,
-/// under the current epoch. Cost: one encode and one decode.
+/// @brief Adds the (relative) errors of the rows of `range` to error[0, range.size()): after
+/// projection and quantisation under the current epoch. Errors are summed over heads
+/// [first, first + heads), whose rows share one code. Cost: one encode and one decode.
 template <class State>
 void add_error(const State& state, int slot, int first, int heads, Part part, bool relative,
                const std::vector<FlushedRows>& rows, RowRange range, float* error) {
@@ -104,8 +104,8 @@ void add_error(const State& state, int slot, int first, int heads, Part part, bo
   }
 }
 
-/// @brief Asks the token policy again, now that the basis is known under which rows would be
-/// stored: those of `range` that it wants at full rank are exempted, in all heads of the group.
+/// @brief Classifies rows again, now that the basis is known under which they would be stored: rows
+/// of `range` that the token policy keeps at full rank are exempted, in all heads of the group.
 template <class State>
 void exempt_outliers(const State& state, int slot, int group, std::vector<FlushedRows>& rows,
                      RowRange range, Phase phase) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/page_pool.hpp  Pages of one size in host memory, owned or lent by the caller, shared
-/// by the layers of a model.
+/// @file cpu/page_pool.hpp  Pages of one size in host memory, shared by the layers of a model. The
+/// memory is owned, or lent by the caller.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace cpu {
 /// @brief A pool of pages. Not thread-safe: layers use it one after the other.
 class PagePool {
  public:
-  /// @brief Owns its memory. The operating system commits a page of it at the first write.
+  /// @brief Owns its memory. The operating system commits each page of it at the first write.
   PagePool(std::size_t page_bytes, std::int64_t num_pages,
            std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)),
@@ -25,7 +25,7 @@ class PagePool {
         owned_(new std::byte[page_bytes * static_cast<std::size_t>(num_pages)]),
         memory_(owned_.get()) {}
   /// @brief Uses the caller's memory of page_bytes x num_pages bytes, which must outlive the pool.
-  /// With a source, an engine's own block manager hands out its pages.
+  /// If `source` is given, the engine's own block manager hands out the pages.
   PagePool(std::byte* memory, std::size_t page_bytes, std::int64_t num_pages,
            std::shared_ptr<PageSource> source = nullptr)
       : allocator_(checked(page_bytes, num_pages), std::move(source)),
@@ -36,7 +36,7 @@ class PagePool {
   }
 
   std::size_t page_bytes() const { return page_bytes_; }
-  /// @brief Bytes that no sequence has: free pages.
+  /// @brief Bytes of the free pages.
   std::size_t idle_bytes() const {
     return static_cast<std::size_t>(allocator_.num_free()) * page_bytes_;
   }
@@ -49,8 +49,8 @@ class PagePool {
     return memory_ + page_bytes_ * static_cast<std::size_t>(number);
   }
 
-  /// @brief The page to write instead of `number`: itself, or a private copy if another sequence
-  /// reads it too.
+  /// @brief The page to write instead of `number`: itself, or a private copy if other sequences
+  /// share it.
   std::int32_t exclusive(std::int32_t number) {
     if (!allocator_.shared(number)) return number;
     const std::int32_t copy = allocator_.take();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/paged_rows.hpp  One list of rows per (sequence, KV head) in pages: full-rank rows, or
-/// coefficients.
+/// @file cpu/paged_rows.hpp  Rows of one list (full-rank rows, or coefficients) of every (sequence,
+/// KV head), in pages.
 ///
-/// Rows are packed without holes; a page holds the keys of its rows, then their values, in the
-/// quantizer's layout. Every write goes to a page of the sequence's own: a page that a fork shares
-/// is copied first.
+/// Rows are packed without holes. A page holds the keys of its rows, then their values, in the
+/// quantizer's layout. A sequence writes only to pages of its own: a page that a fork shares is
+/// copied first.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ struct RowLayout {
   std::size_t bytes(std::int64_t rows) const {
     return static_cast<std::size_t>((rows * row_bits() + 7) / 8);
   }
-  /// @brief Where the values of a page begin.
+  /// @brief Byte of a page at which its values begin.
   std::size_t key_block_bytes() const {
     return Impl<Quantizer, Cpu>::block_bytes(key, rows_per_page);
   }
@@ -50,8 +50,8 @@ struct RowLayout {
   }
 };
 
-/// @brief The layout of rows of these ranks under `quantizer`, with `bits` of the channels if the
-/// basis has them; raises CapacityError if a page holds none.
+/// @brief The layout of rows of these ranks under `quantizer`. `key_bits` and `value_bits` are the
+/// basis's bits per channel, or empty. @throws CapacityError if a page cannot hold one row
 template <class Quantizer>
 RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, int value_rank,
                                      std::span<const std::uint8_t> key_bits,
@@ -63,7 +63,7 @@ RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, i
   if (layout.page_bytes(1) > page_bytes)
     ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.page_bytes(1),
                                              ", a page has ", page_bytes);
-  int rows = 1, limit = 1 << 20;  // the most that fit; rows without bits need no bytes at all
+  int rows = 1, limit = 1 << 20;  // bisect for the most rows that fit; rows may need 0 bytes
   while (rows < limit) {
     const int middle = rows + (limit - rows + 1) / 2;
     if (layout.page_bytes(middle) <= page_bytes) {
@@ -100,8 +100,8 @@ class PagedRows {
     return static_cast<std::int32_t>((rows + per_page - 1) / per_page);
   }
 
-  /// @brief Adds what extend() by `count` rows takes from the pool: new pages, and a copy of a
-  /// shared last page.
+  /// @brief Adds the pages that extend() by `count` rows takes from the pool: new pages, and a copy
+  /// of a shared last page.
   void demand_extend(int slot, int head, std::int64_t count, PageDemand& demand) const {
     if (count == 0) return;
     check_room(slot, head, count);
@@ -110,8 +110,8 @@ class PagedRows {
     if (rows % layout(head).rows_per_page != 0)
       demand.add_write(pool_->allocator(), last_page(slot, head));
   }
-  /// @brief Adds what extend() by `count` rows takes if any of the rows already there may be
-  /// rewritten too, from row `first` on.
+  /// @brief Adds the pages that extend() by `count` rows takes if, in addition, any existing row
+  /// from `first` on may be rewritten.
   void demand_rewrite(int slot, int head, std::int64_t count, PageDemand& demand,
                       std::int32_t first = 0) const {
     check_room(slot, head, count);
@@ -123,9 +123,9 @@ class PagedRows {
       demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
   }
 
-  /// @brief Makes room for `count` more rows and lists them; overwrite() fills them. The only write
-  /// that takes pages besides overwrite() of shared rows, so that heads can be filled in parallel
-  /// afterwards.
+  /// @brief Extends the list by `count` rows, which overwrite() fills. Afterwards all pages of the
+  /// new rows belong to the sequence alone, so that filling them takes no pages from the pool, and
+  /// heads can be filled in parallel.
   void extend(int slot, int head, std::int32_t count) {
     if (count == 0) return;
     const std::int32_t rows = size(slot, head);
@@ -141,7 +141,7 @@ class PagedRows {
     set_size(slot, head, rows + count);
   }
 
-  /// @brief Writes rows [first, first + count) anew; bytes per row do not change.
+  /// @brief Writes rows [first, first + count) again. The bytes per row do not change.
   void overwrite(int slot, int head, std::int32_t first, std::int32_t count, const float* keys,
                  int key_stride, const float* values, int value_stride) {
     auto pages = table_->pages(list_, slot, head);
@@ -184,8 +184,8 @@ class PagedRows {
         });
   }
 
-  /// @brief Drops the rows whose `keep` is false; the others move up, codes and all. Their pages
-  /// were checked (demand_rewrite).
+  /// @brief Stable compaction: keeps the rows whose `keep` is true, and copies their codes as they
+  /// are. The caller has checked demand_rewrite().
   void retain(int slot, int head, const std::vector<bool>& keep) {
     auto pages = table_->pages(list_, slot, head);
     const RowLayout<Quantizer>& rows = layout(head);
@@ -207,7 +207,7 @@ class PagedRows {
     truncate(slot, head, kept);
   }
 
-  /// @brief All rows of a list as one block of exactly so many rows, codes and all.
+  /// @brief Copies all rows of a list, as codes, to one block of exactly that many rows.
   void copy_out(int slot, int head, std::byte* block) const {
     const RowLayout<Quantizer>& rows = layout(head);
     const std::int32_t count = size(slot, head);
@@ -220,7 +220,7 @@ class PagedRows {
                row % rows.rows_per_page, block, values, count, row);
     }
   }
-  /// @brief Fills all rows of a list, whose pages are its own, from such a block.
+  /// @brief Fills all rows of a list from such a block. The list's pages must not be shared.
   void copy_in(int slot, int head, const std::byte* block) {
     const RowLayout<Quantizer>& rows = layout(head);
     const std::int32_t count = size(slot, head);
@@ -233,7 +233,7 @@ class PagedRows {
     }
   }
 
-  /// @brief Drops the rows from `rows` on and frees their pages.
+  /// @brief Drops the rows from row number `rows` on, and frees their pages.
   void truncate(int slot, int head, std::int32_t rows) {
     auto pages = table_->pages(list_, slot, head);
     for (std::int32_t page = pages_for(head, rows); page < num_pages(slot, head); ++page) {
@@ -241,7 +241,7 @@ class PagedRows {
     }
     set_size(slot, head, rows);
   }
-  /// @brief Lets `target` read all rows of `source`; target must be empty.
+  /// @brief Shares all rows of `source` with `target`, which must be empty.
   void share(int source, int target, int head) {
     auto from = table_->pages(list_, source, head);
     auto to = table_->pages(list_, target, head);
@@ -260,8 +260,8 @@ class PagedRows {
     Codec::copy_row(rows.key, Part::key, from_keys, from_rows, from, to_keys, to_rows, to);
     Codec::copy_row(rows.value, Part::value, from_values, from_rows, from, to_values, to_rows, to);
   }
-  /// A page table is as long as max_tokens and the token policy promise; truncating and filling
-  /// again can break that promise.
+  /// Raises CapacityError if the page table is too short. It is sized for max_tokens and the token
+  /// policy's bounds; a list that is truncated and filled again can exceed these.
   void check_room(int slot, int head, std::int64_t count) const {
     const std::int32_t pages = pages_for(head, size(slot, head) + count);
     if (pages > table_->max_pages(list_))
@@ -276,8 +276,8 @@ class PagedRows {
   std::int32_t last_page(int slot, int head) const {
     return table_->pages(list_, slot, head)[static_cast<std::size_t>(num_pages(slot, head) - 1)];
   }
-  /// Calls f(page index, row in the page, rows there, rows done before) for the pages under [first,
-  /// first + count).
+  /// Calls function(page index, row in the page, rows there, rows done before) for the pages of
+  /// rows [first, first + count).
   template <class Function>
   void for_each_page(int head, std::int32_t first, std::int32_t count, Function&& function) const {
     const int per_page = layout(head).rows_per_page;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/project.hpp  Rows to coefficients and back under one epoch's maps, a tile at a time.
+/// @file cpu/project.hpp  Projects rows to coefficients, and back, with one epoch's maps, a tile at
+/// a time.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief c = (x - mean) down of up to kTile rows at a time; the maps are unpacked once.
+/// @brief c = (x - mean) down, for up to kTile rows at a time. The maps are unpacked once.
 class Projection {
  public:
   Projection(const EpochHead& maps, int head_dim)
@@ -29,8 +30,8 @@ class Projection {
   }
   /// @brief Elements from one row of coefficients to the next.
   int stride(Part part) const { return part == Part::key ? key_.stride : value_.stride; }
-  /// @brief Coefficients [count, stride] of rows [count, head_dim]; valid until the next call for
-  /// the same part.
+  /// @brief Coefficients [count, stride] of rows [count, head_dim]. The result is valid until the
+  /// next call for the same part.
   const float* project(Part part, const float* rows, std::int32_t count) {
     Half& half = of(part);
     const float* source = rows;
@@ -60,7 +61,7 @@ class Projection {
   Half key_, value_;
 };
 
-/// @brief x = c up + mean of coefficients [count, coefficient_stride]: out [count,
+/// @brief x = c up + mean, for coefficients [count, coefficient_stride]: out [count,
 /// padded(head_dim)], count <= kTile.
 class Reconstruction {
  public:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/prompt_chunk.hpp  The rows of a prompt chunk that is not compressed yet: exact f32,
-/// laid out for attention.
+/// @file cpu/prompt_chunk.hpp  The rows of a prompt chunk that is not compressed yet, in exact f32
+/// and laid out for attention.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Tokens of one tile: the unit in which attention walks over rows.
+/// Rows of one tile, the unit in which attention processes rows.
 inline constexpr int kTile = 64;
 
-/// @brief K in tiles [num_tiles, head_dim, kTile], V in rows [num_rows, padded(head_dim)], per KV
-/// head; and the last queries [window, num_qo_heads, head_dim], which score the prompt's tokens.
+/// @brief Per KV head, K in tiles [num_tiles, head_dim, kTile] and V in rows [num_rows,
+/// padded(head_dim)]; and the last queries [window, num_qo_heads, head_dim], which score the
+/// prompt's tokens.
 class PromptChunk {
  public:
   PromptChunk() = default;
@@ -39,7 +40,7 @@ class PromptChunk {
   const float* values(int head, std::int64_t row) const {
     return values_[static_cast<std::size_t>(head)].data() + row * value_stride();
   }
-  /// @brief One row as stored on arrival, f32 [head_dim].
+  /// @brief Reads one key as it arrived, f32 [head_dim].
   void read_key(int head, std::int64_t row, float* target) const {
     const float* tile = key_tile(head, row / kTile) + row % kTile;
     for (int channel = 0; channel < head_dim_; ++channel) target[channel] = tile[channel * kTile];
@@ -103,7 +104,7 @@ class PromptChunk {
     if (queries_.size() > limit)
       queries_.erase(queries_.begin(), queries_.end() - static_cast<std::ptrdiff_t>(limit));
   }
-  /// @brief Forgets everything and gives the memory back.
+  /// @brief Removes all rows and queries, and frees their memory.
   void clear() { *this = PromptChunk(num_heads_, num_qo_heads_, head_dim_, window_); }
 
  private:

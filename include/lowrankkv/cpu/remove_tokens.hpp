@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/remove_tokens.hpp  Tokens leave the middle of a sequence: lists close up, and the
-/// tokens behind take their places.
+/// @file cpu/remove_tokens.hpp  Removes tokens from the middle of a sequence: lists are compacted
+/// (order kept), and later tokens take the freed indices.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Adds the pages that remove_tokens() may have to copy, since forks share them.
+/// @brief Adds the pages that remove_tokens() may have to copy because forks share them.
 template <class State>
 void demand_removal(const State& state, int slot, std::int64_t first, std::int64_t count,
                     PageDemand& demand) {
@@ -22,7 +22,7 @@ void demand_removal(const State& state, int slot, std::int64_t first, std::int64
     for (const RowState kind : {RowState::full, RowState::compressed}) {
       const std::int32_t begin = runs.rows_before(kind, first),
                          end = runs.rows_before(kind, first + count);
-      if (begin == end || end == runs.num_rows(kind)) continue;  // no row moves up
+      if (begin == end || end == runs.num_rows(kind)) continue;  // no row moves
       if (kind == RowState::full) {
         state.full.demand_rewrite(slot, head, 0, demand, begin);
       } else {
@@ -34,9 +34,9 @@ void demand_removal(const State& state, int slot, std::int64_t first, std::int64
   }
 }
 
-/// @brief Removes the tokens [first, first + count), stored ones and those of the tail. Pages were
-/// checked (demand_removal). Cost: O(stored rows), and a copy of the codes behind the first row
-/// removed.
+/// @brief Removes the tokens [first, first + count), from the stored lists and from the tail. The
+/// caller has checked demand_removal(). Cost: O(stored rows), and a copy of the codes behind the
+/// first removed row.
 template <class State>
 void remove_tokens(State& state, int slot, std::int64_t first, std::int64_t count) {
   SequenceLengths& lengths = state.table.lengths(slot);

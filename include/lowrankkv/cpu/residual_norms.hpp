@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/residual_norms.hpp  Norms of rows and of what compression lost of them, as upper
-/// bounds in f16.
+/// @file cpu/residual_norms.hpp  Norms of rows and of compression residuals, as upper bounds in
+/// f16.
 #pragma once
 
 #include <cmath>
@@ -11,11 +11,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The smallest f16 that is not below `norm`; infinity if there is none, or if `norm` is not
-/// a number.
+/// @brief The smallest f16 that is not below 1.001 `norm`; infinity if there is none, or if `norm`
+/// is not a number.
 inline Half norm_not_below(double norm) {
-  // f32 arithmetic of projections and attention is not exact: a bound has to cover its rounding
-  // too.
+  // The f32 arithmetic of projections and attention is inexact. The bound must cover its rounding.
   const float wide = static_cast<float>(1.001 * norm);
   const Half half = half_not_below(wide);
   return to_float(half) >= wide ? half : Half{0x7c00U};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/residuals.hpp  What compression lost of every row, and what that can have changed in
-/// an attention output.
+/// @file cpu/residuals.hpp  Norms of what compression lost of each row, and bounds on the resulting
+/// change of attention outputs.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,11 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Notes how far the stored form of rows [row, row + count) of a list of one head is from
-/// what they were.
-/// @param keys, values  [count, head_dim]; count <= kTile. Cost: one decode.
+/// @brief Records the distance between the stored form of rows [row, row + count) of a list of one
+/// head and the exact rows.
+/// @param keys, values  exact rows [count, head_dim]; count <= kTile
+///
+/// Cost: one decode.
 template <class State>
 void note_residuals(State& state, int slot, int head, RowState list, std::int32_t row,
                     std::int32_t count, const float* keys, const float* values) {
@@ -44,9 +46,10 @@ void note_residuals(State& state, int slot, int head, RowState list, std::int32_
   }
 }
 
-/// @brief Bounds on the change of the outputs of query tokens [first_token, first_token +
-/// num_tokens) of `block`, whose lse is known, over one KV head; written to `out`. Only rows whose
-/// residuals are kept contribute. Cost: their logits once more.
+/// @brief Writes to `out` bounds on the change of the outputs of query tokens [first_token,
+/// first_token + num_tokens) of `block`, whose lse is known, over one KV head.
+///
+/// Only rows whose residuals are kept contribute. Cost: their logits once more.
 /// @param largest_value  at least the norm of every value of the head
 template <class Quantizer>
 void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
@@ -61,8 +64,8 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   std::vector<Sums> sums(static_cast<std::size_t>(query.rows));
   for (int row = 0; row < query.rows; ++row) {
     Sums& mine = sums[static_cast<std::size_t>(row)];
-    mine.query_norm =
-        norm_of(query.data + row * query.stride, stored.head_dim);  // the softmax scale is in it
+    // Includes the softmax scale.
+    mine.query_norm = norm_of(query.data + row * query.stride, stored.head_dim);
     mine.lse = static_cast<double>(
         block.lse.at(first_token + row / group, stored.head * group + row % group));
   }
@@ -70,7 +73,7 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
                           int count) {
     for (int row = 0; row < query.rows; ++row) {
       Sums& mine = sums[static_cast<std::size_t>(row)];
-      // lse and logits are f32: weights are taken a little larger than they come out.
+      // lse and logits are f32, so weights are rounded up a little.
       const double slack = 1e-4 + 1e-6 * std::abs(mine.lse);
       const double shift =
           (rows.bias != nullptr ? static_cast<double>(rows.bias[row]) : 0.0) - mine.lse + slack;
@@ -82,7 +85,7 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
         const double delta = ::lowrankkv::detail::bound_product(
             mine.query_norm, static_cast<double>(to_float(lost.key[at])));
         mine.largest = (std::max)(mine.largest, delta);
-        // A weight too small for a number may grow to one that is not.
+        // A weight that underflows may grow to one that does not: compute it in the exponent.
         mine.growth += weight > 1e-290
                            ? ::lowrankkv::detail::bound_product(weight, std::expm1(delta))
                            : std::exp(exponent + delta);
@@ -110,9 +113,8 @@ void certify_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   }
   for (int row = 0; row < query.rows; ++row) {
     const Sums& mine = sums[static_cast<std::size_t>(row)];
-    if (std::isnan(
-            mine.growth + mine.decay + mine.value +
-            mine.query_norm)) {  // rows or queries that are not finite: anything may have changed
+    // Rows or queries that are not finite: no bound holds but the trivial one.
+    if (std::isnan(mine.growth + mine.decay + mine.value + mine.query_norm)) {
       out.at(first_token + row / group, stored.head * group + row % group) = kUnboundedCertificate;
       continue;
     }

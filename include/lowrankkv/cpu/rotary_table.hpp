@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/rotary_table.hpp  Cosines and sines of any position without evaluating one, and
-/// turning tiles of keys by them.
+/// @file cpu/rotary_table.hpp  Rotates tiles of keys with tabulated cosines and sines of any
+/// position.
 ///
-/// A position is written in digits of base 64; the tables hold the angles of every digit, and
-/// angles add: cos(a + b) = cos a cos b - sin a sin b. Tables are computed in f64 and kept in f32;
-/// a position has at most six digits.
+/// A position is written in digits of base 64. Tables hold the angles of each digit, and angles
+/// add: cos(a + b) = cos a cos b - sin a sin b. Tables are computed in f64 and kept in f32. A
+/// position has at most six digits.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The rotary embedding of one layer. Pair i turns channels (first(i), second(i)).
+/// @brief The rotary embedding of one layer. Pair i rotates channels (first(i), second(i)).
 class RotaryTable {
   static constexpr int kBase = 64;
   static constexpr int kDigits = 6;  // magnitudes below 2^36
@@ -54,22 +54,22 @@ class RotaryTable {
   int num_pairs() const { return pairs_; }
   int first(int pair) const { return interleaved_ ? 2 * pair : pair; }
   int second(int pair) const { return interleaved_ ? 2 * pair + 1 : pair + pairs_; }
-  /// @brief Channels that turn; those from here on do not.
+  /// @brief Number of channels that are rotated. Later channels are not.
   int rotary_dim() const { return 2 * pairs_; }
   std::size_t bytes() const {
     return 2 * sizeof(float) * (line_cosines_.size() + kDigits * digits_[0].cosines.size());
   }
 
   /// @brief Cosines and sines of positions [position, position + count): out [num_pairs, stride],
-  /// from column 0. Any count; |position| below 2 PositionShifts::kLimit.
+  /// from column 0. Any count; |position| below 2 PositionShifts::kLimit (the Cuda backend's
+  /// positions stay within +-2^30).
   void angles(std::int64_t position, int count, float* cosines, float* sines, int stride) const {
     for (int done = 0; done < count; done += kBase)
       angles_of_line(position + done, (std::min)(kBase, count - done), cosines + done, sines + done,
                      stride);
   }
 
-  /// @brief Rotations keys [head_dim, tile_stride], tokens along a row, by angles [num_pairs,
-  /// stride].
+  /// @brief Rotates keys [head_dim, tile_stride], channel-major, by angles [num_pairs, stride].
   void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines,
               int stride) const {
     for (int pair = 0; pair < pairs_; ++pair) {
@@ -85,7 +85,7 @@ class RotaryTable {
     }
   }
 
-  /// @brief Rotations one row [head_dim] to a position.
+  /// @brief Rotates one row [head_dim] to a position.
   void rotate_row(std::int64_t position, float* row) const {
     const Digits digits = digits_of(position);
     for (int pair = 0; pair < pairs_; ++pair) {
@@ -97,7 +97,7 @@ class RotaryTable {
       x = rotated;
     }
   }
-  /// @brief Rotations rows [count, head_dim] of tokens [first_token, first_token + count) to their
+  /// @brief Rotates rows [count, head_dim] of tokens [first_token, first_token + count) to their
   /// positions.
   void rotate_rows(const PositionShifts& shifts, std::int64_t first_token, std::int64_t count,
                    float* rows, int head_dim) const {
@@ -113,7 +113,7 @@ class RotaryTable {
     std::vector<float> cosines, sines;  // [kBase, pairs]
   };
   struct Digits {
-    std::array<std::size_t, kDigits> row{};  // where a digit's row of its table begins
+    std::array<std::size_t, kDigits> row{};  // start of each digit's row in its table
     std::size_t used = 0;
     bool negative = false;
   };
@@ -160,7 +160,7 @@ class RotaryTable {
   int pairs_ = 0;
   bool interleaved_ = false;
   std::array<Table, kDigits> digits_;
-  std::vector<float> line_cosines_, line_sines_;  // digit 0 the other way round: [pairs, kBase]
+  std::vector<float> line_cosines_, line_sines_;  // digit 0 transposed: [pairs, kBase]
 };
 
 }  // namespace cpu

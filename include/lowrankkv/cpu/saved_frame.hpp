@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/saved_frame.hpp  A saved sequence of the CPU backend: core/saved_frame.hpp around
-/// cpu/state_io.hpp, and what describes a layer (shape, types, layouts, fingerprint of the
+/// @file cpu/saved_frame.hpp  A framed sequence of the CPU backend: core/saved_frame.hpp around
+/// cpu/state_io.hpp, with the description of the layer (shape, types, layouts, fingerprint of the
 /// calibrated maps).
 #pragma once
 
@@ -17,12 +17,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The first bytes of a saved sequence; the last digit is the version.
+/// @brief The first bytes of a saved sequence. The last digit is the version.
 inline constexpr std::string_view kSavedMagic = "LRKVSEQ3";
 
 namespace detail {
 
-/// What a saved sequence of a layer must agree with to be loaded.
+/// The properties of a layer that a saved sequence must match to be loaded.
 template <class State>
 LayerDescription describe_layer(const State& state) {
   LayerDescription all;
@@ -76,7 +76,7 @@ LayerDescription describe_layer(const State& state) {
 
 }  // namespace detail
 
-/// @brief Frames a sequence. @return bytes written (or counted)
+/// @brief Saves a framed sequence. @return bytes written (or counted)
 template <class State>
 std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buffer,
                           bool count_only) {
@@ -84,7 +84,7 @@ std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buf
                      [&](ByteWriter& out) { write_sequence(state, slot, out); });
 }
 
-/// @brief Opens a frame. @throws as open_framed()
+/// @brief Opens the frame of a saved sequence. @throws as open_framed()
 template <class State>
 ByteReader open_saved(const State& state, std::span<const std::byte> buffer) {
   return open_framed(kSavedMagic, detail::describe_layer(state), buffer);

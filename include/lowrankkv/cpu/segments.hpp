@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/segments.hpp  Opening a segment under a new epoch, and merging old segments by
+/// @file cpu/segments.hpp  Opens segments under a new epoch, and merges old segments by
 /// re-projection.
 ///
-/// Merge of an older segment into the next: C' = (C query_down_old^T + mean_old - mean_new)
-/// key_down_new for keys and C' = (C output_up_old + mean_old - mean_new) value_down_new for
-/// values, through the r x r product of the two maps. What a decoded row loses is its part outside
-/// the newer basis, plus one rounding to the stored type.
+/// An older segment is merged into the next one by C' = (C query_down_old^T + mean_old - mean_new)
+/// key_down_new for keys, and C' = (C output_up_old + mean_old - mean_new) value_down_new for
+/// values, through the r x r product of the two maps. A decoded row loses its part outside the
+/// newer basis, plus one rounding to the stored type.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Rows of the compressed list, row-major f32: out [count, rank].
+/// @brief Loads rows of a list, row-major f32: out [count, rank].
 template <class Rows>
 void load_coefficients(const Rows& rows, int slot, int head, Part part, std::int32_t first,
                        std::int32_t count, float* out, int stride) {
@@ -49,9 +49,10 @@ void decode_rows(const State& state, int slot, int head, const EpochHead& maps, 
   Reconstruction(maps, part, state.head_dim()).apply(coefficients.data(), rank, count, out);
 }
 
-/// @brief Which segment a new one would push over the edge: it is merged into its successor. -1:
-/// none. Neighbours of equal level first (newest such pair), else the two newest; the new segment
-/// only if there is no other.
+/// @brief Index of the segment to merge into its successor if a new segment is added. -1: none.
+///
+/// Prefers the newest pair of neighbours of equal level, then the two newest segments. If only one
+/// segment can be merged, it is merged into the new one.
 template <class State>
 int merge_for_new_segment(const State& state, int slot) {
   const auto segments = state.used_segments(slot, 0);
@@ -73,8 +74,8 @@ int merge_for_new_segment(const State& state, int slot) {
 
 namespace detail {
 
-/// [rank_old, rank_new] product of two maps over head_dim, and the constant that differing means
-/// leave.
+/// [rank_old, rank_new] product of two maps over head_dim, and the constant term from the
+/// difference of their means.
 struct Transition {
   std::vector<float> matrix, shift;
   int rank = 0, stride = 0;
@@ -111,19 +112,19 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
   return result;
 }
 
-/// What moving rows of one head to other maps adds to their residuals: a row may lose more, and
-/// what it loses adds up.
+/// Updates the residuals of rows of one head that are moved to other maps. The residual of a row
+/// may grow: the norms of the losses are added.
 template <class State>
 class MoveLosses {
  public:
   MoveLosses(State& state, int slot, int head) : state_(state), slot_(slot), head_(head) {}
-  /// Rows [first, first + count), count <= kTile, are about to be written anew.
+  /// Call before rows [first, first + count), count <= kTile, are written again.
   void before(const EpochHead& maps, std::int32_t first, std::int32_t count) {
     if (!state_.config.keep_residuals) return;
     decode(maps, Part::key, first, count, key_);
     decode(maps, Part::value, first, count, value_);
   }
-  /// They have been.
+  /// Call after they are written.
   void after(const EpochHead& maps, std::int32_t first, std::int32_t count) {
     if (!state_.config.keep_residuals) return;
     for (const Part part : {Part::key, Part::value}) {
@@ -152,11 +153,11 @@ class MoveLosses {
 
 }  // namespace detail
 
-/// @brief Re-projects segment `index` onto the epoch of its successor; the two become one. Pages
-/// were checked before.
+/// @brief Re-projects segment `index` onto the epoch of its successor, and joins the two. The
+/// caller has checked the pages.
 template <class State>
 void merge_segment(State& state, int slot, int index) {
-  // Only an updater makes a second epoch, and joint values have none.
+  // Only an updater makes a second epoch, and joint values work only with the Static updater.
   if constexpr (State::joins) return;
   const std::size_t older = static_cast<std::size_t>(index);
   std::int32_t released = 0;
@@ -211,8 +212,8 @@ void merge_segment(State& state, int slot, int index) {
   ++state.statistics.merges;
 }
 
-/// @brief Makes the sequence's current epoch the one that the last segment is under, merging old
-/// ones if need be.
+/// @brief Ensures that the last segment is under the sequence's current epoch: opens a segment if
+/// it is not, and merges old segments if there are too many.
 template <class State>
 void open_segment(State& state, int slot) {
   SequenceLengths& lengths = state.table.lengths(slot);

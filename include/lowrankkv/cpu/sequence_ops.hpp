@@ -14,8 +14,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Drops compressed rows of every list from rows_of_head(head) on; a group's values follow
-/// its first head.
+/// @brief Drops the compressed rows of each head's lists from row rows_of_head(head) on. With joint
+/// values, a group's value list follows the group's first head.
 template <class State, class RowsOfHead>
 void truncate_compressed(State& state, int slot, RowsOfHead&& rows_of_head) {
   if (!State::TokenImpl::compresses) return;
@@ -26,7 +26,7 @@ void truncate_compressed(State& state, int slot, RowsOfHead&& rows_of_head) {
   }
 }
 
-/// @brief Frees everything of a slot.
+/// @brief Frees all resources of a slot.
 template <class State>
 void clear_slot(State& state, int slot) {
   for (int head = 0; head < state.num_kv_heads(); ++head) state.full.truncate(slot, head, 0);
@@ -37,7 +37,7 @@ void clear_slot(State& state, int slot) {
   state.sequence(slot) = {};
 }
 
-/// @brief The updater's state of a new sequence.
+/// @brief The updater state of a new sequence.
 template <class State>
 typename State::UpdaterImpl::State start_state(const State& state, int head, Part part) {
   if constexpr (requires(const UpdaterStart& start) {
@@ -53,14 +53,14 @@ typename State::UpdaterImpl::State start_state(const State& state, int head, Par
   }
 }
 
-/// @brief append() must not allocate: masses of a full tail have room.
+/// @brief Reserves accumulated scores for a full tail, because append() must not allocate.
 template <class State>
 void reserve_scores(State& state, int slot) {
   for (HeadScores& accumulated : state.sequence(slot).accumulated)
     accumulated.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
 }
 
-/// @brief Makes an unused slot an empty sequence under the calibrated epoch.
+/// @brief Turns an unused slot into an empty sequence under the calibrated epoch.
 template <class State>
 void open_slot(State& state, int slot) {
   const std::size_t heads = static_cast<std::size_t>(state.num_kv_heads());
@@ -81,8 +81,8 @@ void open_slot(State& state, int slot) {
   if (State::TokenImpl::compresses) state.epochs.share(0);
 }
 
-/// @brief Lets the empty slot `target` continue from what `source` stores. Pages are shared until
-/// one of them writes.
+/// @brief Makes the empty slot `target` a copy of `source`. Pages are shared until one of the two
+/// writes.
 template <class State>
 void fork_slot(State& state, int source, int target) {
   state.table.lengths(target) = state.table.lengths(source);
@@ -100,8 +100,8 @@ void fork_slot(State& state, int source, int target) {
   state.tail.copy(source, target);
 }
 
-/// @brief Drops the positions from `length` on, which is below the tail: rows go, epochs and
-/// updater state stay.
+/// @brief Drops the positions from `length` on, where `length` is before the tail. Rows are
+/// dropped; epochs and updater state stay.
 template <class State>
 void truncate_stored(State& state, int slot, std::int64_t length) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -140,9 +140,9 @@ void truncate_stored(State& state, int slot, std::int64_t length) {
   lengths.num_tokens = length;
 }
 
-/// @brief Writes what is stored for positions [first, first + count) of one head: full rows as they
-/// are, others decoded, dropped ones as zeros. Cost: O(head_dim rank) per compressed row, in runs
-/// of up to kTile rows.
+/// @brief Writes the stored form of positions [first, first + count) of one head: full rows as they
+/// are, compressed rows decoded, dropped rows as zeros. Cost: O(head_dim rank) per compressed row,
+/// in runs of up to kTile rows.
 template <class State>
 void reconstruct_head(const State& state, int slot, int head, std::int64_t first,
                       std::int64_t count, const KeyTargetView& key, const ValueTargetView& value) {
@@ -202,7 +202,7 @@ void reconstruct_head(const State& state, int slot, int head, std::int64_t first
   }
 }
 
-/// @brief Bytes of one sequence, by what they hold.
+/// @brief Bytes of one sequence, by category.
 template <class State>
 MemoryUsage slot_memory(const State& state, int slot) {
   const auto& sequence = state.sequence(slot);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/snapkv_scores.hpp  SnapKV scores: how much attention each prompt token gets from the
+/// @file cpu/snapkv_scores.hpp  SnapKV scores: the attention that each prompt token gets from the
 /// prompt's last queries.
 ///
 /// score_t = sum over the group's heads h and the last w queries of softmax(scale q_{h,w} K^T)_t,
-/// causal; per KV head (OjaKV section 5.2 with DESIGN's correction for grouped queries: summed over
-/// the group, not on repeated keys). With all queries it is the attention mass that H2O
-/// accumulates.
+/// causal, per KV head: OjaKV section 5.2, but for grouped queries summed over the group instead of
+/// computed on repeated keys. With all queries of the prompt, it is the score that H2O accumulates.
 #pragma once
 
 #include <Eigen/Core>
@@ -23,10 +22,11 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief Scores of `keys` [n, head_dim] under `queries` [num_queries x group_size, head_dim], rows
-/// ordered query-major. The last num_queries keys are the queries' own tokens: query i sees the
-/// keys up to n - num_queries + i.
-/// @return n scores; they sum to num_queries x group_size.
-/// Cost: 2 n products of head_dim per query row, in blocks of 64 rows; memory 64 n floats besides
+/// ordered query-major. The last num_queries keys belong to the queries' own tokens: query i sees
+/// the keys up to n - num_queries + i.
+/// @return n scores; they sum to num_queries x group_size
+///
+/// Cost: 2 n products of head_dim per query row, in blocks of 64 rows. Memory: 64 n floats besides
 /// the result.
 template <class Real = float>
 std::vector<float> snapkv_scores(MatrixView queries, int group_size, MatrixView keys, float scale) {
@@ -61,8 +61,8 @@ std::vector<float> snapkv_scores(MatrixView queries, int group_size, MatrixView 
   return scores;
 }
 
-/// @brief Pools scores over a window of `kernel` neighbours (odd), as SnapKV does: averages divide
-/// by `kernel` also at the edges, maxima run over the neighbours that exist. Cost: O(n kernel).
+/// @brief Pools scores over a window of `kernel` neighbours (odd), as SnapKV does. Averages divide
+/// by `kernel` also at the edges; maxima are over the neighbours that exist. Cost: O(n kernel).
 inline std::vector<float> pool_scores(std::span<const float> scores, int kernel, Pooling pooling) {
   const std::int64_t n = static_cast<std::int64_t>(scores.size());
   const std::int64_t reach = kernel / 2;

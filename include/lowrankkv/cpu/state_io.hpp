@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/state_io.hpp  One sequence of a layer as bytes and back.
+/// @file cpu/state_io.hpp  Serialisation of one sequence of a layer.
 ///
-/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the sequence's own epochs in
-/// full; per head runs of positions, segments, rows at full rank and compressed rows, in the order
-/// of the lists and independent of page size; the tail; the updater's side, accumulated attention,
-/// residuals. Codes are copied, never recoded.
+/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch and the
+/// segments of all heads; the sequence's own epochs in full. Then per head: states of positions,
+/// full rows, accumulated scores, residuals, the updater's working bases and state. Then the
+/// compressed rows of each list; then the tail. Rows are in the order of their lists, independent
+/// of page size. Codes are copied, never recoded.
 #pragma once
 
 #include <algorithm>
@@ -64,7 +65,7 @@ inline void write_epoch(ByteWriter& out, const std::vector<EpochHead>& heads) {
   }
 }
 
-/// Rows of a list as one block of all of them.
+/// Writes all rows of a list as one block.
 template <class Rows, class Layout>
 void write_rows(ByteWriter& out, const Rows& rows, const Layout& layout, int slot, int list) {
   const std::int32_t count = rows.size(slot, list);
@@ -83,8 +84,8 @@ constexpr bool saves_updater() {
 
 }  // namespace detail
 
-/// @brief Writes everything about a sequence that is not in the description. The caller frames it
-/// (save_sequence).
+/// @brief Writes everything about a sequence that is not in the layer's description.
+/// save_sequence() frames it.
 template <class State>
 void write_sequence(const State& state, int slot, ByteWriter& out) {
   static_assert(!State::UpdaterImpl::adapts || detail::saves_updater<State>(),
@@ -97,7 +98,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
   out.value(sequence.rows_since_publication);
   out.list(
       std::vector<PositionShift>(sequence.shifts.pieces().begin(), sequence.shifts.pieces().end()));
-  // Epochs by first use: 0 is the calibrated one, the sequence's own follow.
+  // Epochs are numbered by first use. 0 is the calibrated epoch; the sequence's own epochs follow.
   std::vector<std::int32_t> epochs;
   const auto index_of = [&](std::int32_t epoch) {
     if (epoch == 0) return 0;
@@ -155,7 +156,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
   }
 }
 
-/// @brief Everything read back and checked, nothing stored yet.
+/// @brief A saved sequence that was read and checked, but not stored yet.
 template <class State>
 struct SavedSequence {
   struct Head {
@@ -182,8 +183,8 @@ struct SavedSequence {
   }
 };
 
-/// @brief Reads what write_sequence wrote. @throws FormatError if it contradicts itself,
-/// CapacityError if it does not fit
+/// @brief Reads the output of write_sequence(). @throws FormatError if it is inconsistent,
+/// CapacityError if it does not fit the cache
 template <class State>
 SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   using ::lowrankkv::detail::fail;
@@ -288,8 +289,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
         fail<FormatError>("saved state: segment ", i, " of head ", head, " begins at row ",
                           segment.first_row, ", expected ", next);
       }
-      const Segment& first =
-          saved.segments[static_cast<std::size_t>(i)];  // of head 0: epochs and levels are common
+      // Epochs and levels are the same in all heads: compare with head 0.
+      const Segment& first = saved.segments[static_cast<std::size_t>(i)];
       const bool follows =
           i == 0 ||
           (segment.epoch != 0 &&
@@ -320,8 +321,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
       }
       for (const auto* values :
            {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) {
-        for (const float accumulated :
-             *values) {  // rows are ordered by them: NaN has no place in an order
+        // Rows are ordered by score, and NaN has no place in an order.
+        for (const float accumulated : *values) {
           if (!(accumulated >= 0.0F && std::isfinite(accumulated)))
             fail<FormatError>("saved state: head ", head, " has a accumulated of ", accumulated,
                               ", at least 0 and finite expected");
@@ -382,8 +383,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   return saved;
 }
 
-/// @brief Pages that store_sequence() takes. @throws CapacityError if a page table is too short for
-/// the saved rows
+/// @brief Number of pages that store_sequence() takes. @throws CapacityError if a page table is too
+/// short for the saved rows
 template <class State>
 std::int64_t pages_of(const State& state, const SavedSequence<State>& saved) {
   std::int64_t pages = 0;
@@ -405,7 +406,8 @@ std::int64_t pages_of(const State& state, const SavedSequence<State>& saved) {
   return pages;
 }
 
-/// @brief Fills the empty, open slot. Cannot fail: pages were counted.
+/// @brief Stores a saved sequence in an empty, open slot. Cannot fail: the caller has checked
+/// pages_of().
 template <class State>
 void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   auto& sequence = state.sequence(slot);
@@ -441,8 +443,8 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
     state.epochs.release(sequence.epoch);
     sequence.epoch = ids[static_cast<std::size_t>(saved.epoch)];
     state.epochs.share(sequence.epoch);
-    for (std::size_t id = 1; id < ids.size(); ++id)
-      state.epochs.release(ids[id]);  // adopt()'s own reference
+    // Drop adopt()'s own references.
+    for (std::size_t id = 1; id < ids.size(); ++id) state.epochs.release(ids[id]);
     for (int list = 0; list < state.num_lists(); ++list) {
       const int head = list < heads ? list : (list - heads) * state.heads_per_group();
       state.compressed.extend(slot, list, saved.rows(head, RowState::compressed));

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/stored_head.hpp  What one (sequence, KV head) stores, and its keys in the form in
-/// which queries are multiplied with them.
+/// @file cpu/stored_head.hpp  What one (sequence, KV head) stores, and a reader of its keys in the
+/// form in which queries are multiplied with them.
 ///
-/// Rope::post: compressed keys stay coefficients and the queries are projected, q~ = q query_down.
-/// Rope::pre: a tile of coefficients is lifted to head_dim, k = c query_down^T + mean, and turned
-/// to its positions once for the whole group; or, for groups of one head, turned in folded form,
-/// query row by query row: with A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
-/// (a, b) of rows of W = query_down, logit_t = sum_i cos_i(t) (A_i c_t) + sin_i(t) (B_i c_t).
+/// Rope::post: compressed keys stay coefficients, and queries are projected, q~ = q query_down.
+///
+/// Rope::pre: a tile of coefficients is up-projected to head_dim, k = c query_down^T + mean, and
+/// rotated to its positions, once for all heads of the group.
+///
+/// Rope::pre in groups of one head while decoding: the rotation is applied in folded form, for one
+/// query row at a time. With A_i = q_a W_a + q_b W_b and B_i = q_b W_a - q_a W_b for every pair
+/// i = (a, b) of rows of W = query_down, logit_t = sum_i cos_i(t) (A_i c_t) + sin_i(t) (B_i c_t).
 #pragma once
 
 #include <algorithm>
@@ -25,7 +28,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief What one (sequence, KV head) stores, as attention reads it.
+/// @brief Storage of one (sequence, KV head), as attention reads it.
 template <class Quantizer>
 struct StoredHead {
   const PagedRows<FullRows>* full = nullptr;
@@ -40,35 +43,35 @@ struct StoredHead {
   int head_dim = 0;
   int tail_length = 0;
   std::int64_t first_tail_token = 0;    ///< index of the tail's first token
-  const RotaryTable* rotary = nullptr;  ///< null: keys are stored rotated
-  bool folds = false;                   ///< one query row at a time, turned in folded form
-  const RowRuns* runs = nullptr;        ///< the tokens of stored rows
+  const RotaryTable* rotary = nullptr;  ///< null: keys are stored post-RoPE
+  bool folds = false;                   ///< rotate in folded form, one query row at a time
+  const RowRuns* runs = nullptr;        ///< map from tokens to stored rows
   const PositionShifts* shifts = nullptr;
 };
 
-/// @brief Reads the keys of a StoredHead tile by tile, rows of each list in order, into the scratch
-/// of a workspace.
+/// @brief Reads the keys of a StoredHead tile by tile into the scratch of a workspace. The rows of
+/// each list must be read in order.
 template <class Quantizer>
 class KeyReader {
  public:
   KeyReader(const StoredHead<Quantizer>& stored, AttentionWorkspace& work)
       : stored_(stored), work_(work) {}
 
-  /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], turned to
-  /// their positions.
+  /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], post-RoPE.
   const float* full(std::int32_t first, int count) {
     stored_.full->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
     if (stored_.rotary != nullptr) rotate_listed(RowState::full, full_run_, first, count);
     return work_.keys.data();
   }
-  /// @brief Keys of rows [first, first + count) of the tail.
+  /// @brief Keys of rows [first, first + count) of the tail, post-RoPE.
   const float* tail(int first, int count) {
     stored_.tail->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile,
                             work_.row.data());
     if (stored_.rotary != nullptr) rotate_tokens(stored_.first_tail_token + first, count);
     return work_.keys.data();
   }
-  /// @brief Keys of rows [first, first + count) of the prompt chunk, first a multiple of kTile.
+  /// @brief Keys of rows [first, first + count) of the prompt chunk, post-RoPE; first is a multiple
+  /// of kTile.
   const float* chunk(std::int64_t first, int count) {
     const float* tile = stored_.chunk->key_tile(stored_.head, first / kTile);
     if (stored_.rotary == nullptr) return tile;
@@ -77,8 +80,8 @@ class KeyReader {
     return work_.keys.data();
   }
 
-  /// @brief The queries as compressed keys under `maps` will be multiplied with them; `query` are
-  /// the block's own rows.
+  /// @brief Prepares to read compressed keys under `maps`. @return the queries in the form in which
+  /// these keys are multiplied with them. `query` holds the block's own rows.
   QueryRows open(const EpochHead& maps, const QueryRows& query, int value_width) {
     maps_ = &maps;
     rank_ = maps.rank(Part::key);
@@ -91,7 +94,7 @@ class KeyReader {
     if (stored_.folds) fold(query.data);
     return opened;
   }
-  /// @brief Fills logits [rows, kTile] of compressed rows [first, first + count) for the queries
+  /// @brief Computes logits [rows, kTile] of compressed rows [first, first + count) for the queries
   /// that open() returned.
   void logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
     if (stored_.rotary == nullptr) {
@@ -118,7 +121,7 @@ class KeyReader {
   }
 
  private:
-  /// Rope::post: q~ = q query_down; the term of centred keys becomes a bias.
+  /// Rope::post: q~ = q query_down. The term of centred keys becomes a bias.
   QueryRows project(const QueryRows& query, int value_width) {
     matmul<false>(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
                   stride_, work_.projected.data(), stride_);
@@ -135,8 +138,9 @@ class KeyReader {
     return projected;
   }
 
-  /// Rows A_i, then B_i, then one of the channels that do not turn, over coefficients [.., stride];
-  /// what the mean adds to each is kept in `bias`, which one query row has no other use for.
+  /// Computes the rows of the folded map, over coefficients [.., stride]: the A_i, then the B_i,
+  /// then one row for the channels that are not rotated. folded_mean receives the mean's term of
+  /// each.
   void fold(const float* query) {
     const RotaryTable& rotary = *stored_.rotary;
     const int pairs = rotary.num_pairs();
@@ -190,7 +194,8 @@ class KeyReader {
     }
   }
 
-  /// Angles of tokens [token, token + count), from column 0 of the workspace's.
+  /// Computes the angles of tokens [token, token + count), from column `column` of the workspace's
+  /// tables.
   void token_angles(std::int64_t token, int count, int column) {
     stored_.shifts->for_each(
         token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
@@ -199,8 +204,8 @@ class KeyReader {
                                  work_.sines.data() + at, kTile);
         });
   }
-  /// Angles of rows [first, first + count) of a list; `run` remembers where the last rows were,
-  /// lists are read in order.
+  /// Computes the angles of rows [first, first + count) of a list. `run` remembers the run of the
+  /// last rows, because lists are read in order.
   void listed_angles(RowState list, std::size_t& run, std::int32_t first, int count) {
     const std::span<const RowRun> runs = stored_.runs->runs();
     for (int done = 0; done < count;) {

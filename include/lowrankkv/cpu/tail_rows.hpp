@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/tail_rows.hpp  The tail: the last rows of every sequence at full rank, in arenas of
+/// @file cpu/tail_rows.hpp  The tail: the last rows of every sequence at full rank, in buffers of
 /// fixed capacity.
 #pragma once
 
@@ -14,8 +14,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Row-major rows of every (slot, KV head, key or value); their number is
-/// SequenceLengths::tail_length.
+/// @brief Row-major rows of every (slot, KV head, key or value). SequenceLengths::tail_length is
+/// their number.
 class TailRows {
  public:
   TailRows() = default;
@@ -54,7 +54,7 @@ class TailRows {
     for (int row = 0; row < count; ++row)
       read(slot, head, Part::value, first + row, tile + row * stride);
   }
-  /// @brief Removes `count` of `length` rows from `first` on.
+  /// @brief Removes `count` rows from `first` on, of `length` rows.
   void remove(int slot, int first, int count, int length) {
     for (int head = 0; head < num_heads_; ++head) {
       for (const Part part : {Part::key, Part::value}) {
@@ -63,7 +63,7 @@ class TailRows {
       }
     }
   }
-  /// @brief Copies all rows of a slot to another.
+  /// @brief Copies all rows of one slot to another.
   void copy(int source, int target) {
     std::memcpy(at(target, 0, Part::key, 0), at(source, 0, Part::key, 0), slot_bytes());
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/thread_pool.hpp  A small fork-join pool: run(n, f) calls f(task, thread) for every
-/// task and waits.
+/// task, and returns when all have ended.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Threads that an engine and its caches can share. The results of the library never depend
-/// on how many. run() is not reentrant and is called by one thread at a time. If tasks throw, run()
-/// rethrows one of their exceptions after all have ended.
+/// @brief Threads that an engine and its caches can share. The library's results never depend on
+/// the number of threads. run() is not reentrant, and only one thread at a time may call it. If
+/// tasks throw, run() rethrows one of their exceptions after all tasks have ended.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/top_rows.hpp  Choosing rows by score, the same way everywhere.
+/// @file cpu/top_rows.hpp  Selects rows by score, with one rule for ties.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace cpu {
 /// A score above all others.
 inline constexpr float kAlways = std::numeric_limits<float>::infinity();
 
-/// @brief The indices of the `count` largest scores, ascending; of equal scores the earlier row
+/// @brief The indices of the `count` largest scores, ascending. Among equal scores the earlier row
 /// wins. Cost: O(n log count).
 inline std::vector<std::int64_t> top_rows(std::span<const float> scores, std::int64_t count) {
   const std::int64_t limit = static_cast<std::int64_t>(scores.size());

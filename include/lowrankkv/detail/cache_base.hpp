@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file detail/cache_base.hpp  Under CompressedKVCache: its layer and sequences, and everything
-/// that is checked before a call changes anything.
+/// @file detail/cache_base.hpp  CacheBase, the private base of CompressedKVCache: its layer and
+/// sequences, and all checks that run before a call changes anything.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
-/// The state of a cache and its checks; CompressedKVCache is the public face.
+/// The state of a cache and its checks. CompressedKVCache is the public interface.
 template <class Be, class Ba, class Up, class To, class Qu, class Ep>
 class CacheBase : DiagnoseBasis<Ba, Be>,
                   DiagnoseUpdater<Up, Be>,
@@ -41,7 +41,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     else
       return true;
   }();
-  // A cache whose policies were diagnosed above has no layer: the diagnosis is the only error.
+  // A cache with a diagnosed policy has no layer, so that the diagnosis above is the only error.
   using Layer = typename LayerOf<usable, Be, Ba, Up, To, Qu, Ep>::type;
   static constexpr bool accumulates_scores = [] {
     if constexpr (TokenPolicyFor<To, Be>)
@@ -59,13 +59,13 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
                std::move(threads)),
         sequences_(layer_.config) {}
 
-  /// Fills in defaults, or raises what is wrong.
+  /// Fills in defaults. Raises if the configuration, the basis or a policy is invalid.
   static CacheConfig& checked(CacheConfig& config, const LayerBasis& basis,
                               const PolicySet& policies, const Pool* pool) {
     using TokenImpl = Impl<To, Be>;
     detail::validate(config);
-    const auto validate_policy =
-        []<class Policy>(const Policy& policy) {  // optional: a policy's own parameters
+    const auto validate_policy =  // a policy's validate() is optional
+        []<class Policy>(const Policy& policy) {
           if constexpr (requires { Impl<Policy, Be>::validate(policy); })
             Impl<Policy, Be>::validate(policy);
         };
@@ -81,6 +81,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     return config;
   }
 
+  /// The slot of a sequence. Raises StateError if its prompt is unfinished.
   int idle_slot(SequenceId seq) const {
     const int slot = sequences_.find(seq);
     if (layer_.sequence(slot).prompt_open) {
@@ -115,8 +116,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     while (flush_due(slot))
       compress_rows(layer_, slot, layer_.config.flush_interval, Phase::decode);
   }
-  /// Upper bound of what is taken until, after `added` more rows, only the recent window is left at
-  /// full rank.
+  /// Adds to `demand` an upper bound of the pages needed until, after `added` more rows, only the
+  /// recent window is at full rank.
   void demand_rows(int slot, std::int64_t added, Phase phase, PageDemand& demand) const {
     const std::int64_t rows = layer_.table.lengths(slot).tail_length +
                               layer_.sequence(slot).chunk.size() + added - layer_.recent();
@@ -197,8 +198,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     }
   }
 
-  /// accumulate() takes what attend() gave: finite and not negative, or a row would never be
-  /// dropped, or never kept.
+  /// Checks the argument of accumulate(): scores are finite and not negative. Other values would
+  /// keep a row forever, or always drop it.
   void check_accumulated_values(const ScoreView& accumulated) const {
     for (std::int64_t i = 0; i < accumulated.num_sequences; ++i) {
       for (int head = 0; head < accumulated.num_heads; ++head) {
@@ -218,7 +219,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     return {memory.data(), tokens, layer_.config.shape.num_qo_heads};
   }
 
-  /// Attention of one piece of a prompt, and what its rows receive by it.
+  /// Attends with one piece of a prompt, and accumulates the scores of the rows that it reads.
   void attend_piece(int slot, const QueryView& query, const OutputView& out, const LseView& lse,
                     std::int64_t own_row) {
     std::vector<float> scratch;
@@ -234,7 +235,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
           slot, block, true, [&](int head) -> auto& { return layer_.accumulated(slot, head); });
   }
 
-  /// What the rows of a slot receive from a block, by position, into entry `index` of `mass`.
+  /// Writes the attention that the rows of a slot receive from a block, by position, to entry
+  /// `index` of `accumulated`.
   template <class Block>
   void write_scores(int slot, const Block& block, const ScoreView& accumulated,
                     std::int64_t index) {
@@ -252,6 +254,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     }
   }
 
+  /// Adds entry `index` of `accumulated` to the accumulated scores of a slot's rows.
   void add_score(int slot, const ScoreView& accumulated, std::int64_t index) {
     for (int head = 0; head < layer_.num_kv_heads(); ++head) {
       const float* source = accumulated.row(index, head);
@@ -260,6 +263,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     }
   }
 
+  /// Checks the arguments of append(). @return tokens per sequence
   int check_append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value,
                    std::int64_t tail_capacity) const {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
@@ -287,7 +291,7 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     return static_cast<int>(m);
   }
 
-  /// Queries of the last appended tokens of some sequences: how many each has.
+  /// Checks queries of the last appended tokens of some sequences. @return queries per sequence
   std::int64_t check_step(std::span<const SequenceId> seqs, const QueryView& query) const {
     const std::int64_t count = static_cast<std::int64_t>(seqs.size());
     if (count == 0 || query.num_tokens % count != 0 || query.num_tokens == 0) {
@@ -335,8 +339,8 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     return m;
   }
 
-  /// Cuts a prompt into pieces that end where chunks end; every piece is stored, attended to, and
-  /// compressed with its chunk.
+  /// Splits a prompt into pieces that end where chunks end. Each piece is stored and attended to.
+  /// A chunk is compressed when it is complete, or when the prompt is.
   template <class Function>
   void for_each_piece(int slot, const KeyView& key, const ValueView& value, Prompt prompt,
                       Function&& attend_piece) {

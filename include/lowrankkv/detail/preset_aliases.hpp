@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file detail/preset_aliases.hpp  The papers' systems, and the library's own, as one-line
-/// aliases; presets.hpp and cuda/presets.cuh add the caches.
+/// aliases. presets.hpp and cuda/presets.cuh add the caches.
 #pragma once
 
 #include "lowrankkv/fwd.hpp"
@@ -21,13 +21,13 @@ using StaticPCA = CompressedKVCache<Backend, PerHead, Static, CompressAll, NoQua
 template <class Backend = Cpu>
 using StaticPCAHybrid = CompressedKVCache<Backend, PerHead, Static, SinkRecent, NoQuantizer>;
 
-/// @brief OjaKV: the hybrid, its bases updated on the prompt's salient tokens and every T decoded
-/// tokens.
+/// @brief OjaKV: StaticPCAHybrid with bases updated on the prompt's salient tokens and on every T
+/// decoded tokens.
 template <class Backend = Cpu>
 using OjaKV = CompressedKVCache<Backend, PerHead, Oja, SinkRecent, NoQuantizer>;
 
-/// @brief OjaKV version 2: besides, the tokens that the adapted basis reconstructs worst stay at
-/// full rank.
+/// @brief OjaKV version 2: in addition, the tokens that the adapted basis reconstructs worst stay
+/// at full rank.
 template <class Backend = Cpu>
 using OjaKVv2 =
     CompressedKVCache<Backend, PerHead, Oja, Compose<SinkRecent, ResidualOutliers>, NoQuantizer>;

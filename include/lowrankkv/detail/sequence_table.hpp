@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file detail/sequence_table.hpp  From the engine's sequence ids to the slots of a cache; and a
-/// cache's layer type.
+/// @file detail/sequence_table.hpp  Maps the engine's sequence ids to the slots of a cache; selects
+/// a cache's layer type.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
-/// Ids in use and free slots; how long a sequence may become.
+/// Ids in use, free slots, and the maximum length of each sequence.
 class SequenceTable {
  public:
   explicit SequenceTable(const CacheConfig& config)
@@ -33,15 +33,15 @@ class SequenceTable {
     limits_[static_cast<std::size_t>(slot)] = max_tokens_;
     return slot;
   }
-  /// For a copy of the sequence in slot `source`, which may become as long.
+  /// Adds a copy of the sequence in slot `source`, with the same maximum length.
   int add_copy(int source, SequenceId seq) {
     const int slot = add(seq);
     limits_[static_cast<std::size_t>(slot)] = max_tokens(source);
     return slot;
   }
-  /// Tokens that the sequence in a slot may have.
+  /// Maximum length, in tokens, of the sequence in a slot.
   std::int64_t max_tokens(int slot) const { return limits_[static_cast<std::size_t>(slot)]; }
-  /// @param tokens  that it has
+  /// Sets the maximum length. @param tokens  current length
   void limit(int slot, std::int64_t max_tokens, std::int64_t tokens) {
     check_limit(max_tokens, tokens);
     limits_[static_cast<std::size_t>(slot)] = max_tokens;
@@ -78,7 +78,7 @@ class SequenceTable {
   std::unordered_map<SequenceId, int> slots_;
 };
 
-/// The backend's layer type, or nothing if the policies cannot be used.
+/// The backend's layer type, or an empty struct if the policies cannot be used.
 template <bool usable, class Backend, class... Policies>
 struct LayerOf {
   using type = typename Backend::template Layer<Policies...>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/residual_energy.hpp  How much of a set of rows a subspace misses (OjaKV
-/// section 4, RER).
+/// @file diagnostics/residual_energy.hpp  The share of the energy of rows that a subspace misses
+/// (OjaKV section 4, RER).
 #pragma once
 
 #include <Eigen/Core>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/spectra.hpp  What a spectrum says: effective ranks, energy curve, angles
-/// between subspaces, sketch bounds.
+/// @file diagnostics/spectra.hpp  Effective ranks, energy curves, angles between subspaces, and
+/// sketch bounds, from spectra.
 #pragma once
 
 #include <Eigen/Core>
@@ -29,9 +29,9 @@ void check_spectrum(const cpu::VectorIn<Real>& spectrum) {
 }  // namespace detail
 namespace diagnostics {
 
-/// @brief The singular values of a matrix, descending, [min(rows, cols)]: exact to eps sigma_1
-/// each, where roots of the Gram matrix's eigenvalues are so only to sqrt(eps) sigma_1. @throws
-/// ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
+/// @brief The singular values of a matrix, descending, [min(rows, cols)]. Each is exact to eps
+/// sigma_1, while roots of the Gram matrix's eigenvalues are exact only to sqrt(eps) sigma_1.
+/// @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
 template <class Real = double>
 Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
   if (!matrix.allFinite())
@@ -42,8 +42,8 @@ Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
 }
 
 /// @brief Entropy rank: exp(-sum p_i ln p_i), p_i = sigma_i^2 / sum sigma^2 (Roy and Vetterli 2007,
-/// on energies). n for n equal values, 1 for a single one, 0 without energy. @param spectrum
-/// sigma^2, any order, any unit
+/// applied to energies). It is n for n equal values, 1 for a single value, 0 without energy.
+/// @param spectrum  sigma^2, any order, any unit
 /// @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 double effective_rank(const cpu::VectorIn<Real>& spectrum) {
@@ -58,9 +58,9 @@ double effective_rank(const cpu::VectorIn<Real>& spectrum) {
   return std::exp(entropy);
 }
 
-/// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2; never above the rank, 0
+/// @brief Stable rank: ||A||_F^2 / ||A||_2^2 = sum sigma^2 / max sigma^2. Never above the rank; 0
 /// without energy.
-/// @param spectrum sigma^2, any order  @throws ValueError on a negative or non-finite entry
+/// @param spectrum  sigma^2, any order  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 double stable_rank(const cpu::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
@@ -68,8 +68,8 @@ double stable_rank(const cpu::VectorIn<Real>& spectrum) {
   return largest == 0.0 ? 0.0 : (spectrum / largest).sum();
 }
 
-/// @brief Entry i is the share of sum sigma^2 that the first i + 1 values hold: what rank i + 1
-/// keeps; all 1 without energy.
+/// @brief Entry i is the share of sum sigma^2 in the first i + 1 values, which rank i + 1 keeps.
+/// All entries are 1 without energy.
 /// @param spectrum sigma^2, descending, [d]  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
 Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
@@ -85,9 +85,9 @@ Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
 /// @brief The principal angles between two subspaces, radians in [0, pi/2], smallest first,
 /// [min(r1, r2)].
 ///
-/// Cosines are the singular values of U^T W, sines those of W - U U^T W (Bjoerck and Golub 1973,
-/// Knyazev and Argentati 2002). The arc cosine alone could not see angles below 1e-8, the arc sine
-/// none that close to pi/2: both are used.
+/// Cosines are the singular values of U^T W, and sines are those of W - U U^T W (Bjoerck and Golub
+/// 1973, Knyazev and Argentati 2002). Both are used, because the arc cosine alone cannot resolve
+/// angles below 1e-8, and the arc sine alone cannot resolve angles that close to pi/2.
 /// @param first [d, r1], @param second [d, r2], orthonormal columns, r1, r2 <= d
 /// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2).
 /// Absolute error: a few eps.
@@ -97,8 +97,8 @@ Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first,
   if (first.rows() != second.rows())
     ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ",
                                           second.rows());
-  if (first.cols() < second.cols())
-    return principal_angles(second, first);  // the residual has to be that of the smaller one
+  // The residual must be that of the smaller subspace.
+  if (first.cols() < second.cols()) return principal_angles(second, first);
   if (second.cols() == 0) return {};
   const Eigen::MatrixX<Real> inner = first.transpose() * second;
   const Eigen::VectorX<Real> cosines = singular_values(inner);
@@ -119,17 +119,17 @@ double fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows, int k) {
   if (k < 0 || k >= sketch_rows)
     ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ",
                                           sketch_rows);
-  // The tail is summed itself: as a difference of large sums it would lose its digits.
+  // The tail is summed directly. As a difference of large sums it would lose digits.
   return spectrum.tail((std::max)(spectrum.size() - k, Eigen::Index{0})).sum() / (sketch_rows - k);
 }
 
-/// @brief A bound and the k that gives it.
+/// @brief A bound, and the k at which it is attained.
 struct FdBound {
   double bound = 0.0;
   int k = 0;
 };
 
-/// @brief The smallest fd_bound over all k < sketch_rows; the smallest such k on a tie.
+/// @brief The smallest fd_bound over all k < sketch_rows, with the smallest such k on a tie.
 /// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d
 /// sketch_rows).
 template <class Real = double>

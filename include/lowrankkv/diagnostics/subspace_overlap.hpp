@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file diagnostics/subspace_overlap.hpp  How much two subspaces have in common (OjaKV section 4,
-/// SO).
+/// @file diagnostics/subspace_overlap.hpp  Overlap of two subspaces (OjaKV section 4, SO).
 #pragma once
 
 #include <Eigen/Core>
@@ -12,7 +11,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
 
 /// @brief tr(U1^T U2 U2^T U1) / r for bases [d, r] with orthonormal columns: the mean squared
-/// cosine of the principal angles, 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError
+/// cosine of the principal angles. 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError
 /// if the shapes differ
 template <class Real = double>
 double subspace_overlap(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {

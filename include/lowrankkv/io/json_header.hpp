@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file io/json_header.hpp  A strict reader for the JSON that safetensors headers consist of:
+/// @file io/json_header.hpp  A strict parser for the subset of JSON in safetensors headers:
 /// objects, strings, integer lists.
 #pragma once
 
@@ -16,8 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace io::detail {
 
-/// Reads a header left to right; anything unexpected raises FormatError with the byte where it
-/// stands.
+/// Reads a header from left to right. Unexpected input raises FormatError with its byte offset.
 class HeaderParser {
  public:
   HeaderParser(const char* text, std::size_t size) : text_(text), size_(size) {}
@@ -27,7 +26,8 @@ class HeaderParser {
                                            size_);
   }
 
-  /// Calls member(key) at the place of each value; a key that stands twice is refused.
+  /// Parses an object: calls member(key) at each value, which member must parse. Refuses duplicate
+  /// keys.
   template <class Member>
   void object(Member&& member) {
     expect('{');
@@ -71,7 +71,7 @@ class HeaderParser {
     return value;
   }
 
-  /// Nothing but padding may follow.
+  /// Raises FormatError if anything but padding follows.
   void end() {
     space();
     if (at_ != size_) fail("something after the end");

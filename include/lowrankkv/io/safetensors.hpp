@@ -2,9 +2,9 @@
 /// @file io/safetensors.hpp  Reading and writing safetensors files: named tensors with a JSON
 /// header.
 ///
-/// Layout: 8 bytes little-endian header length, the header, the data. Nothing in a file is trusted:
-/// lengths, shapes, offsets and duplicates are checked, and FormatError says which value does not
-/// fit which.
+/// Layout: 8 bytes of little-endian header length, the header, the data. Files are not trusted:
+/// lengths, shapes, offsets and duplicates are checked, and FormatError names the values that do
+/// not fit together.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +28,13 @@ namespace io {
 static_assert(std::endian::native == std::endian::little,
               "lowrankkv: safetensors files are little-endian");
 
-/// @brief One tensor of a file: `F64`, `F32`, `F16`, `BF16` can be read; others can be listed.
+/// @brief One tensor of a file. `F64`, `F32`, `F16` and `BF16` can be read; other types can only be
+/// listed.
 struct TensorInfo {
   std::string dtype;
   std::vector<std::int64_t> shape;
   std::size_t begin = 0;  ///< bytes from the start of the data
-  std::size_t end = 0;
+  std::size_t end = 0;    ///< one past the last byte
 
   std::int64_t num_elements() const {
     std::int64_t count = 1;
@@ -80,7 +81,7 @@ inline void check_tensor(const std::string& name, const TensorInfo& tensor,
 
 }  // namespace detail
 
-/// @brief A file in memory.
+/// @brief A safetensors file in memory.
 class Safetensors {
  public:
   /// @brief Reads a file. @throws FormatError if it cannot be read or is not a valid safetensors
@@ -90,10 +91,9 @@ class Safetensors {
     if (!stream) ::lowrankkv::detail::fail<FormatError>("safetensors: cannot open ", path);
     const std::int64_t size = static_cast<std::int64_t>(stream.tellg());
     stream.seekg(0);
+    // Opening a folder succeeds and gives a size, but its first read fails.
     const bool readable =
-        size == 0 ||
-        (size > 0 &&
-         stream.peek() != std::ifstream::traits_type::eof());  // a folder has a size too
+        size == 0 || (size > 0 && stream.peek() != std::ifstream::traits_type::eof());
     if (!readable)
       ::lowrankkv::detail::fail<FormatError>("safetensors: ", path,
                                              " is no regular file, one is expected");
@@ -105,7 +105,7 @@ class Safetensors {
     return Safetensors(std::move(bytes));
   }
 
-  /// @brief Takes a file's bytes. @throws FormatError naming what does not fit.
+  /// @brief Parses a file's bytes. @throws FormatError that names the inconsistent values
   explicit Safetensors(std::vector<std::byte> bytes) : bytes_(std::move(bytes)) {
     using ::lowrankkv::detail::fail;
     if (bytes_.size() < 8)
@@ -190,7 +190,7 @@ class Safetensors {
     return out;
   }
 
-  /// @brief `[2, 3]`.
+  /// @brief A shape as text, for example `[2, 3]`.
   static std::string shape_text(const std::vector<std::int64_t>& shape) {
     std::string text = "[";
     for (std::size_t i = 0; i < shape.size(); ++i)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/bit_packing.hpp  Codes of 1 to 8 bits in bytes, without gaps: code i takes bits
-/// [i b, (i + 1) b), low bits first.
+/// @file quantizer/bit_packing.hpp  Packing codes of 1 to 8 bits into bytes without gaps: code i
+/// takes bits [i b, (i + 1) b), low bits first.
 #pragma once
 
 #include <cstddef>

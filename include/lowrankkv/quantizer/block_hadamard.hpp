@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file quantizer/block_hadamard.hpp  BlockHadamard: STAR-KV's mixed-precision codes of two
-/// separately rotated blocks.
+/// separately rotated blocks of channels.
 #pragma once
 
 #include <algorithm>
@@ -16,19 +16,21 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Quantizer policy (STAR-KV section 4.4): the channels of largest energy form a small block
-/// with high_bits, the others one with low_bits; each block is rotated by a flat orthogonal matrix
-/// (folded into the maps) and has an f16 scale a token. |c - c^| <= scale / 2 in the rotated
-/// coordinates, scale = max |c| / 2^(b-1) over the block.
+/// @brief Quantizer policy of STAR-KV section 4.4: the channels of largest energy form a small
+/// block with high_bits, all other channels a block with low_bits.
+///
+/// Each block is rotated by a flat orthogonal matrix (folded into the maps) and has one f16 scale
+/// per token. |c - c^| <= scale / 2 in the rotated coordinates, scale = max |c| / 2^(b-1) over the
+/// block.
 struct BlockHadamard {
-  float outlier_share = 0.2F;  ///< of the channels, those in the block with high_bits
+  float outlier_share = 0.2F;  ///< share of the channels that get high_bits
   int high_bits = 4;           ///< 2 to 8
   int low_bits = 3;            ///< 2 to 8
   bool rotate = true;          ///< false: no rotation, for ablation
   friend bool operator==(const BlockHadamard&, const BlockHadamard&) = default;
 };
 
-/// @brief Raises ValueError, naming what was given, unless the parameters make sense.
+/// @brief Checks the parameters. @throws ValueError naming the value
 inline void check_block_hadamard(const BlockHadamard& policy) {
   using detail::fail;
   if (!(policy.outlier_share >= 0.0F && policy.outlier_share <= 1.0F))
@@ -38,8 +40,8 @@ inline void check_block_hadamard(const BlockHadamard& policy) {
   }
 }
 
-/// @brief The layout of rows of so many coefficients: one scale group a block, a block without
-/// channels left out.
+/// @brief The layout of rows of `rank` coefficients: one scale group per block. A block without
+/// channels is left out.
 inline CodeLayout block_hadamard_layout(const BlockHadamard& policy, int rank) {
   const int high = (std::min)(
       rank, static_cast<int>(std::lround(policy.outlier_share * static_cast<float>(rank))));
@@ -52,7 +54,7 @@ inline CodeLayout block_hadamard_layout(const BlockHadamard& policy, int rank) {
   return result;
 }
 
-/// @brief The rotation of the coefficients of a layout [rank, rank], block by block; empty: none.
+/// @brief The rotation [rank, rank] of the coefficients of a layout, block by block. Empty: none.
 inline std::vector<float> block_hadamard_rotation(const BlockHadamard& policy,
                                                   const CodeLayout& layout) {
   if (!policy.rotate) return {};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/code_layout.hpp  How quantised rows of one KV head's keys (or values) lie in a
-/// block; no Eigen, no CUDA.
+/// @file quantizer/code_layout.hpp  How quantised keys (or values) of one KV head lie in a block.
+/// No Eigen, no CUDA.
 ///
-/// A block of R rows holds, one after the other: for each scale group a line of R scales, then for
-/// each channel of b > 0 bits a line of R codes of b bits, filled up to a whole byte. Code q of b
-/// bits stands for (q - 2^(b-1) + 1/2) scale: uniform mid-rise.
+/// A block of R rows holds, in this order: for each scale group a line of R scales; for each
+/// channel of b > 0 bits a line of R codes of b bits, padded to a whole byte. Code q of b bits
+/// stands for (q - 2^(b-1) + 1/2) scale: uniform mid-rise.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,15 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief How a row's scales are chosen and stored.
 enum class ScaleKind : std::uint8_t {
-  largest_f16,  ///< per group: the step at which the largest magnitude just fits, f16, rounded up:
-                ///< nothing is clipped
-  norm_log8     ///< one for the row: its norm over the calibrated one, 8 bits, 16 steps an octave,
-                ///< 2^-8 to 2^8: outer values clip
+  /// One f16 scale per group: the step at which the largest magnitude just fits, rounded up, so
+  /// that nothing is clipped.
+  largest_f16,
+  /// One scale per row: its norm over the calibrated norm, in 8 bits, 16 steps per octave, 2^-8 to
+  /// 2^8. Values outside are clipped.
+  norm_log8
 };
 
-/// @brief Channels [first, first + count) share a scale per row.
+/// @brief Channels [first, first + count) share one scale per row.
 struct ScaleGroup {
   int first = 0;
   int count = 0;
@@ -35,8 +37,8 @@ struct CodeLayout {
   std::vector<std::uint8_t> bits;  ///< per channel, 0 to 8
   std::vector<ScaleGroup> groups;  ///< cover the channels that have bits
   ScaleKind scale = ScaleKind::largest_f16;
-  float reference_norm =
-      1.0F;  ///< norm_log8: the calibrated norm of a row's coefficients, in steps
+  /// norm_log8: the calibrated norm of a row's coefficients, in steps.
+  float reference_norm = 1.0F;
 
   int scale_bits() const { return scale == ScaleKind::largest_f16 ? 16 : 8; }
   std::int64_t row_bits() const {
@@ -48,8 +50,8 @@ struct CodeLayout {
   std::size_t scale_line(std::size_t group, int rows) const {
     return group * static_cast<std::size_t>(rows) * static_cast<std::size_t>(scale_bits()) / 8;
   }
-  /// @brief Byte at which the first channel's codes begin; a channel's line has packed_bytes(rows,
-  /// bits) bytes.
+  /// @brief Byte at which the first channel's codes begin. The line of a channel has
+  /// packed_bytes(rows, bits) bytes.
   std::size_t first_code_line(int rows) const { return scale_line(groups.size(), rows); }
   /// @brief Bytes of a block of `rows` rows.
   std::size_t block_bytes(int rows) const {

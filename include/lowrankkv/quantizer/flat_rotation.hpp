@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/flat_rotation.hpp  Orthogonal matrices that spread every coordinate over all
-/// others, for any size.
+/// @file quantizer/flat_rotation.hpp  Orthogonal matrices of any size that spread each coordinate
+/// over all coordinates.
 #pragma once
 
 #include <cmath>
@@ -11,13 +11,13 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief A symmetric orthogonal matrix [size, size], row-major, whose entries are all of about the
-/// same magnitude: Sylvester's Hadamard matrix (entries +-1/sqrt(n)) where size is a power of two;
-/// the Kronecker product of that and a Hartley matrix (entries up to sqrt(2/n)) where a power of
-/// two divides it; the Hartley matrix otherwise.
+/// @brief A symmetric orthogonal matrix [size, size], row-major, whose entries all have about the
+/// same magnitude.
 ///
-/// Never a truncated Hadamard matrix, which would not be orthogonal. @throws ShapeError for size <
-/// 1
+/// If size is a power of two: Sylvester's Hadamard matrix (entries +-1/sqrt(n)). If a power of two
+/// divides size: the Kronecker product of that matrix and a Hartley matrix (entries up to
+/// sqrt(2/n)). Otherwise: the Hartley matrix. Never a truncated Hadamard matrix, which would not be
+/// orthogonal. @throws ShapeError for size < 1
 inline std::vector<float> flat_rotation(int size) {
   if (size < 1)
     ::lowrankkv::detail::fail<ShapeError>("flat_rotation: size at least 1, given ", size);
@@ -31,8 +31,8 @@ inline std::vector<float> flat_rotation(int size) {
           static_cast<unsigned>(row % power) & static_cast<unsigned>(col % power);
       int parity = 0;
       for (unsigned bit = common; bit != 0; bit &= bit - 1) parity ^= 1;
-      // cas(2 pi i j / n) / sqrt(n), the discrete Hartley transform, is orthogonal and symmetric
-      // for every n.
+      // The discrete Hartley transform cas(2 pi i j / n) / sqrt(n) is orthogonal and symmetric for
+      // every n.
       const double angle = 2.0 * std::numbers::pi * (row / power) * (col / power) / odd;
       const double value =
           (std::cos(angle) + std::sin(angle)) / std::sqrt(static_cast<double>(size));

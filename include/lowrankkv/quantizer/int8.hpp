@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/int8.hpp  Int8: coefficients in 8 bits, one f16 scale a token for keys and one
-/// for values.
+/// @file quantizer/int8.hpp  Int8: coefficients in 8 bits, with one f16 scale per token for keys
+/// and one for values.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,14 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Quantizer policy (SubSpace section 3.6): 8-bit codes of every coefficient of a row, its
-/// largest magnitude the scale. |c - c^| <= max |c| / 256 (up to the rounding of the scale). Bytes
-/// of a row: r + 2.
+/// @brief Quantizer policy of SubSpace section 3.6: 8-bit codes of all coefficients of a row,
+/// scaled by its largest magnitude. |c - c^| <= max |c| / 256, up to the rounding of the scale.
+/// Bytes of a row: r + 2.
 struct Int8 {
   friend bool operator==(const Int8&, const Int8&) = default;
 };
 
-/// @brief The layout of rows of so many coefficients.
+/// @brief The layout of rows of `rank` coefficients.
 inline CodeLayout int8_layout(int rank) {
   CodeLayout layout{rank,
                     std::vector<std::uint8_t>(static_cast<std::size_t>(rank), 8),

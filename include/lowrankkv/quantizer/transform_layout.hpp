@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file quantizer/transform_layout.hpp  TransformCode's numbers for one head's keys or values:
-/// layout and steps; no Eigen, no CUDA.
+/// @file quantizer/transform_layout.hpp  TransformCode's layout and steps for one head's keys or
+/// values. No Eigen, no CUDA.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief The layout of rows whose channels have these bits, non-increasing. @throws ShapeError
-/// unless there are bits for every channel
+/// unless `bits` has one entry per channel
 inline CodeLayout transform_layout(const TransformCode& policy, int rank,
                                    std::span<const std::uint8_t> bits) {
   if (bits.size() != static_cast<std::size_t>(rank)) {
@@ -25,7 +25,7 @@ inline CodeLayout transform_layout(const TransformCode& policy, int rank,
   }
   CodeLayout result{rank, {bits.begin(), bits.end()}, {}, ScaleKind::norm_log8, 1.0F};
   int coded = 0;
-  double energy = 0.0;  // of coefficients in steps: a channel's rms is 1 / step
+  double energy = 0.0;  // of the coefficients in units of steps: a channel's rms is 1 / step
   for (const std::uint8_t width : bits) {
     if (width == 0) break;  // sorted: only zeros follow
     ++coded;
@@ -36,8 +36,8 @@ inline CodeLayout transform_layout(const TransformCode& policy, int rank,
   return result;
 }
 
-/// @brief The quantiser's step of every channel of root mean square `rms`. @throws ShapeError
-/// unless there is one for every channel
+/// @brief The quantiser's step of every channel of root mean square `rms`; 1 for channels without
+/// bits. @throws ShapeError unless `rms` has one entry per channel
 inline std::vector<float> transform_steps(const TransformCode& policy,
                                           std::span<const std::uint8_t> bits,
                                           std::span<const float> rms) {

@@ -8,9 +8,9 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Token policy of several: every member says what it wants of a row and the strongest wish
-/// wins (RowFate: dropped beats full, full beats compressed, a pinned sink stays). The recent
-/// window is the longest of the members'.
+/// @brief Token policy that combines several policies: every member classifies each row, and the
+/// strongest fate wins (RowFate: dropped beats full, full beats compressed, a pinned sink stays).
+/// The recent window is the longest of the members' windows.
 ///
 /// `Compose<SinkRecent, SnapKV> policy; policy.get<SnapKV>().keep = 0.25F;`
 template <class... Members>
@@ -30,12 +30,12 @@ struct Compose {
   friend bool operator==(const Compose&, const Compose&) = default;
 };
 
-/// @brief Calls f with a policy.
+/// @brief Calls `function` with a policy that is no composition.
 template <class Policy, class Function>
 void for_each_member(const Policy& policy, Function&& function) {
   function(policy);
 }
-/// @brief Calls f with every member of a Compose.
+/// @brief Calls `function` with every member of a Compose.
 template <class... Members, class Function>
 void for_each_member(const Compose<Members...>& policy, Function&& function) {
   std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);

@@ -7,8 +7,8 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Token policy without sinks and without a recent window: only the rows waiting for a flush
-/// are at full rank.
+/// @brief Token policy without sinks and without a recent window: only rows in the tail, pending
+/// their flush, are at full rank.
 struct CompressAll {
   static constexpr int recent = 0;
   friend bool operator==(const CompressAll&, const CompressAll&) = default;

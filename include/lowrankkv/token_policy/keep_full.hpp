@@ -10,7 +10,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// @brief Token policy that keeps every row at full rank, in CacheConfig::full_type. Needs no
 /// basis.
 struct KeepFull {
-  int recent = 32;  ///< rows that stay in the tail, so that they can be rolled back
+  int recent = 32;  ///< rows that stay in the tail, where truncate() is exact
   friend bool operator==(const KeepFull&, const KeepFull&) = default;
 };
 

@@ -8,29 +8,30 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief How errors of rows are compared.
+/// @brief How the errors of rows are compared.
 enum class OutlierError {
-  relative,  ///< ||k - k^||^2 / ||k||^2 + ||v - v^||^2 / ||v||^2, means subtracted: 0 to about 2
-             ///< (OjaKV v2)
-  absolute   ///< ||k - k^||^2 + ||v - v^||^2: for metrics that measure both in one unit, as
-             ///< Budgeted's do
+  /// ||k - k^||^2 / ||k||^2 + ||v - v^||^2 / ||v||^2, means subtracted: 0 to about 2 (OjaKV v2).
+  relative,
+  /// ||k - k^||^2 + ||v - v^||^2: for metrics that measure both in one unit, as Budgeted's do.
+  absolute
 };
 
 /// @brief Token policy: of the rows about to be compressed, those with the largest reconstruction
 /// error stay at full rank.
 ///
-/// The error of a row is taken in the basis's metrics, after rank cut and quantisation, under the
-/// basis about to be used. Applied to prompts and to every T decoded rows.
+/// The error of a row is measured in the basis's metrics, after projection and quantisation, under
+/// the basis that is about to store it. Applies to prompts and to every T decoded rows.
 struct ResidualOutliers {
   OutlierError error = OutlierError::relative;
   float share = 0.02F;  ///< at most this share of the rows, counted over the life of a sequence
-  float threshold =
-      0.0F;  ///< and only rows whose error exceeds this; 0: the largest whatever they are. On the
-             ///< Cuda backend calls that compress wait for how many those are, as with HeavyHitters
+  /// Only rows whose error exceeds this value. 0: the rows with the largest errors, whatever they
+  /// are. On the Cuda backend a threshold makes calls that compress block until the device has
+  /// counted these rows, as with HeavyHitters.
+  float threshold = 0.0F;
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
 
-/// @brief Raises what is wrong with the parameters. @throws ValueError
+/// @brief Checks the parameters. @throws ValueError
 inline void check_residual_outliers(const ResidualOutliers& policy) {
   using detail::fail;
   if (!(policy.share >= 0.0F && policy.share <= 1.0F))

@@ -7,8 +7,9 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Token policy: the first `sinks` tokens and the last `recent` (up to recent + T between
-/// two maintains) are kept at full rank. Keys keep the rotation of their own position.
+/// @brief Token policy: the first `sinks` tokens and the last `recent` tokens (up to recent + T
+/// between two calls of maintain()) are kept at full rank. Keys keep the rotation of their own
+/// position.
 struct SlidingWindow {
   int sinks = 4;
   int recent = 1024;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file token_policy/snapkv.hpp  SnapKV: of a prompt, the tokens that its last queries attend to
-/// are kept.
+/// @file token_policy/snapkv.hpp  SnapKV: keeps the prompt tokens that the prompt's last queries
+/// attend to.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,30 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Token policy: prompt tokens outside the window are kept if their pooled score is among
-/// the highest, else dropped. Decoded tokens are kept when a tail is flushed; a later prompt of the
-/// same sequence scores the rows that are still in the tail with its own. Scores are summed over
-/// the window's queries and the heads of a group: one decision a KV head. Rows that another policy
-/// keeps in any case (sinks) take nobody's place.
+/// the highest, and dropped otherwise.
 ///
-/// Alone, or composed with SinkRecent, kept tokens are compressed; Compose<KeepFull, SnapKV> keeps
-/// them at full rank.
+/// Decoded tokens are kept when a tail is flushed. A later prompt of the same sequence scores the
+/// rows that are still in the tail together with its own. Scores are summed over the window's
+/// queries and the heads of a group: one decision per KV head. Rows that another policy keeps in
+/// any case (sinks) do not count against the kept number.
+///
+/// On its own, or composed with SinkRecent, the policy compresses the tokens that it keeps.
+/// Compose<KeepFull, SnapKV> keeps them at full rank.
 struct SnapKV {
   float keep = 0.5F;  ///< share of a prompt's (or chunk's) tokens that is kept besides the window
-  int budget = 0;     ///< > 0: so many tokens of a prompt (or chunk) instead of a share
-  int window = 32;    ///< w: the last queries, which score; their tokens always stay
+  int budget = 0;     ///< > 0: fixed number of tokens of a prompt (or chunk) instead of a share
+  int window = 32;    ///< w: the last queries, which score; their own tokens always stay
   int kernel = 7;     ///< pooling width, odd
   Pooling pooling = Pooling::average;
   friend bool operator==(const SnapKV&, const SnapKV&) = default;
 };
 
-/// @brief How many of `count` rows of a prompt that leave the tail are to be kept.
+/// @brief Number of rows to keep, of `count` prompt rows that leave the tail.
 inline std::int64_t kept_rows(const SnapKV& policy, std::int64_t count) {
   return policy.budget > 0 ? policy.budget : share_of_rows(policy.keep, 0, count);
 }
 
-/// @brief Raises what is wrong with the parameters. @throws ValueError
+/// @brief Checks the parameters. @throws ValueError
 inline void check_snapkv(const SnapKV& policy) {
   using detail::fail;
   if (!(policy.keep >= 0.0F && policy.keep <= 1.0F))

@@ -11,15 +11,16 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Which step is taken. K is the batch [n, d], s = d / ||K||_F^2 (the inverse of the batch's
-/// mean energy a channel), so that a rate means the same for any scale of the data and any batch
-/// size.
+/// @brief Form of the update step. K is the batch [n, d] and s = d / ||K||_F^2, the inverse of the
+/// batch's mean energy per channel: a rate has the same effect for any scale of the data and any
+/// batch size.
 enum class OjaForm {
-  power,  ///< U <- orth(U + eta s K^T K U). Never raises the batch's residual energy, for any eta >
-          ///< 0.
-  printed_normalised,  ///< U <- orth(U + eta s (I - U U^T) K^T K U), halved until the residual does
-                       ///< not rise
-  printed_raw,  ///< the same with s = 1 and no check: as printed in algorithm 1, for ablation
+  /// U <- orth(U + eta s K^T K U). Never raises the batch's residual energy, for any eta > 0.
+  power,
+  /// U <- orth(U + eta s (I - U U^T) K^T K U), with eta halved until the residual does not rise.
+  printed_normalised,
+  /// As printed in algorithm 1: printed_normalised with s = 1 and without the check. For ablation.
+  printed_raw,
 };
 
 /// @brief Updater policy: one Oja step on the selected prompt tokens, then one every flush_interval
@@ -27,15 +28,15 @@ enum class OjaForm {
 struct Oja {
   float prefill_rate = 0.1F;  ///< eta_pre
   float decode_rate = 0.05F;  ///< eta_dec
-  float prefill_share =
-      0.05F;  ///< k_pre / n: share of the prompt (or chunk) that the prefill step sees
-  int importance_window =
-      32;  ///< w: queries at the end of the prompt (or chunk) that score its tokens
-  int importance_kernel = 1;  ///< width over which scores are pooled, odd; 1: not
+  /// k_pre / n: share of the prompt (or chunk) that the prefill step sees.
+  float prefill_share = 0.05F;
+  /// w: queries at the end of the prompt (or chunk) that score its tokens.
+  int importance_window = 32;
+  int importance_kernel = 1;  ///< width of score pooling, odd; 1: no pooling
   Pooling importance_pooling = Pooling::average;
   /// Learning-rate schedule while decoding: step t uses decode_rate / (1 + decode_decay t). 0:
-  /// constant; positive values satisfy Oja's conditions for convergence on a stationary stream (sum
-  /// of rates diverges, of squares converges).
+  /// constant rate. Positive values satisfy Oja's conditions for convergence on a stationary stream
+  /// (the sum of rates diverges, the sum of their squares converges).
   float decode_decay = 0.0F;
   OjaForm form = OjaForm::power;
   friend bool operator==(const Oja&, const Oja&) = default;

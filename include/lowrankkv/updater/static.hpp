@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file updater/static.hpp  Static: the calibrated basis is used as it is (StaticPCA, SubSpace-G).
+/// @file updater/static.hpp  Static: the calibrated basis is never updated (StaticPCA, SubSpace-G).
 #pragma once
 
 #include "lowrankkv/config.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/basis/per_head.hpp  PerHead on the CPU: from maps to the orthonormal basis that an
+/// @file cpu/basis/per_head.hpp  PerHead on the CPU: converts maps to the orthonormal basis that an
 /// updater moves, and back.
 #pragma once
 
@@ -24,7 +24,7 @@ struct Impl<PerHead, Cpu> {
     ::lowrankkv::validate(policy, basis, shape);
   }
 
-  /// U [head_dim, rank]: the encoder taken back through the metric, R^-1 (R U).
+  /// U [head_dim, rank]: the encoder without its metric, R^-1 (R U).
   template <class = void>
   static std::vector<float> working_basis(const PerHead& policy, const HeadBasis& head,
                                           int head_dim, Part part) {
@@ -35,7 +35,7 @@ struct Impl<PerHead, Cpu> {
     return product(inverse, down, head_dim, part == Part::key ? head.key_rank : head.value_rank);
   }
 
-  /// x <- (x - mean) R, where there is a mean or a metric.
+  /// x <- (x - mean) R; without a mean or without a metric, that step is skipped.
   template <class Real = float>
   static void to_metric(const PerHead& policy, const HeadBasis& head, int head_dim, Part part,
                         float* rows, int count) {

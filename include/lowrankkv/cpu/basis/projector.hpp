@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/basis/projector.hpp  Projector on the CPU: maps as given.
+/// @file cpu/basis/projector.hpp  Projector on the CPU: maps are used as given.
 #pragma once
 
 #include "lowrankkv/basis/projector.hpp"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/quantizer/full_rows.hpp  FullRows on the CPU: NoQuantizer or Int8, as the
-/// configuration says.
+/// @file cpu/quantizer/full_rows.hpp  FullRows on the CPU: NoQuantizer or Int8, chosen at run time.
 #pragma once
 
 #include <cstddef>

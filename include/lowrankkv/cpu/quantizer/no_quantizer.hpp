@@ -2,8 +2,8 @@
 /// @file cpu/quantizer/no_quantizer.hpp  NoQuantizer on the CPU: keys channel-major in a page,
 /// values row-major.
 ///
-/// Logits run over tokens for one channel at a time, outputs over channels for one token at a time:
-/// in these layouts both are unit-stride and need no horizontal sum.
+/// Logits run over tokens for one channel at a time; outputs run over channels for one token at a
+/// time. In these layouts both have unit stride and need no horizontal sum.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/quantizer/packed_codes.hpp  Rows to packed codes and back: what every quantizer with
-/// bits shares.
+/// @file cpu/quantizer/packed_codes.hpp  Encoding and decoding rows as packed codes, shared by all
+/// quantizers with bits.
 #pragma once
 
 #include <algorithm>
@@ -21,15 +21,16 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16). Rounded to nearest,
-/// saturating.
+/// @brief Encodes an 8-bit logarithmic gain: code 0 is 0, code c is 2^((c - 128) / 16). Rounds to
+/// nearest, and saturates.
 inline std::uint8_t encode_gain(float gain) {
   if (!(gain > 0.0F)) return 0;
   if (!(gain < 256.0F)) return 255;
   return static_cast<std::uint8_t>(
       std::clamp(std::lround(16.0F * std::log2(gain)) + 128L, 1L, 255L));
 }
-/// @brief What each gain code stands for: rows are read far more often than there are codes.
+/// @brief Table of the gains of all codes. A table pays because many more rows are read than there
+/// are codes.
 inline const std::array<float, 256>& gains() {
   static const std::array<float, 256> table = [] {
     std::array<float, 256> values{};
@@ -39,12 +40,12 @@ inline const std::array<float, 256>& gains() {
   }();
   return table;
 }
-/// @brief What a gain code stands for.
+/// @brief The gain of a code.
 inline float decode_gain(std::uint8_t code) { return gains()[code]; }
 
 namespace detail {
 
-/// The scale of one group of one row, written to the block and returned as it will be read.
+/// Writes the scale of one group of one row to the block. @return the scale as it will be read
 inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_per_page,
                          std::byte* block, int row, const float* values) {
   const ScaleGroup& channels = layout.groups[group];
@@ -71,7 +72,7 @@ inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_p
   return to_float(stored);
 }
 
-/// The scales of a group for rows [first, first + count), count at most kUnpackRows.
+/// Reads the scales of a group for rows [first, first + count); count is at most kUnpackRows.
 inline void read_scales(const CodeLayout& layout, std::size_t group, int rows_per_page,
                         const std::byte* block, int first, int count, float* scales) {
   const std::byte* line = block + layout.scale_line(group, rows_per_page);
@@ -81,15 +82,15 @@ inline void read_scales(const CodeLayout& layout, std::size_t group, int rows_pe
       scales[row] = table[std::to_integer<std::size_t>(line[first + row])];
     return;
   }
-  std::uint16_t halves[kUnpackRows];  // a line may begin at an odd address
+  std::uint16_t halves[kUnpackRows];  // a copy: the line may begin at an odd address
   std::memcpy(halves, line + 2 * first, 2 * static_cast<std::size_t>(count));
   to_f32(DType::f16, halves, count, scales);
 }
 
 }  // namespace detail
 
-/// @brief Writes rows [first, first + count) of a block. |x - x^| <= scale / 2 where nothing clips.
-/// Cost: O(count rank).
+/// @brief Encodes rows [first, first + count) of a block. |x - x^| <= scale / 2 where nothing
+/// clips. Cost: O(count rank).
 inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte* block, int first,
                          int count, const float* rows, int stride) {
   for (int row = 0; row < count; ++row) {
@@ -104,7 +105,7 @@ inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte*
         const int bits = layout.bits[static_cast<std::size_t>(channel)];
         if (bits == 0) continue;
         const float half_range = static_cast<float>(1U << (bits - 1));
-        // In this order NaN becomes the lowest level.
+        // This order of min and max maps NaN to the lowest level.
         const float level =
             (std::min)((std::max)(0.0F, std::floor(values[channel] * inverse) + half_range),
                        2.0F * half_range - 1.0F);
@@ -115,16 +116,16 @@ inline void encode_codes(const CodeLayout& layout, int rows_per_page, std::byte*
   }
 }
 
-/// @brief Reads rows [first, first + count): keys channel-major [rank, stride], values row-major
-/// [count, stride]. Channels without bits are 0. Reads and writes nothing else. Cost: O(count
-/// rank).
+/// @brief Decodes rows [first, first + count): keys channel-major [rank, stride], values row-major
+/// [count, stride]. Channels without bits are 0. Reads and writes nothing outside the block and the
+/// tile. Cost: O(count rank).
 inline void decode_codes(const CodeLayout& layout, Part part, int rows_per_page,
                          const std::byte* block, int first, int count, float* tile, int stride) {
   const bool keys = part == Part::key;
   const std::byte* end = block + layout.block_bytes(rows_per_page);
   float scales[kUnpackRows] = {};
-  float lines[kPadding *
-              kUnpackRows];  // values: channel-major, until there are enough channels to transpose
+  // Values: channel-major, until there are enough channels to transpose.
+  float lines[kPadding * kUnpackRows];
   for (int done = 0; done < count; done += kUnpackRows) {
     const int length = (std::min)(kUnpackRows, count - done);
     const std::byte* line = block + layout.first_code_line(rows_per_page);
@@ -183,7 +184,7 @@ inline void copy_codes(const CodeLayout& layout, const std::byte* from, int from
   }
 }
 
-/// @brief What the quantizers made of codes have in common.
+/// @brief Members common to the quantizers with packed codes.
 struct PackedCodec {
   using Layout = CodeLayout;
   static std::int64_t row_bits(const Layout& layout) { return layout.row_bits(); }

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/quantizer/unpack_codes.hpp  Packed codes to f32, a register at a time: the inner loop
+/// @file cpu/quantizer/unpack_codes.hpp  Unpacks codes to f32, a register at a time: the inner loop
 /// of reading quantised rows.
 ///
-/// Eight codes of b bits fill b bytes, wherever in a byte they begin: one 64-bit load and one shift
-/// put them at bit 0 on. Their halves of four codes each, 4 b <= 32 bits, are spread so that every
-/// f32 lane has the 32 bits its code is in. A mask leaves the code where it is; the conversion to
-/// f32 is exact there (8 significant bits), and so is a factor 2^-(its place). The one rounding is
-/// that of (code + 1/2 - 2^(b-1)) scale: bit for bit what the plain formula of code_layout.hpp
-/// gives.
+/// Eight codes of b bits fill b bytes. One 64-bit load and one shift move them to bit 0, wherever
+/// in a byte they begin. Each half holds four codes, 4 b <= 32 bits, and is broadcast so that every
+/// f32 lane has the 32 bits that contain its code. A mask leaves the code in place. The conversion
+/// to f32 is exact (8 significant bits), and so is the factor 2^-(bit position). Only (code + 1/2 -
+/// 2^(b-1)) scale rounds, once: the result equals the plain formula of code_layout.hpp bit for bit.
 #pragma once
 
 #include <Eigen/Core>
@@ -26,13 +25,13 @@ namespace cpu {
 static_assert(std::endian::native == std::endian::little,
               "lowrankkv: codes are read as little-endian words");
 
-/// Rows that are unpacked together; their scales are at hand and what is read of a line fits 64
+/// Rows that are unpacked together. Their scales are loaded, and their codes in a line fit 64
 /// bytes.
 inline constexpr int kUnpackRows = 64;
 
 namespace detail {
 
-/// What each of 16 lanes does with its 32 bits; the pattern repeats every four.
+/// Constants of 16 lanes for their 32 bits. The pattern repeats every four lanes.
 template <int bits>
 struct CodeLanes {
   std::array<std::int32_t, 16> mask{}, flip{};
@@ -43,8 +42,8 @@ struct CodeLanes {
       mask[lane] = static_cast<std::int32_t>(((std::uint32_t{1} << bits) - 1U) << place);
       factor[lane] = 1.0F / static_cast<float>(std::uint32_t{1} << place);
       offset[lane] = 0.5F - static_cast<float>(1U << (bits - 1));
-      // The last of four 8-bit codes holds the sign: with its top bit turned over it reads as code
-      // - 128.
+      // The last of four 8-bit codes holds the sign bit. With its top bit flipped, it reads as
+      // code - 128.
       if (place + bits < 32) continue;
       flip[lane] = static_cast<std::int32_t>(std::uint32_t{1} << 31);
       offset[lane] = 0.5F;
@@ -52,9 +51,9 @@ struct CodeLanes {
   }
 };
 
-/// target[i] = (code i + 1/2 - 2^(b-1)) scales[i] for i < count; every 32 bits of `halves` hold
-/// four codes, whatever number they would be: f32 is what ploadquad spreads. Halves and scales are
-/// read in whole packets.
+/// target[i] = (code i + 1/2 - 2^(b-1)) scales[i] for i < count. Each element of `halves` holds
+/// four codes as bits; its type is float only because ploadquad spreads floats. Halves and scales
+/// are read in whole packets.
 template <int bits>
 inline void unpack_halves(const float* halves, int count, const float* scales, float* target) {
   using namespace Eigen::internal;  // NOLINT: packet functions
@@ -75,7 +74,7 @@ inline void unpack_halves(const float* halves, int count, const float* scales, f
     if (i == count) return;
     float rest[kLanes];
     pstoreu(rest, unpacked(ploadquad<Packet>(halves + i / 4), i));
-    // Copies of fixed sizes: a call for every line would cost as much as its codes.
+    // Copies of fixed sizes: a call to memcpy for every line would cost as much as its codes.
     const float* from = rest;
     for (const int size : {8, 4, 2, 1}) {
       if (size >= kLanes || ((count - i) & size) == 0) continue;
@@ -95,12 +94,12 @@ inline void unpack_halves(const float* halves, int count, const float* scales, f
 
 }  // namespace detail
 
-/// @brief Some lines of codes of one width in a block.
+/// @brief Consecutive lines of codes of one width in a block.
 struct CodeLines {
   const std::byte* data = nullptr;  ///< the first line
-  std::size_t bytes = 0;            ///< of a line
-  int count = 0;                    ///< 1 to kPadding
-  const std::byte* end = nullptr;   ///< of the block: nothing from there on is read
+  std::size_t bytes = 0;            ///< bytes of a line
+  int count = 0;                    ///< number of lines, 1 to kPadding
+  const std::byte* end = nullptr;   ///< end of the block: nothing from there on is read
 };
 
 namespace detail {
@@ -110,9 +109,9 @@ inline void unpack_width(const CodeLines& lines, int first, int count, const flo
                          float* target, std::ptrdiff_t stride, int written) {
   const std::int64_t bit = std::int64_t{first} * bits;
   const int shift = static_cast<int>(bit % 8);
-  const int groups = (count + 15) / 16 * 2;  // of eight codes; whole packets of them
-  // All lines' words before any line's packets: a packet load of what two stores have only just
-  // written waits until they are done.
+  const int groups = (count + 15) / 16 * 2;  // groups of eight codes, rounded up to whole packets
+  // Store all lines' words before loading any packets: a packet load of words that two recent
+  // stores wrote stalls until they complete.
   float halves[kPadding][kUnpackRows / 4];
   for (int line = 0; line < lines.count; ++line) {
     const std::byte* at = lines.data + static_cast<std::size_t>(line) * lines.bytes + bit / 8;
@@ -136,12 +135,13 @@ inline void unpack_width(const CodeLines& lines, int first, int count, const flo
 
 }  // namespace detail
 
-/// @brief Codes [first, first + count) of lines of `bits` bits: row i of line j goes to target[j
-/// stride + i] as (code + 1/2 - 2^(bits-1)) scales[i].
-/// @param bits   1 to 8
-/// @param count  1 to kUnpackRows
+/// @brief Unpacks codes [first, first + count) of lines of `bits` bits: row i of line j goes to
+/// target[j stride + i] as (code + 1/2 - 2^(bits-1)) scales[i].
+/// @param bits    1 to 8
+/// @param count   1 to kUnpackRows
 /// @param scales  [count rounded up to kPadding]
-/// @param whole   up to the next multiple of kPadding something is written; else nothing
+/// @param whole   true: elements up to the next multiple of kPadding are written too, with
+/// unspecified values; false: nothing else is written
 inline void unpack_lines(int bits, const CodeLines& lines, int first, int count,
                          const float* scales, float* target, std::ptrdiff_t stride, bool whole) {
   const int written = whole ? padded(count) : count;
@@ -167,7 +167,8 @@ inline void unpack_lines(int bits, const CodeLines& lines, int first, int count,
 
 namespace detail {
 
-/// The transpose of kLanes lines' first kLanes rows: `rows` rows of it are stored.
+/// Transposes the first kLanes rows of kLanes lines, and stores the first `rows` rows of the
+/// result.
 template <class P>
 inline void transpose_square(P, const float* lines, float* target, std::ptrdiff_t stride,
                              int rows) {
@@ -184,8 +185,8 @@ inline void transpose_square(P, const float* lines, float* target, std::ptrdiff_
 
 }  // namespace detail
 
-/// @brief target [count, width] <- the transpose of lines [width, kUnpackRows], of which whole
-/// packets of rows are read.
+/// @brief target [count, width] <- the transpose of lines [width, kUnpackRows]. Rows are read in
+/// whole packets.
 inline void transpose_lines(const float* lines, int width, int count, float* target,
                             std::ptrdiff_t stride) {
   int column = 0;

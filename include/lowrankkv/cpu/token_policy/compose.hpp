@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/compose.hpp  Compose on the CPU: the strongest wish of the members wins.
+/// @file cpu/token_policy/compose.hpp  Compose on the CPU: the strongest fate among the members
+/// wins.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Compose on the CPU; every member must itself be a token policy.
+/// @brief Compose on the CPU. Every member must itself be a token policy.
 template <class... Members>
 struct Impl<Compose<Members...>, Cpu> {
   using Policy = Compose<Members...>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/heavy_hitters.hpp  HeavyHitters on the CPU: of stored and leaving rows,
-/// the largest masses stay.
+/// @file cpu/token_policy/heavy_hitters.hpp  HeavyHitters on the CPU: keeps the stored and flushed
+/// rows with the largest accumulated scores.
 #pragma once
 
 #include <algorithm>
@@ -32,13 +32,13 @@ struct Impl<HeavyHitters, Cpu> {
     std::int64_t kept = heavy_rows(policy, batch.first_position + batch.num_rows);
     std::vector<float> accumulated_scores;
     const auto add = [&](float accumulated, bool pinned) {
-      accumulated_scores.push_back(
-          pinned ? cpu::kAlways : accumulated);  // pinned rows stay and take nobody's place
+      // Pinned rows stay, and do not count against the number of kept rows.
+      accumulated_scores.push_back(pinned ? cpu::kAlways : accumulated);
       kept += pinned ? 1 : 0;
     };
     for (const StoredRow& row : stored) add(row.accumulated, row.pinned);
     for (std::size_t row = 0; row < fates.size(); ++row) {
-      // A row that another policy drops takes no place either.
+      // A row that another policy drops must not count either.
       add(fates[row] == RowFate::dropped ? -cpu::kAlways : batch.accumulated[row],
           fates[row] == RowFate::pinned);
     }

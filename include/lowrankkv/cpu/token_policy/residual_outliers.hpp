@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/residual_outliers.hpp  ResidualOutliers on the CPU: the largest errors
-/// stay at full rank.
+/// @file cpu/token_policy/residual_outliers.hpp  ResidualOutliers on the CPU: rows with the largest
+/// errors stay at full rank.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/sinks.hpp  The fate of sinks, and of the rows behind them.
+/// @file cpu/token_policy/sinks.hpp  Assigns the fates of sinks and of the rows behind them.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace cpu {
 inline std::int64_t sinks_in(const RowBatch& batch, int sinks) {
   return sinks_among(sinks, batch.first_position, batch.num_rows);
 }
-/// @brief Sinks are pinned, the others get `rest`.
+/// @brief Pins the sinks, and gives all other rows the fate `rest`.
 inline void pin_sinks(const RowBatch& batch, int sinks, RowFate rest, std::span<RowFate> fates) {
   const std::ptrdiff_t pinned = static_cast<std::ptrdiff_t>(sinks_in(batch, sinks));
   std::fill(fates.begin(), fates.begin() + pinned, RowFate::pinned);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/token_policy/snapkv.hpp  SnapKV on the CPU: the highest scores stay.
+/// @file cpu/token_policy/snapkv.hpp  SnapKV on the CPU: keeps the rows with the highest scores.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ struct Impl<SnapKV, Cpu> {
   static AttentionScores attention_scores(const SnapKV& policy) {
     return {policy.window, policy.kernel, policy.pooling};
   }
-  // Decoded rows are all kept, and a prompt may be decided on in chunks: from counts alone nothing
-  // less can be promised.
+  // All decoded rows are kept, and a prompt may be classified in chunks: counts alone give no lower
+  // bound than all rows.
   static RowBounds bounds(const SnapKV&, const RowBatch& batch) { return {0, batch.num_rows}; }
   static void classify(const SnapKV& policy, const RowBatch& batch, std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/updater/frequent_directions.hpp  FrequentDirections as an updater of the CPU backend.
 ///
-/// Between two batches a sequence keeps B alone, in f32 (StoredSketch): at most min(l, head_dim)
-/// rows, and only those it has. The sketch thus depends on where batches end, and a cache ends them
-/// every flush_interval rows whatever the calls were.
+/// Between two batches a sequence keeps only B, in f32 (StoredSketch): at most min(l, head_dim)
+/// rows, and no unused capacity. The sketch thus depends on where batches end. A cache ends them
+/// every flush_interval rows, however the calls split the stream.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Impl<FrequentDirections, Cpu> {
   struct State {
     cpu::StoredSketch sketch;
     double threshold = 0.0;
-    std::int64_t chunk_rows = 0;  ///< of the chunk that is being written
+    std::int64_t chunk_rows = 0;  ///< rows of the current chunk
     bool exceeded = false;        ///< a row's residual was above the threshold
   };
 
@@ -37,7 +37,7 @@ struct Impl<FrequentDirections, Cpu> {
 
   static State start(const FrequentDirections& policy, const UpdaterStart& of) {
     const int rows = static_cast<int>(std::ceil(policy.sketch_share * static_cast<float>(of.rank)));
-    // 0 times infinity: a scale of 0 asks for a chunk per batch, whatever was calibrated.
+    // A scale of 0 means one chunk per batch. Avoid 0 times an infinite threshold.
     const double threshold =
         policy.threshold_scale > 0.0F
             ? static_cast<double>(policy.threshold_scale) * of.residual_threshold
@@ -45,8 +45,8 @@ struct Impl<FrequentDirections, Cpu> {
     return {{rows, of.head_dim, {}}, threshold, 0, false};
   }
 
-  /// Cost: an eigendecomposition of the smaller Gram matrix of l + rows.rows rows, besides
-  /// O(head_dim^2) a row.
+  /// Cost: one eigendecomposition of the smaller Gram matrix of l + rows.rows rows, plus
+  /// O(head_dim^2) per row.
   template <class Real = double>
   static void observe(const FrequentDirections&, State& state, MatrixView rows, MatrixView basis,
                       Phase) {

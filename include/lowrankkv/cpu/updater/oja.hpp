@@ -17,9 +17,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief One Oja step. moment = K^T K of the batch [d, d]; basis [d, r] with orthonormal columns.
-/// @return the new basis, orthonormal; the old one if the batch has no energy or no step is safe
-/// (printed_normalised). Equation and source: updater/oja.hpp. Cost: O(d^2 r). Accumulates in f64.
+/// @brief One Oja step. Equation and source: updater/oja.hpp.
+/// @param moment  K^T K of the batch, [d, d]
+/// @param basis   [d, r] with orthonormal columns
+/// @return the new basis, orthonormal; `basis` if the batch has no energy, or if no step is safe
+/// (printed_normalised)
+///
+/// Cost: O(d^2 r). Accumulates in f64.
 template <class Real = double>
 Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<Real>& basis,
                          double rate, OjaForm form) {
@@ -29,13 +33,12 @@ Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<
   const double scale =
       form == OjaForm::printed_raw ? 1.0 : static_cast<double>(moment.rows()) / energy;
   if (form == OjaForm::power) {
-    // Divided by (1 + rate): the same span, and no overflow however large the rate, infinity
-    // included.
+    // Divided by (1 + rate): the span is the same, and no rate overflows, not even infinity.
     const double keep = 1.0 / (1.0 + rate);
     return orthonormal_columns(keep * basis + ((1.0 - keep) * scale) * pull);
   }
-  const Eigen::MatrixX<Real> residual =
-      pull - basis * (basis.transpose() * pull);  // (I - U U^T) K^T K U
+  // (I - U U^T) K^T K U
+  const Eigen::MatrixX<Real> residual = pull - basis * (basis.transpose() * pull);
   if (form == OjaForm::printed_raw) return orthonormal_columns(basis + rate * residual);
   const auto captured = [&](const Eigen::MatrixX<Real>& u) {
     return (u.transpose() * moment * u).trace();
@@ -48,7 +51,7 @@ Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<
   return basis;
 }
 
-/// @brief The same from the batch itself: rows [n, d], for use on a matrix of one's own.
+/// @brief One Oja step from the batch itself, rows [n, d]; for use on matrices outside a cache.
 /// `basis = lowrankkv::cpu::oja_update(keys, basis, 0.1);`
 template <class Real = double>
 Eigen::MatrixXd oja_update(const cpu::MatrixRef<Real>& rows, const cpu::MatrixIn<Real>& basis,
@@ -68,7 +71,7 @@ struct Impl<Oja, Cpu> {
   /// K^T K of the rows seen since the last step; empty between steps.
   struct State {
     Eigen::MatrixXd moment;
-    std::int64_t decode_steps = 0;  ///< taken so far
+    std::int64_t decode_steps = 0;  ///< steps taken so far while decoding
   };
 
   static void validate(const Oja& policy) { check_oja(policy); }
@@ -102,7 +105,7 @@ struct Impl<Oja, Cpu> {
     return true;
   }
 
-  // Between two steps there is no moment: only the schedule's position is state.
+  // Between two steps the moment is empty: the state is only the position in the schedule.
   static void write_state(ByteWriter& out, const State& state) { out.value(state.decode_steps); }
   static void read_state(ByteReader& in, State& state) {
     state.decode_steps = in.value<std::int64_t>();
