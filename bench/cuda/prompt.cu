@@ -118,7 +118,7 @@ void measure(const char* name, const LayerBasis& maps, const typename Cache::Pol
       std::printf("; in chunks of 4096 %.3f, which come in calls of 512 %.3f",
                   static_cast<double>(chunks), static_cast<double>(calls));
     if (has_scores)
-      std::printf("; a step of one sequence %.4f ms, with accumulated_scores %.4f",
+      std::printf("; a step of one sequence %.4f ms, with accumulated scores %.4f",
                   static_cast<double>(without), static_cast<double>(with_scores));
     std::printf("\n");
     std::fflush(stdout);

@@ -50,7 +50,7 @@ struct Options {
         ->capture_default_str();
     app->add_option("--bases", bases,
                     "bundle written by 'calibrate', or two separated by a comma, of rotated and of "
-                    "unrotated keys; every method but those that choose tokens needs one")
+                    "pre-RoPE keys; every method but those that choose tokens needs one")
         ->delimiter(',')
         ->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32},
@@ -185,7 +185,7 @@ int main(int argc, char** argv) try {
       calibrate->add_option("--text,text", text, "text file")->check(CLI::ExistingFile);
   calibrate
       ->add_flag("--from-weights", from_weights,
-                 "no text: statistics of unrotated keys and of values from the projections' "
+                 "no text: statistics of pre-RoPE keys and of values from the projections' "
                  "weights (low-rank methods with --unrotated)")
       ->excludes(calibration_text);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();

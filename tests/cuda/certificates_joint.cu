@@ -22,7 +22,7 @@ TEST_CASE("certificates of joint values: never violated, and what float64 says t
 }
 
 TEST_CASE(
-    "certificates of joint values of unrotated keys: never violated, and what float64 says they "
+    "certificates of joint values of pre-RoPE keys: never violated, and what float64 says they "
     "are") {
   support::certificates<CompressedKVCache<Cuda, JointValues, Static, SinkRecent, NoQuantizer>>(
       DType::f16, 1215, true);

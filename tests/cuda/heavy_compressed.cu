@@ -20,20 +20,20 @@ using Codes = CompressedKVCache<Cuda, PerHead, Static, Tokens, TransformCode>;
 }  // namespace
 
 TEST_CASE(
-    "accumulated_scores of compressed rows are those of float64 attention over what is stored; the "
+    "accumulated scores of compressed rows are those of float64 attention over what is stored; the "
     "same bits in any batch") {
   Random random(103);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     const double plain = check_scores<Plain>(random, type, trials),
                  codes = check_scores<Codes>(random, type, trials);
-    MESSAGE("accumulated_scores of a step, " << std::string(name_of(type)) << ": coefficients "
+    MESSAGE("accumulated scores of a step, " << std::string(name_of(type)) << ": coefficients "
                                              << plain << ", codes " << codes);
   }
 }
 
 TEST_CASE(
-    "compressed rows that prompts and steps keep are those that float64 accumulated_scores "
+    "compressed rows that prompts and steps keep are those that float64 accumulated scores "
     "choose") {
   Random random(111);
   const int trials = effort() == 0 ? 1 : 6 * effort();
@@ -42,7 +42,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "compressed rows whose keys are stored unrotated: accumulated_scores of float64, and what they "
+    "compressed rows whose keys are stored before RoPE: accumulated scores of float64, and what "
+    "they "
     "keep, stored in any order") {
   Random random(113);
   const int trials = effort() == 0 ? 1 : 4 * effort();
@@ -50,7 +51,7 @@ TEST_CASE(
     if (effort() == 0 && type == DType::bf16) continue;
     const double plain = check_scores<Plain>(random, type, trials, true),
                  codes = check_scores<Codes>(random, type, trials, true);
-    MESSAGE("accumulated_scores of a step, unrotated, "
+    MESSAGE("accumulated scores of a step, unrotated, "
             << std::string(name_of(type)) << ": coefficients " << plain << ", codes " << codes);
   }
   check_kept<Codes>(random, trials, true);
@@ -58,7 +59,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "the same accumulated_scores keep the same compressed rows as on the CPU, and what is stored "
+    "the same accumulated scores keep the same compressed rows as on the CPU, and what is stored "
     "of them is the same") {
   Random random(117);
   const int trials = effort() == 0 ? 1 : 8 * effort();

@@ -29,7 +29,7 @@ using Directions =
 }  // namespace
 
 TEST_CASE(
-    "heavy hitters with outliers: accumulated_scores are those of float64 attention over what is "
+    "heavy hitters with outliers: accumulated scores are those of float64 attention over what is "
     "stored, of full rows and compressed ones; the same bits in any batch") {
   Random random(271);
   const int trials = effort() == 0 ? 1 : 4 * effort();
@@ -40,7 +40,7 @@ TEST_CASE(
 
 TEST_CASE(
     "heavy hitters with outliers: rows that prompts and steps keep are those that float64 "
-    "accumulated_scores choose, and some of them are full") {
+    "accumulated scores choose, and some of them are full") {
   Random random(277);
   const int trials = effort() == 0 ? 1 : 4 * effort();
   check_kept<Plain>(random, trials);

@@ -29,35 +29,35 @@ RandomLayer no_bases(const CacheConfig& config) { return {{}, config.shape}; }
 }  // namespace
 
 TEST_CASE(
-    "accumulated_scores of a step are those of float64: stored rows in any order, tails, several "
+    "accumulated scores of a step are those of float64: stored rows in any order, tails, several "
     "query tokens; the same bits in any batch") {
   Random random(3);
   const int trials = effort() == 0 ? 2 : 12 * effort();
   const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials),
                bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials);
-  MESSAGE("accumulated_scores of a step: f16 " << f16 << ", bf16 " << bf16);
+  MESSAGE("accumulated scores of a step: f16 " << f16 << ", bf16 " << bf16);
 }
 
 TEST_CASE(
-    "what prompts and steps keep is what float64 accumulated_scores choose, also on top of stored "
+    "what prompts and steps keep is what float64 accumulated scores choose, also on top of stored "
     "rows") {
   Random random(11);
   check_kept<Sinks>(random, effort() == 0 ? 2 : 10 * effort());
 }
 
 TEST_CASE(
-    "rows whose keys are stored unrotated: accumulated_scores of float64, and what they keep, "
+    "rows whose keys are stored before RoPE: accumulated scores of float64, and what they keep, "
     "stored in any order") {
   Random random(12);
   const int trials = effort() == 0 ? 2 : 8 * effort();
   const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials, true),
                bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials, true);
-  MESSAGE("accumulated_scores of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);
+  MESSAGE("accumulated scores of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);
   check_kept<Sinks>(random, trials, true);
 }
 
 TEST_CASE(
-    "the same accumulated_scores keep the same rows as on the CPU, ties included; tails are cut, "
+    "the same accumulated scores keep the same rows as on the CPU, ties included; tails are cut, "
     "prompts come in between") {
   Random random(17);
   check_parity<Sinks>(random, effort() == 0 ? 2 : 14 * effort());
@@ -120,14 +120,14 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "append, attend with accumulated_scores and accumulate in a CUDA graph, maintain between its "
+    "append, attend with accumulated scores and accumulate in a CUDA graph, maintain between its "
     "replays") {
   Random random(31);
   check_replays<H2O<Cuda>>(random);
 }
 
 TEST_CASE(
-    "H2O: bad input is refused with both values, and accumulated_scores that are not numbers reach "
+    "H2O: bad input is refused with both values, and accumulated scores that are not numbers reach "
     "no row") {
   const CacheConfig config = config_of({4, 2, 64}, 300, 2, 16);
   CHECK(message_of([&] {
@@ -155,10 +155,10 @@ TEST_CASE(
   };
   CHECK(message_of([&] {
           attend({accumulated.data(), 2, 2, 300});
-        }) == "num_sequences: call 1, accumulated 2");
+        }) == "num_sequences: call 1, attention scores 2");
   CHECK(message_of([&] {
           attend({accumulated.data(), 1, 4, 300});
-        }) == "num_heads: cache 2, accumulated 4");
+        }) == "num_heads: cache 2, attention scores 4");
   CHECK(message_of([&] {
           attend({accumulated.data(), 1, 2, 4});
         }) == "attention scores: 4 positions, sequence 1 has 5 tokens");
@@ -192,7 +192,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "saved H2O sequences: hostile accumulated_scores and positions under a right checksum are "
+    "saved H2O sequences: hostile accumulated scores and positions under a right checksum are "
     "refused, or do no harm") {
   Random random(41);
   const CacheConfig config = config_of({4, 2, 64}, 600, 2, 16);
@@ -240,7 +240,7 @@ TEST_CASE(
           other.token_policy.get<KeepFull>().recent = 0;
           other.token_policy.get<SnapKV>().window = 20;
           SnapKVOnly<Cuda>(config, {}, other).load(1, saved);
-        }) == "accumulated_scores of rows: cache 0, saved 1");
+        }) == "accumulated scores of rows: cache 0, saved 1");
   const int loaded = load_hostile(random, side, saved, positions, effort() == 0 ? 60 : 600);
   CHECK(loaded > 0);
   CHECK(loaded < 600);

@@ -26,20 +26,20 @@ using Star = StarKVH2O<Cuda>;
 }  // namespace
 
 TEST_CASE(
-    "accumulated_scores of rows with joint values are those of float64 attention over what is "
+    "accumulated scores of rows with joint values are those of float64 attention over what is "
     "stored; the same bits in any batch") {
   Random random(104);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   for (const DType type : {DType::f16, DType::bf16}) {
     const double joint = check_scores<Joint>(random, type, trials),
                  star = check_scores<Star>(random, type, trials);
-    MESSAGE("accumulated_scores of a step, " << std::string(name_of(type)) << ": joint values "
+    MESSAGE("accumulated scores of a step, " << std::string(name_of(type)) << ": joint values "
                                              << joint << ", STAR-KV " << star);
   }
 }
 
 TEST_CASE(
-    "rows with joint values that prompts and steps keep are those that float64 accumulated_scores "
+    "rows with joint values that prompts and steps keep are those that float64 accumulated scores "
     "choose") {
   Random random(112);
   const int trials = effort() == 0 ? 1 : 6 * effort();
@@ -49,7 +49,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "rows with joint values whose keys are stored unrotated: accumulated_scores of float64, and "
+    "rows with joint values whose keys are stored before RoPE: accumulated scores of float64, and "
     "what they keep, stored in any order") {
   Random random(114);
   const int trials = effort() == 0 ? 1 : 4 * effort();
@@ -57,7 +57,7 @@ TEST_CASE(
     if (effort() == 0 && type == DType::bf16) continue;
     const double joint = check_scores<Joint>(random, type, trials, true),
                  star = check_scores<Star>(random, type, trials, true);
-    MESSAGE("accumulated_scores of a step, unrotated, "
+    MESSAGE("accumulated scores of a step, unrotated, "
             << std::string(name_of(type)) << ": joint values " << joint << ", STAR-KV " << star);
   }
   check_kept<Star>(random, trials, true);
@@ -67,7 +67,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "the same accumulated_scores keep the same rows with joint values as on the CPU, and what is "
+    "the same accumulated scores keep the same rows with joint values as on the CPU, and what is "
     "stored of them is the same") {
   Random random(118);
   const int trials = effort() == 0 ? 1 : 8 * effort();
@@ -166,7 +166,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "saved compressed heavy hitters: hostile accumulated_scores, positions and counts under a "
+    "saved compressed heavy hitters: hostile accumulated scores, positions and counts under a "
     "right checksum are refused, or do no harm") {
   Random random(141);
   const CacheConfig config = config_of({4, 2, 64}, 600, 2, 16);

@@ -25,7 +25,7 @@ using Directions =
 }  // namespace
 
 TEST_CASE(
-    "heavy hitters under bases that they move: the same accumulated_scores keep the same rows as "
+    "heavy hitters under bases that they move: the same accumulated scores keep the same rows as "
     "on the CPU, under the same epochs") {
   Random random(211);
   const int trials = effort() == 0 ? 2 : 8 * effort();
@@ -36,7 +36,7 @@ TEST_CASE(
 
 TEST_CASE(
     "heavy hitters under bases that they move: what prompts and steps keep is what float64 "
-    "accumulated_scores choose") {
+    "accumulated scores choose") {
   Random random(213);
   const int trials = effort() == 0 ? 1 : 6 * effort();
   check_kept<OjaPlain>(random, trials);
@@ -46,7 +46,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "heavy hitters under bases that they move: accumulated_scores are those of float64 attention "
+    "heavy hitters under bases that they move: accumulated scores are those of float64 attention "
     "over what is stored") {
   Random random(217);
   const int trials = effort() == 0 ? 1 : 6 * effort();
@@ -54,7 +54,7 @@ TEST_CASE(
                codes = check_scores<OjaCodes>(random, DType::f16, trials),
                directions = check_scores<Directions>(random, DType::f16, trials),
                unrotated = check_scores<Directions>(random, DType::f16, trials, true);
-  MESSAGE("accumulated_scores of a step: Oja " << plain << ", over codes " << codes
+  MESSAGE("accumulated scores of a step: Oja " << plain << ", over codes " << codes
                                                << ", Frequent Directions " << directions
                                                << ", unrotated " << unrotated);
 }

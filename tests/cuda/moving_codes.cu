@@ -185,7 +185,7 @@ TEST_CASE(
   check_sequences<DirectionsCodes>(Method::directions_codes, 309, 256, 250, 2, DType::f16, false);
 }
 
-TEST_CASE("bases that move over codes of principal axes, of unrotated keys") {
+TEST_CASE("bases that move over codes of principal axes, of pre-RoPE keys") {
   check_sequences<OjaCodes>(Method::oja_codes, 321, 64, 30, 1, DType::f16, false, true);
   if (effort() == 0) return;
   check_sequences<OjaBlocks>(Method::oja_blocks, 322, 64, 40, 3, DType::f16, false, true);

@@ -95,7 +95,7 @@ TEST_CASE(
   const double snapkv = scores_on_request<SnapKVOnly<Cuda>>(random, {{}, shape}, chosen, 2e-5);
   const double star =
       scores_on_request<StarKV<Cuda>>(random, joint, {{0, {}}, {}, {4, 20}, {}}, 1e-3);
-  MESSAGE("accumulated_scores on request: FullKV " << full << ", hybrid " << hybrid << ", OjaKVv2 "
+  MESSAGE("accumulated scores on request: FullKV " << full << ", hybrid " << hybrid << ", OjaKVv2 "
                                                    << oja << ", SubSpaceA " << directions
                                                    << ", SnapKV " << snapkv << ", StarKV " << star);
   const double moving = scores_on_request<OjaKVv2<Cuda>>(random, layer, outliers, 4e-3, true),
@@ -113,9 +113,9 @@ TEST_CASE(
   head.key_bits.resize(96);
   const double values =
       scores_on_request<StaticPCAHybrid<Cuda>>(random, longer, {{}, {}, {4, 20}, {}}, 4e-3, true);
-  MESSAGE("of keys that are stored unrotated: OjaKVv2 " << moving << ", SubSpaceA " << publishing
-                                                        << ", values of more channels than keys "
-                                                        << values);
+  MESSAGE("of keys that are stored before RoPE: OjaKVv2 " << moving << ", SubSpaceA " << publishing
+                                                          << ", values of more channels than keys "
+                                                          << values);
   if (effort() == 0) return;
   const double whole = scores_on_request<FullKV<Cuda>>(random, {{}, shape}, {}, 4e-3, true),
                still = scores_on_request<StaticPCAHybrid<Cuda>>(random, layer,

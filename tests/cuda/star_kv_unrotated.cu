@@ -210,7 +210,7 @@ void prompts(std::uint64_t seed, const Case& own, bool coded, std::int64_t n) {
 
 }  // namespace
 
-TEST_CASE("unrotated keys in codes of two scale groups") {
+TEST_CASE("pre-RoPE keys in codes of two scale groups") {
   sequences<Blocks>(101, {{4, 1, 64}, 0, 33}, true);
   sequences<Blocks>(102, {{4, 2, 128}, 0, 100, 0, DType::bf16, {70, 90, 300}}, true);
   if (effort() == 0) return;
@@ -221,7 +221,7 @@ TEST_CASE("unrotated keys in codes of two scale groups") {
   prompts<Blocks>(106, {{8, 2, 128}, 0, 90}, true, 300);
 }
 
-TEST_CASE("STAR-KV of unrotated keys") {
+TEST_CASE("STAR-KV of pre-RoPE keys") {
   sequences<StarKV<Cuda>>(111, {{4, 4, 64}, 2, 40, 77}, true);
   sequences<StarKV<Cuda>>(112, {{8, 2, 128}, 0, 100, 100, DType::bf16, {40, 70, 300}}, true);
   prompts<StarKV<Cuda>>(116, {{4, 2, 64}, 0, 40, 70}, true, effort() == 0 ? 90 : 700);
@@ -231,7 +231,7 @@ TEST_CASE("STAR-KV of unrotated keys") {
   sequences<StarKV<Cuda>>(115, {{32, 8, 128}, 0, 64, 512, DType::f16, {2100, 64, 2600}}, true);
 }
 
-TEST_CASE("joint values of unrotated keys, coefficients in f16") {
+TEST_CASE("joint values of pre-RoPE keys, coefficients in f16") {
   sequences<Joint>(121, {{4, 4, 64}, 0, 30, 50}, false);
   sequences<Joint>(122, {{8, 2, 128}, 0, 100, 200, DType::bf16, {64, 65, 200}}, false);
   prompts<Joint>(126, {{4, 2, 64}, 1, 40, 50}, false, effort() == 0 ? 90 : 700);
@@ -243,13 +243,13 @@ TEST_CASE("joint values of unrotated keys, coefficients in f16") {
   sequences<Joint>(128, {{32, 32, 64}, 0, 32, 900}, false);
 }
 
-TEST_CASE("joint values of unrotated keys, codes of 8 bits") {
+TEST_CASE("joint values of pre-RoPE keys, codes of 8 bits") {
   sequences<JointBytes>(131, {{4, 2, 64}, 0, 33, 50}, true, true);
   if (effort() == 0) return;
   sequences<JointBytes>(132, {{8, 4, 128}, 2, 128, 240}, true, true);
 }
 
-TEST_CASE("joint values of unrotated keys, codes whose channels have their own bits") {
+TEST_CASE("joint values of pre-RoPE keys, codes whose channels have their own bits") {
   sequences<JointCodes>(135, {{4, 2, 64}, 0, 33, 50}, true);
   if (effort() == 0) return;
   sequences<JointCodes>(136, {{8, 4, 128}, 2, 128, 240}, true);
@@ -303,7 +303,7 @@ TEST_CASE("more columns than logits have room for at a time: several launches, a
 }
 
 TEST_CASE(
-    "a captured step of unrotated keys and joint values is what the same calls make; lent "
+    "a captured step of pre-RoPE keys and joint values is what the same calls make; lent "
     "workspace too") {
   Random random(151);
   StarSettings settings;
@@ -383,7 +383,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "joint values of unrotated keys of the rows that scores keep; what unrotated keys do not go "
+    "joint values of pre-RoPE keys of the rows that scores keep; what pre-RoPE keys do not go "
     "with") {
   Random random(161);
   StarSettings settings;
@@ -429,7 +429,7 @@ TEST_CASE(
   Side<Scored> apart(rotated, layer.basis, settings);
   CHECK(message_of([&] {
           apart.cache.load(1, side.save(1));
-        }).find("unrotated keys: cache 0, saved 1") != std::string::npos);
+        }).find("pre-RoPE keys: cache 0, saved 1") != std::string::npos);
   CHECK_FALSE(apart.cache.contains(1));
 }
 

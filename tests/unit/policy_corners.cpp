@@ -120,7 +120,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "heavy hitters: accumulated_scores are checked, and rows that another policy drops take no "
+    "heavy hitters: accumulated scores are checked, and rows that another policy drops take no "
     "place") {
   std::mt19937_64 random(4);
   H2O<> cache({.shape = kShape, .max_tokens = 300});

@@ -95,7 +95,7 @@ TEST_CASE("angles of any position to f32 rounding") {
 }
 
 TEST_CASE(
-    "unrotated keys give what rotated ones give: every variant, prompt and decoding, one token or "
+    "pre-RoPE keys give what rotated ones give: every variant, prompt and decoding, one token or "
     "several") {
   Random random(1);
   constexpr int dim = 32, n = 150, steps = 12;
@@ -255,7 +255,7 @@ TEST_CASE("attention depends on differences of positions alone") {
   for (std::size_t i = 0; i < after.size(); ++i) CHECK(std::abs(after[i] - before[i]) < 3e-5F);
 }
 
-TEST_CASE("SnapKV scores unrotated keys at their positions") {
+TEST_CASE("SnapKV scores pre-RoPE keys at their positions") {
   Random random(5);
   constexpr int dim = 32, n = 200;
   SnapKVOnly<>::PolicySet policies;
@@ -445,7 +445,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("coding statistics of unrotated keys: every reader rotated back by the token it reads") {
+TEST_CASE("coding statistics of pre-RoPE keys: every reader rotated back by the token it reads") {
   Random random(8);
   constexpr int dim = 8, n = 400, context = 300, exempt = 10;
   const CacheShape shape{2, 1, dim};
@@ -512,7 +512,7 @@ TEST_CASE("a calibration bundle knows the form of its keys") {
 }
 
 TEST_CASE(
-    "queries' moments for unrotated keys are those at all distances, so a fast pair has no "
+    "queries' moments for pre-RoPE keys are those at all distances, so a fast pair has no "
     "preferred direction") {
   Random random(10);
   constexpr int dim = 4, n = 4000;

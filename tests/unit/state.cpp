@@ -186,7 +186,7 @@ TEST_CASE("hostile contents under a right checksum are refused or harmless") {
   }
 }
 
-TEST_CASE("accumulated_scores that are no numbers are refused: rows are ordered by them") {
+TEST_CASE("accumulated scores that are no numbers are refused: rows are ordered by them") {
   std::mt19937_64 random(9);
   const CacheConfig config{.shape = kShape, .max_sequences = 3, .max_tokens = 300};
   H2O<> cache(config);

@@ -39,7 +39,7 @@ LayerDescription describe_layer(const State& state) {
   add("adapts", State::UpdaterImpl::adapts);
   add("recent", state.recent());
   add("keep_residuals", state.config.keep_residuals);
-  add("unrotated keys", state.stores_unrotated());
+  add("pre-RoPE keys", state.stores_unrotated());
   if (state.stores_unrotated()) {
     const RopeConfig& rope = state.config.rope;
     add("rope pairing", rope.pairing);

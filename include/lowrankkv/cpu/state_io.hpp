@@ -317,15 +317,15 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
           mine.accumulated.compressed.size() != static_cast<std::size_t>(compressed) ||
           mine.accumulated.recent.size() != static_cast<std::size_t>(lengths.tail_length)) {
         fail<FormatError>("saved state: head ", head, " has ", mine.accumulated.compressed.size(),
-                          " accumulated_scores for ", compressed, " compressed rows");
+                          " accumulated scores for ", compressed, " compressed rows");
       }
       for (const auto* values :
            {&mine.accumulated.full, &mine.accumulated.compressed, &mine.accumulated.recent}) {
         // Rows are ordered by score, and NaN has no place in an order.
         for (const float accumulated : *values) {
           if (!(accumulated >= 0.0F && std::isfinite(accumulated)))
-            fail<FormatError>("saved state: head ", head, " has a accumulated of ", accumulated,
-                              ", at least 0 and finite expected");
+            fail<FormatError>("saved state: head ", head, " has an accumulated score of ",
+                              accumulated, ", at least 0 and finite expected");
         }
       }
     }

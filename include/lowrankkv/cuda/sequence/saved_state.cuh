@@ -48,7 +48,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("head_dim", tables.head_dim);
   add("full_type", tables.full_type);
   add("full_row_bits", layer.config().full_row_bits);
-  add("unrotated keys", tables.rotary.pre_rope());
+  add("pre-RoPE keys", tables.rotary.pre_rope());
   if (tables.rotary.pre_rope()) {
     add("rope pairing", layer.config().rope.pairing);
     const std::vector<double> frequencies = rope_frequencies(layer.config().rope, tables.head_dim);
@@ -57,7 +57,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
-  add("accumulated_scores of rows", tables.tail_scores != nullptr);
+  add("accumulated scores of rows", tables.tail_scores != nullptr);
   if (tables.largest_values != nullptr) add("keep_residuals", 1);
   add("segments", tables.max_segments);
   add("form of coefficients", layer.tiles().form);
@@ -252,7 +252,7 @@ inline void check_scores(const std::byte* data, std::size_t count) {
   if (count > 0) std::memcpy(accumulated_scores.data(), data, count * sizeof(float));
   for (std::size_t i = 0; i < count; ++i) {
     if (!(accumulated_scores[i] >= 0.0F && accumulated_scores[i] <= max_finite(DType::f32)))
-      ::lowrankkv::detail::fail<FormatError>("saved state: accumulated ", i, " is ",
+      ::lowrankkv::detail::fail<FormatError>("saved state: accumulated score ", i, " is ",
                                              accumulated_scores[i],
                                              ", finite and at least 0 expected");
   }
