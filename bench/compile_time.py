@@ -7,7 +7,8 @@
 `headers`: sources that include one header and nothing else, with -O2; `floor` includes the standard and Eigen headers
 that the library includes, and nothing of it. `programs`: sources of bench/compile/, examples and tests, with -O2; those
 marked `compiled part` link what cmake/lowrankkv_compiled.cmake builds. `cuda`: bench/compile/*.cu with nvcc for sm_90,
-where nvcc is. Compilers: those of g++ and clang++ that are there, unless named. Medians of some runs, compilers in turn.
+where nvcc is, with every kernel and with a KernelSet for one shape (f16, head_dim 128, post-RoPE
+keys, rank up to 64). Compilers: those of g++ and clang++ that are there, unless named. Medians of some runs, compilers in turn.
 """
 import argparse
 import csv
@@ -72,8 +73,9 @@ def main():
                     host(program + ", compiled part", ROOT / program, "-DLOWRANKKV_COMPILED=1")
         if wanted("cuda") and nvcc:
             for program in CUDA_PROGRAMS:
-                jobs.append((program, "nvcc", [nvcc, "-std=c++20", "-O3", "-arch=sm_90", "-I", ROOT / "include", "-c",
-                                               ROOT / program, "-o", pathlib.Path(folder, "object.o")]))
+                for name, flags in [(program, []), (program + ", one shape", ["-DLOWRANKKV_ONE_SHAPE"])]:
+                    jobs.append((name, "nvcc", [nvcc, "-std=c++20", "-O3", "-arch=sm_90", *flags, "-I", ROOT / "include",
+                                                "-c", ROOT / program, "-o", pathlib.Path(folder, "object.o")]))
         rows = []
         print(f"{'source':56}{'compiler':>10}{'user s':>10}{'MB':>8}")
         costs = {}

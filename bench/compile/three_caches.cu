@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a program costs nvcc that uses FullKV, OjaKV and Budgeted for prompts and decode steps
 // (bench/compile_time.py).
-#include "lowrankkv/cuda/presets.cuh"
-
-using namespace lowrankkv;
+#include "backend.cuh"
 
 template <class Cache>
 void step(Cache& cache, const KeyView& key, const ValueView& value, const QueryView& query,
@@ -14,9 +12,9 @@ void step(Cache& cache, const KeyView& key, const ValueView& value, const QueryV
   cache.maintain(0, stream);
 }
 
-template void step(FullKV<Cuda>&, const KeyView&, const ValueView&, const QueryView&,
+template void step(FullKV<Gpu>&, const KeyView&, const ValueView&, const QueryView&,
                    const OutputView&, cudaStream_t);
-template void step(OjaKV<Cuda>&, const KeyView&, const ValueView&, const QueryView&,
+template void step(OjaKV<Gpu>&, const KeyView&, const ValueView&, const QueryView&,
                    const OutputView&, cudaStream_t);
-template void step(Budgeted<Cuda>&, const KeyView&, const ValueView&, const QueryView&,
+template void step(Budgeted<Gpu>&, const KeyView&, const ValueView&, const QueryView&,
                    const OutputView&, cudaStream_t);

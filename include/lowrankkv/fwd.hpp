@@ -3,12 +3,16 @@
 #pragma once
 
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/core/kernel_set.hpp"
 #include "lowrankkv/updater/epoch_policy.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
 struct Cpu;
-struct Cuda;
+template <KernelSet set>
+struct CudaWith;
+/// @brief The Cuda backend with every kernel.
+using Cuda = CudaWith<KernelSet{}>;
 
 struct PerHead;
 struct JointValues;

@@ -60,7 +60,10 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Backend tag: everything is in device memory. Calls enqueue work on the caller's stream
 /// and return.
-struct Cuda {
+/// @tparam set  the kernels that are compiled. Cuda has all of them; policies are Impl<Policy,
+/// Cuda> whatever the set
+template <KernelSet set>
+struct CudaWith {
   using Pool = cuda::PagePool;
 };
 

@@ -78,8 +78,8 @@ void with_maps(const LayerState& layer, Part part, Function&& function) {
 /// @param early  whether the kernel may begin while the kernel before it ends
 /// @param most_rows  upper bound of the rows of a split. Short splits get shallow rings, so that
 ///   more blocks share a multiprocessor.
-template <PlainRows which, bool scaled = false>
-void attend_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <PlainRows which, bool scaled = false, class State>
+void attend_plain(const State& layer, const AttentionStep& step, const Batch& batch,
                   const StepQueries& queries, int first_sequence, int splits,
                   std::int64_t most_rows, bool early, cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
@@ -92,39 +92,43 @@ void attend_plain(const LayerState& layer, const AttentionStep& step, const Batc
     bytes = (std::max)(bytes, tiles.bytes);
     channels = (std::max)(channels, tiles.channels(Part::value));
   }
-  with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
-    with_units<true>(units, [&](auto max_units) {
-      with_column_blocks(step.blocks, [&](auto column_blocks) {
-        const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-        const dim3 grid(static_cast<unsigned>(splits * groups),
-                        static_cast<unsigned>(layer.tables().num_heads),
-                        static_cast<unsigned>(batch.count));
-        const auto kernel =
-            attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
-        const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
-        const auto warp_bytes = [&](int stages) {
-          return (std::max)({stages * bytes, tail_bytes,
-                             (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
-        };  // states reuse the memory of the rings
-        // The order of sums depends on the number of warps, so that number does not depend on the
-        // rows.
-        const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());
-        const int stages =
-            static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
-                                          std::int64_t{1}, std::int64_t{kPlainStages}));
-        launch_step_kernel(kernel, grid, warps * 32,
-                           static_cast<std::size_t>(warps * warp_bytes(stages)),
-                           early && layer.overlaps(), "attend_plain_kernel", stream, layer.tables(),
-                           step, batch, queries, first_sequence, stages);
+  with_type<State::kernels>(
+      coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
+        with_units<true, coded ? 1 : kLeastFullUnits<State::kernels>,
+                   coded ? kMostRankUnits<State::kernels> : kMostFullUnits<State::kernels>>(
+            units, [&](auto max_units) {
+              with_column_blocks(step.blocks, [&](auto column_blocks) {
+                const int groups = (step.blocks + column_blocks - 1) / column_blocks;
+                const dim3 grid(static_cast<unsigned>(splits * groups),
+                                static_cast<unsigned>(layer.tables().num_heads),
+                                static_cast<unsigned>(batch.count));
+                const auto kernel =
+                    attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
+                const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
+                const auto warp_bytes = [&](int stages) {
+                  return (std::max)(
+                      {stages * bytes, tail_bytes,
+                       (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
+                };  // states reuse the memory of the rings
+                // The order of sums depends on the number of warps, so that number does not depend
+                // on the rows.
+                const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());
+                const int stages =
+                    static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
+                                                  std::int64_t{1}, std::int64_t{kPlainStages}));
+                launch_step_kernel(kernel, grid, warps * 32,
+                                   static_cast<std::size_t>(warps * warp_bytes(stages)),
+                                   early && layer.overlaps(), "attend_plain_kernel", stream,
+                                   layer.tables(), step, batch, queries, first_sequence, stages);
+              });
+            });
       });
-    });
-  });
 }
 
 /// Launches attention over lists of codes.
 /// @tparam segmented  sequences may have epochs of their own
-template <int scale_groups, bool segmented>
-void attend_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <int scale_groups, bool segmented, class State>
+void attend_codes(const State& layer, const AttentionStep& step, const Batch& batch,
                   int first_sequence, int splits, cudaStream_t stream) {
   int lines = 0, half_bytes = 0;
   for (const HeadTiles& tiles : layer.tiles().compressed) {
@@ -173,8 +177,8 @@ void attend_codes(const LayerState& layer, const AttentionStep& step, const Batc
 ///
 /// This kernel is not launched early, so it waits for the work before it in the stream. Every later
 /// kernel of the step waits for this one, and so for that work too.
-template <CodedForm form, bool segmented>
-void project_queries(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <CodedForm form, bool segmented, class State>
+void project_queries(const State& layer, const AttentionStep& step, const Batch& batch,
                      const StepQueries& queries, int first_sequence, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const int key_channels =
@@ -195,8 +199,9 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
         // operands of codes are integers, whatever the type
         project(project_query_kernel<DType::f16, form, wide(), packs()>);
       else
-        with_type(layer.tiles().coded_type,
-                  [&](auto type) { project(project_query_kernel<type(), form, wide(), packs()>); });
+        with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
+          project(project_query_kernel<type(), form, wide(), packs()>);
+        });
     });
   });
 }
@@ -206,8 +211,8 @@ void project_queries(const LayerState& layer, const AttentionStep& step, const B
 /// Compressed rows need the projected queries. The kernel for recent rows is launched after theirs:
 /// its blocks take the multiprocessors that are left over, or finish first. With joint values it is
 /// launched before theirs, because the states of joint values must be folded afterwards.
-template <CodedForm form, int scale_groups, bool joint, bool segmented>
-void attend_projected(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <CodedForm form, int scale_groups, bool joint, bool segmented, bool prompts, class State>
+void attend_projected(const State& layer, const AttentionStep& step, const Batch& batch,
                       const StepQueries& queries, int first_sequence, int compressed_splits,
                       std::int64_t full_rows, cudaStream_t stream) {
   const bool projects = form != CodedForm::none && compressed_splits > 0;
@@ -217,13 +222,15 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
                            full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits,
                        recent_rows =
                            (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
-    with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
+    with_scaled<State::kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
       attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence,
                                                 1 + full_splits, recent_rows, projects, stream);
     });
-    if (step.prompt != nullptr)
-      attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows,
-                                      true, stream);
+    if constexpr (prompts) {
+      if (step.prompt != nullptr)
+        attend_plain<PlainRows::prompt>(layer, step, batch, queries, first_sequence, 1, kManyRows,
+                                        true, stream);
+    }
   };
   if constexpr (form != CodedForm::none) {
     if (projects) {
@@ -267,21 +274,30 @@ void attend_projected(const LayerState& layer, const AttentionStep& step, const 
 /// @tparam scale_groups  of tiles of codes
 /// @tparam joint  values are joint
 /// @tparam segmented  sequences may have epochs of their own
-template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented>
-void attend_step(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+/// @tparam prompts  steps may be of a prompt: kernels for its own rows are compiled
+template <CodedForm form, bool scattered, int scale_groups, bool joint, bool segmented,
+          bool prompts, class State>
+void attend_step(const State& layer, const AttentionStep& step, const Batch& batch,
                  const DeviceRows& query, const DeviceOutput& out, std::int64_t first_row,
                  int first_sequence, int compressed_splits, std::int64_t full_rows,
                  cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   constexpr float log2e = 1.44269504F;
   const StepQueries queries{query, first_row, layer.config().scale() * log2e};
-  if (!tables.rotary.pre_rope())
-    detail::attend_projected<form, scale_groups, joint, segmented>(
+  const auto attend_post_rope = [&] {
+    detail::attend_projected<form, scale_groups, joint, segmented, prompts>(
         layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
-  else
-    detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered>(
-        layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows),
-        stream);
+  };
+  if constexpr (State::kernels.rope_pre) {
+    if (tables.rotary.pre_rope())
+      detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered, prompts>(
+          layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows),
+          stream);
+    else
+      attend_post_rope();
+  } else {
+    attend_post_rope();
+  }
   const dim3 outputs(static_cast<unsigned>(step.blocks), static_cast<unsigned>(tables.num_heads),
                      static_cast<unsigned>(batch.count));
   // Folded joint values are one plain state per head: the centres of codes were already subtracted.

@@ -128,9 +128,9 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
     const int first = static_cast<int>(first_sequence);
     const std::int64_t first_row = first_sequence * m;
     attend_step<Layer::kForm, Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
-                Layer::Rule::adapts>(state, step, batch, device_rows(query), target, first_row,
-                                     first, state.workspace().coded_splits(most.num_compressed),
-                                     most.num_full, stream);
+                Layer::Rule::adapts, false>(
+        state, step, batch, device_rows(query), target, first_row, first,
+        state.workspace().coded_splits(most.num_compressed), most.num_full, stream);
     if constexpr (has_scores) {
       if (accumulated.data == nullptr) return;
       const WeightQueries queries =

@@ -160,9 +160,9 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
     AttentionStep step = state.workspace().prompt_step(now.rows, m, tiles, scratch.packed);
     step.prompt_first = static_cast<std::int32_t>(now.tail_length + first_token + first);
     attend_step<Layer::kForm, Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
-                Layer::Rule::adapts>(state, step, batch, device_rows(query), out, first, 0,
-                                     state.workspace().coded_splits(now.rows.num_compressed),
-                                     now.rows.num_full, stream);
+                Layer::Rule::adapts, true>(state, step, batch, device_rows(query), out, first, 0,
+                                           state.workspace().coded_splits(now.rows.num_compressed),
+                                           now.rows.num_full, stream);
     if constexpr (Rows::accumulates_scores && Rows::compresses) {
       const WeightQueries queries =
           weight_queries(state, query, out.lse, out.lse_stride, step.m, first);

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/kernel_set.hpp"
 #include "lowrankkv/cuda/basis/per_head.cuh"
 #include "lowrankkv/cuda/layer/layer_state.cuh"
 #include "lowrankkv/cuda/quantizer/choose_tiles.cuh"
@@ -20,7 +21,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Compile-time properties and sizes of a Layer that follow from its policies.
-template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
+template <KernelSet set, class Basis, class Updater, class TokenPolicy, class Quantizer,
+          class EpochPolicy>
 struct LayerRules {
   static_assert(
       HasImpl<Basis, Cuda>,
@@ -100,6 +102,7 @@ struct LayerRules {
                        ", f16 or bf16 expected on this backend");
     }
     if (config.rope.keys == Rope::pre) RotaryTables::check(config.rope, dim);
+    check_kernels(config, basis, policies);
     if (Rows::compresses) {
       Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
@@ -107,6 +110,33 @@ struct LayerRules {
     ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
+  }
+
+  /// @throws ValueError if the set lacks kernels for a cache of this configuration
+  static void check_kernels(const CacheConfig& config, const LayerBasis& basis,
+                            [[maybe_unused]] const PolicySet& policies) {
+    using ::lowrankkv::detail::fail;
+    const auto check_type = [](const char* what, DType type) {
+      if (type == DType::f16 ? !set.f16 : !set.bf16) {
+        fail<ValueError>(what, ": ", name_of(type), ", the kernel set has only ",
+                         name_of(set.f16 ? DType::f16 : DType::bf16));
+      }
+    };
+    check_type("full_type", config.full_type);
+    if (set.head_dim != 0 && config.shape.head_dim != set.head_dim)
+      fail<ValueError>("head_dim: ", config.shape.head_dim, ", kernel set ", set.head_dim);
+    if (!set.rope_pre && config.rope.keys == Rope::pre)
+      fail<ValueError>("rope: pre-RoPE keys, the kernel set has only post-RoPE keys");
+    if (!set.full_rows_8 && config.full_row_bits == 8)
+      fail<ValueError>("full_row_bits: ", config.full_row_bits, ", the kernel set has only 16");
+    if constexpr (kForm == CodedForm::plain) {
+      check_type("coefficients", Codec::type(policies.quantizer));
+      for (const HeadBasis& head : basis.heads) {
+        const int rank = (std::max)(head.key_rank, joins ? 0 : head.value_rank);
+        if (set.max_rank != 0 && rank > set.max_rank)
+          fail<ValueError>("rank: ", rank, ", kernel set at most ", set.max_rank);
+      }
+    }
   }
 
   /// The most rows that the lists of a sequence may have.

@@ -18,6 +18,7 @@
 
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/kernel_set.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/epochs/device_epochs.cuh"
 #include "lowrankkv/cuda/epochs/epoch_store.cuh"
@@ -35,6 +36,7 @@ namespace cuda {
 /// algorithm are free functions and kernels over it.
 class LayerState {
  public:
+  static constexpr KernelSet kernels{};  ///< kernels that functions of this state launch
   /// @param most  rows that the lists of a sequence of config.max_tokens tokens may have
   /// @param listed  the lists whose rows have explicit positions and scores
   /// @param shared_pool  pages shared with other layers; null: the layer makes a pool
@@ -526,6 +528,14 @@ class LayerState {
   PageEdits edits_;
   bool overlaps_ = false;
   int shared_bytes_ = 0, multiprocessors_ = 1;
+};
+
+/// @brief The state of a layer whose functions launch the kernels of a set.
+template <KernelSet set>
+class LayerStateWith : public LayerState {
+ public:
+  using LayerState::LayerState;
+  static constexpr KernelSet kernels = set;
 };
 
 }  // namespace cuda

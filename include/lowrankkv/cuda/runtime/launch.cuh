@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "lowrankkv/core/kernel_set.hpp"
 #include "lowrankkv/cuda/runtime/device.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -122,10 +123,26 @@ void with_bool(bool condition, Function&& function) {
     function(std::false_type{});
 }
 
+/// Calls f with whether full rows in pages are in 8 bits, as a constant.
+template <KernelSet set, class Function>
+void with_scaled(bool scaled, Function&& function) {
+  if constexpr (set.full_rows_8) {
+    with_bool(scaled, function);
+  } else {
+    function(std::false_type{});
+  }
+}
+
 /// Calls f with f16 or bf16 as an integral constant.
-template <class Function>
+/// @tparam set  types that it has; a cache of another type is refused when it is made
+template <KernelSet set = KernelSet{}, class Function>
 void with_type(DType type, Function&& function) {
-  if (type == DType::f16) {
+  static_assert(set.f16 || set.bf16, "lowrankkv: a KernelSet has f16, bf16, or both");
+  if constexpr (!set.bf16) {
+    function(std::integral_constant<DType, DType::f16>{});
+  } else if constexpr (!set.f16) {
+    function(std::integral_constant<DType, DType::bf16>{});
+  } else if (type == DType::f16) {
     function(std::integral_constant<DType, DType::f16>{});
   } else {
     function(std::integral_constant<DType, DType::bf16>{});
@@ -134,18 +151,31 @@ void with_type(DType type, Function&& function) {
 
 /// Calls f with 4, 8 or 16, the least that is not below `units`, as an integral constant. For plain
 /// tiles also with 2, since their layout depends on it.
-template <bool plain, class Function>
+/// @tparam least, most  units that can occur: kernels for others are not compiled
+template <bool plain, int least = 1, int most = 16, class Function>
 void with_units(int units, Function&& function) {
-  if (plain && units <= 2) {
-    if constexpr (plain) function(std::integral_constant<int, 2>{});
-  } else if (units <= 4) {
-    function(std::integral_constant<int, 4>{});
-  } else if (units <= 8) {
-    function(std::integral_constant<int, 8>{});
-  } else {
-    function(std::integral_constant<int, 16>{});
+  constexpr auto possible = [](int from, int to) { return least <= to && most >= from; };
+  if constexpr (plain && possible(1, 2)) {
+    if (units <= 2) return function(std::integral_constant<int, 2>{});
   }
+  if constexpr (possible(plain ? 3 : 1, 4)) {
+    if (units <= 4) return function(std::integral_constant<int, 4>{});
+  }
+  if constexpr (possible(5, 8)) {
+    if (units <= 8) return function(std::integral_constant<int, 8>{});
+  }
+  if constexpr (possible(9, 16)) return function(std::integral_constant<int, 16>{});
 }
+
+/// Units of 16 channels that full rows of the caches of a set have, least and most.
+template <KernelSet set>
+inline constexpr int kLeastFullUnits = set.head_dim == 0 ? 1 : set.head_dim / 16;
+template <KernelSet set>
+inline constexpr int kMostFullUnits = set.head_dim == 0 ? 16 : set.head_dim / 16;
+/// The most units of 16 channels that plain tiles of coefficients have.
+template <KernelSet set>
+inline constexpr int kMostRankUnits = set.max_rank != 0 ? (set.max_rank + 15) / 16
+                                                        : kMostFullUnits<set>;
 
 }  // namespace detail
 }  // namespace cuda

@@ -375,11 +375,10 @@ void clear_scores(const ScoreView& accumulated, cudaStream_t stream) {
 /// launch; allocates nothing and does not wait.
 /// @param target  receives the scores of a step
 /// @param full_rows  most rows of a full list of the batch
-template <class = void>
-void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
-                             const WeightQueries& queries, const PromptScores& prompt,
-                             const DeviceScores& target, int first_sequence, std::int64_t full_rows,
-                             cudaStream_t stream) {
+template <class State>
+void enqueue_measured_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
+                             const PromptScores& prompt, const DeviceScores& target,
+                             int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   // Full rows that are never dropped need no scores from a prompt.
   const bool listed = prompt.packed == nullptr || tables.has_scores(RowList::full);
@@ -403,8 +402,11 @@ void enqueue_measured_scores(const LayerState& layer, const Batch& batch,
     detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_scores_kernel", stream,
                           tables, batch, queries, prompt, target, first_sequence, list_pieces);
   };
-  detail::with_type(tables.full_type, [&](auto type) {
-    if (units <= 8) {
+  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
+    if constexpr (detail::kMostFullUnits<State::kernels> <= 8) {
+      split ? launch(attention_scores_kernel<type(), 8, true>)
+            : launch(attention_scores_kernel<type(), 8, false>);
+    } else if (units <= 8) {
       split ? launch(attention_scores_kernel<type(), 8, true>)
             : launch(attention_scores_kernel<type(), 8, false>);
     } else {

@@ -261,10 +261,10 @@ inline int score_blocks(const LayerState& layer, const Batch& batch, std::int64_
 /// Enqueues the scores of the rows of full lists with pre-RoPE keys and, for a step, of the tails.
 /// @param target  receives the scores of a step; without data, scores are added to those of the
 ///   lists
-template <class = void>
-void enqueue_pre_rope_scores(const LayerState& layer, const Batch& batch,
-                             const WeightQueries& queries, const DeviceScores& target,
-                             int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
+template <class State>
+void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
+                             const DeviceScores& target, int first_sequence, std::int64_t full_rows,
+                             cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const AttentionStep step = score_step(queries);
   const auto start = [&](auto* kernel, int steps, int most_warps) {
@@ -281,8 +281,8 @@ void enqueue_pre_rope_scores(const LayerState& layer, const Batch& batch,
                   "pre_rope_scores_kernel", stream, tables, step, batch, queries, target,
                   first_sequence, list_blocks);
   };
-  with_type(tables.full_type, [&](auto type) {
-    with_bool(tables.listed.scaled, [&](auto scaled) {
+  with_type<State::kernels>(tables.full_type, [&](auto type) {
+    with_scaled<State::kernels>(tables.listed.scaled, [&](auto scaled) {
       if (tables.full.key_units <= 8)
         start(pre_rope_scores_kernel<type(), 8, scaled()>, rotated_steps(8), pre_rope_warps(8));
       else
@@ -292,8 +292,8 @@ void enqueue_pre_rope_scores(const LayerState& layer, const Batch& batch,
 }
 
 /// enqueue_compressed_scores() for pre-RoPE keys.
-template <int scale_groups>
-void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& batch,
+template <int scale_groups, class State>
+void enqueue_pre_rope_compressed_scores(const State& layer, const Batch& batch,
                                         const WeightQueries& queries, const DeviceScores& target,
                                         int first_sequence, std::int64_t most_rows,
                                         cudaStream_t stream) {
@@ -330,7 +330,7 @@ void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& ba
   if constexpr (codes)
     choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
   else
-    with_type(layer.tiles().coded_type, [&](auto type) {
+    with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
       with_units<true>(tile_units, [&](auto max_units) { choose(type, max_units); });
     });
 }
@@ -341,36 +341,37 @@ void enqueue_pre_rope_compressed_scores(const LayerState& layer, const Batch& ba
 /// post-RoPE keys (enqueue_measured_scores()) or pre-RoPE keys. Up to two launches; allocates
 /// nothing and does not wait.
 /// @param prompt  its packed keys are post-RoPE keys
-template <class = void>
-void measure_scores(const LayerState& layer, const Batch& batch, const WeightQueries& queries,
+template <class State>
+void measure_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
                     const PromptScores& prompt, const DeviceScores& target, int first_sequence,
                     std::int64_t full_rows, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  if (!tables.rotary.pre_rope())
-    return enqueue_measured_scores(layer, batch, queries, prompt, target, first_sequence, full_rows,
-                                   stream);
-  if (prompt.packed != nullptr)
-    enqueue_measured_scores(layer, batch, queries, prompt, target, first_sequence, 0, stream);
-  // Full rows that are never dropped need no scores from a prompt.
-  if (prompt.packed == nullptr || tables.has_scores(RowList::full))
-    detail::enqueue_pre_rope_scores(layer, batch, queries, target, first_sequence, full_rows,
-                                    stream);
+  const bool pre_rope = tables.rotary.pre_rope();
+  if (!pre_rope || prompt.packed != nullptr)
+    enqueue_measured_scores(layer, batch, queries, prompt, target, first_sequence,
+                            pre_rope ? 0 : full_rows, stream);
+  if constexpr (State::kernels.rope_pre) {
+    // Full rows that are never dropped need no scores from a prompt.
+    if (pre_rope && (prompt.packed == nullptr || tables.has_scores(RowList::full)))
+      detail::enqueue_pre_rope_scores(layer, batch, queries, target, first_sequence, full_rows,
+                                      stream);
+  }
 }
 
 /// @brief Enqueues the scores of compressed rows, with post-RoPE keys (enqueue_compressed_scores())
 /// or pre-RoPE keys.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
-template <int scale_groups>
-void measure_compressed_scores(const LayerState& layer, const AttentionStep& step,
-                               const Batch& batch, const WeightQueries& queries,
-                               const DeviceScores& target, int first_sequence,
-                               std::int64_t most_rows, cudaStream_t stream) {
-  if (layer.tables().rotary.pre_rope())
-    detail::enqueue_pre_rope_compressed_scores<scale_groups>(layer, batch, queries, target,
-                                                             first_sequence, most_rows, stream);
-  else
-    enqueue_compressed_scores<scale_groups>(layer, step, batch, queries, target, first_sequence,
-                                            most_rows, stream);
+template <int scale_groups, class State>
+void measure_compressed_scores(const State& layer, const AttentionStep& step, const Batch& batch,
+                               const WeightQueries& queries, const DeviceScores& target,
+                               int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
+  if constexpr (State::kernels.rope_pre) {
+    if (layer.tables().rotary.pre_rope())
+      return detail::enqueue_pre_rope_compressed_scores<scale_groups>(
+          layer, batch, queries, target, first_sequence, most_rows, stream);
+  }
+  enqueue_compressed_scores<scale_groups>(layer, step, batch, queries, target, first_sequence,
+                                          most_rows, stream);
 }
 
 }  // namespace cuda

@@ -36,13 +36,12 @@ namespace detail {
 
 /// Calls f with the units of channels that a scoring kernel is compiled for, 8 or 16, as a
 /// compile-time constant.
-template <class Function>
+template <KernelSet set, class Function>
 void with_score_units(int units, Function&& function) {
-  if (units <= 8) {
-    function(std::integral_constant<int, 8>{});
-  } else {
-    function(std::integral_constant<int, 16>{});
+  if constexpr (kLeastFullUnits<set> <= 8) {
+    if (units <= 8) return function(std::integral_constant<int, 8>{});
   }
+  if constexpr (kMostFullUnits < set >> 8) function(std::integral_constant<int, 16>{});
 }
 
 }  // namespace detail
@@ -68,8 +67,8 @@ RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed,
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the
 /// flushed rows, and summed over heads whose values are joint.
 /// @return [heads, rows]
-template <class = void>
-const float* enqueue_scores(const LayerState& layer, const CompressScratch& scratch,
+template <class State>
+const float* enqueue_scores(const State& layer, const CompressScratch& scratch,
                             const ScoreQueries& queries, const AttentionScores& wanted,
                             const FlushBatch& flushed, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -80,11 +79,11 @@ const float* enqueue_scores(const LayerState& layer, const CompressScratch& scra
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
-  detail::with_type(tables.full_type, [&](auto type) {
+  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
     detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0,
                           "score_operands_kernel", stream, queries, tables.head_dim,
                           scratch.operands);
-    detail::with_score_units(tables.head_dim / kPlainUnit, [&](auto units) {
+    detail::with_score_units<State::kernels>(tables.head_dim / kPlainUnit, [&](auto units) {
       const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads),
           rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
       const uint2* operands = scratch.operands;
@@ -379,8 +378,8 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
 /// @brief Enqueues the errors of rows under the maps that would store them, to scratch.scores.
 /// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
 /// @tparam joint  whether values are joint
-template <int coded_groups, bool joint>
-void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const ErrorRows& wanted,
+template <int coded_groups, bool joint, class State>
+void enqueue_errors(const State& layer, const FlushBatch& flushed, const ErrorRows& wanted,
                     bool relative, const RowSource& source, const CompressScratch& scratch,
                     cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -397,7 +396,7 @@ void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const Er
   // Two more, since rows may begin and end inside steps of 16 rows.
   const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2),
                     static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(flushed.count));
-  detail::with_type(tables.full_type, [&](auto type) {
+  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
     const auto start = [&](auto* kernel) {
       detail::launch_kernel(kernel, pieces, kStoreThreads,
                             static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream,
@@ -422,8 +421,8 @@ void enqueue_errors(const LayerState& layer, const FlushBatch& flushed, const Er
 /// @tparam joint  whether values are joint
 /// @param kept  the rows that are neither pinned nor dropped; null: all rows behind the pinned ones
 /// @return the orders of the two lists, full and compressed
-template <int coded_groups, bool joint>
-std::pair<RowOrder, RowOrder> exempt_outliers(const LayerState& layer, const FlushBatch& flushed,
+template <int coded_groups, bool joint, class State>
+std::pair<RowOrder, RowOrder> exempt_outliers(const State& layer, const FlushBatch& flushed,
                                               bool relative, float least, const RowOrder& kept,
                                               const RowSource& source,
                                               const CompressScratch& scratch, cudaStream_t stream) {

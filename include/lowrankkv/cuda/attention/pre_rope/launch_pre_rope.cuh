@@ -63,8 +63,8 @@ inline int pre_rope_blocks(const LayerState& layer, const AttentionStep& step, c
 /// @tparam scattered  rows of lists may stand in any order
 /// @tparam scaled  full rows in pages are in 8 bits
 /// @tparam segmented  sequences may have epochs of their own
-template <PlainRows which, bool scattered, bool scaled = false, bool segmented = false>
-void attend_pre_rope_plain(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <PlainRows which, bool scattered, bool scaled = false, bool segmented = false, class State>
+void attend_pre_rope_plain(const State& layer, const AttentionStep& step, const Batch& batch,
                            const StepQueries& queries, int first_sequence, int splits,
                            cudaStream_t stream) {
   constexpr bool coded = which == PlainRows::compressed;
@@ -78,29 +78,34 @@ void attend_pre_rope_plain(const LayerState& layer, const AttentionStep& step, c
     channels = (std::max)(channels, tiles.channels(Part::value));
     if (coded) key_up_units = (std::max)(key_up_units, cuda::key_up_units(false, tiles.key_units));
   }
-  with_type(coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
-    with_units<coded>(units, [&](auto max_units) {
-      const auto kernel =
-          attend_pre_rope_kernel<type(), which, max_units(), scaled, segmented, scattered>;
-      const PreRopeLaunch launch(kernel, layer, pre_rope_warps(max_units()), stage_bytes,
-                                 (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)),
-                                 key_up_units);
-      const int blocks = pre_rope_blocks(layer, step, batch, splits);
-      const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
-                      static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes),
-                         which != PlainRows::recent && layer.overlaps(), "attend_pre_rope_kernel",
-                         stream, tables, step, batch, queries, first_sequence, blocks, stage_bytes,
-                         launch.ring_bytes, launch.units);
-    });
-  });
+  with_type<State::kernels>(
+      coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
+        with_units<coded, coded ? 1 : kLeastFullUnits<State::kernels>,
+                   coded ? kMostRankUnits<State::kernels> : kMostFullUnits<State::kernels>>(
+            units, [&](auto max_units) {
+              const auto kernel =
+                  attend_pre_rope_kernel<type(), which, max_units(), scaled, segmented, scattered>;
+              const PreRopeLaunch launch(
+                  kernel, layer, pre_rope_warps(max_units()), stage_bytes,
+                  (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), key_up_units);
+              const int blocks = pre_rope_blocks(layer, step, batch, splits);
+              const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
+                              static_cast<unsigned>(tables.num_heads),
+                              static_cast<unsigned>(batch.count));
+              launch_step_kernel(
+                  kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes),
+                  which != PlainRows::recent && layer.overlaps(), "attend_pre_rope_kernel", stream,
+                  tables, step, batch, queries, first_sequence, blocks, stage_bytes,
+                  launch.ring_bytes, launch.units);
+            });
+      });
 }
 
 /// Launches attention over lists of codes.
 /// @tparam segmented  sequences may have epochs of their own
 /// @tparam scattered  rows may stand in any order
-template <int scale_groups, bool segmented, bool scattered>
-void attend_pre_rope_codes(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <int scale_groups, bool segmented, bool scattered, class State>
+void attend_pre_rope_codes(const State& layer, const AttentionStep& step, const Batch& batch,
                            const StepQueries& queries, int first_sequence, int splits,
                            cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -135,8 +140,8 @@ void attend_pre_rope_codes(const LayerState& layer, const AttentionStep& step, c
 /// attend_joint_kernel.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 /// @tparam scattered  rows may stand in any order
-template <int scale_groups, bool scattered>
-void make_logits(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <int scale_groups, bool scattered, class State>
+void make_logits(const State& layer, const AttentionStep& step, const Batch& batch,
                  const StepQueries& queries, const JointCall& call, int first_sequence,
                  cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -178,7 +183,7 @@ void make_logits(const LayerState& layer, const AttentionStep& step, const Batch
   if constexpr (codes)
     choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
   else
-    with_type(layer.tiles().coded_type, [&](auto type) {
+    with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
       with_units<true>(units, [&](auto max_units) { choose(type, max_units); });
     });
 }
@@ -186,17 +191,20 @@ void make_logits(const LayerState& layer, const AttentionStep& step, const Batch
 /// Launches attention over all rows. No kernel needs results of another, except that joint values
 /// need the logits of their heads.
 /// @tparam scattered  rows of lists may stand in any order
-template <CodedForm form, int scale_groups, bool joint, bool segmented, bool scattered>
-void attend_pre_rope(const LayerState& layer, const AttentionStep& step, const Batch& batch,
+template <CodedForm form, int scale_groups, bool joint, bool segmented, bool scattered,
+          bool prompts, class State>
+void attend_pre_rope(const State& layer, const AttentionStep& step, const Batch& batch,
                      const StepQueries& queries, int first_sequence, int compressed_splits,
                      int full_splits, cudaStream_t stream) {
-  with_bool(layer.tiles().listed.scaled, [&](auto scaled) {
+  with_scaled<State::kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
     attend_pre_rope_plain<PlainRows::recent, scattered, scaled()>(
         layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
   });
-  if (step.prompt != nullptr)
-    attend_pre_rope_plain<PlainRows::prompt, false>(layer, step, batch, queries, first_sequence, 1,
-                                                    stream);
+  if constexpr (prompts) {
+    if (step.prompt != nullptr)
+      attend_pre_rope_plain<PlainRows::prompt, false>(layer, step, batch, queries, first_sequence,
+                                                      1, stream);
+  }
   if (compressed_splits == 0) return;
   if constexpr (joint) {
     constexpr int groups = form == CodedForm::codes ? scale_groups : 0;

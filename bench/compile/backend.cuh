@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backend that bench/compile's programs are for: every kernel, or, with -DLOWRANKKV_ONE_SHAPE,
+// those of one shape.
+#pragma once
+
+#include "lowrankkv/cuda/presets.cuh"
+
+using namespace lowrankkv;
+
+#if defined(LOWRANKKV_ONE_SHAPE)
+using Gpu = CudaWith<KernelSet{
+    .bf16 = false, .rope_pre = false, .full_rows_8 = false, .head_dim = 128, .max_rank = 64}>;
+#else
+using Gpu = Cuda;
+#endif
