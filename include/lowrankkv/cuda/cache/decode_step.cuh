@@ -112,7 +112,7 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
                       const DeviceOutput& target, QueryTokens tokens, cudaStream_t stream,
                       [[maybe_unused]] const ScoreView& accumulated = {}) {
   using Rows = typename Layer::Rows;
-  LayerState& state = layer.state;
+  auto& state = layer.state;
   const int m = detail::check_attend(layer, seqs, query);
   const bool own = tokens == QueryTokens::own, captured = capturing(stream);
   const HeadRows most = detail::most_attended(layer, seqs, own ? m : 0, captured);
@@ -150,7 +150,7 @@ template <class Layer>
 void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
                        const ScoreView& accumulated, cudaStream_t stream) {
   if (accumulated.data == nullptr) return;
-  const LayerState& state = layer.state;
+  const auto& state = layer.state;
   const bool captured = capturing(stream);
   check_scores(layer, seqs, accumulated, captured);
   check_distinct("accumulate", seqs);

@@ -150,7 +150,7 @@ template <class Layer>
 void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t first_token,
                   const CompressScratch& scratch, const DeviceOutput& out, cudaStream_t stream) {
   using Rows = typename Layer::Rows;
-  LayerState& state = layer.state;
+  auto& state = layer.state;
   const HostSequence& now = state.sequence(slot);
   const std::int64_t n = query.num_tokens, at_once = (std::min)(n, kQueriesAtOnce);
   const std::int32_t tiles = state.packed_tiles(scratch.rows);

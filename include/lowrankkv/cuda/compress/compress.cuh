@@ -181,7 +181,7 @@ void sketch_leaving(Layer& layer, const CompressCall& call, const FlushedBatch& 
 template <class Layer>
 void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flushed,
                    const RowOrder& kept) {
-  LayerState& state = layer.state;
+  auto& state = layer.state;
   const CompressScratch& scratch = call.scratch;
   const PromptSelection selection = Layer::Rule::prompt_selection(layer.policies.updater);
   const float* scores = nullptr;
@@ -287,7 +287,7 @@ void store_batch(const Layer& layer, const CompressCall& call, const FlushedBatc
 template <class Layer>
 void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
                   std::int64_t count) {
-  LayerState& state = layer.state;
+  auto& state = layer.state;
   const FlushBatch& flushed = batch.flushed;
   // Only the device knows how many rows were added.
   const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::scores_both;

@@ -111,8 +111,8 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
 /// first part the prompt's pinned rows come first in the order of the full list. The counts of both
 /// are written to scratch.exempt [2, heads].
 /// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
-template <int coded_groups>
-std::pair<RowOrder, RowOrder> exempt_of_part(const LayerState& layer, const FlushBatch& part,
+template <int coded_groups, class State>
+std::pair<RowOrder, RowOrder> exempt_of_part(const State& layer, const FlushBatch& part,
                                              const RowOrder& order, std::int32_t length,
                                              std::int64_t wanted, bool relative, float least,
                                              const RowSource& source,
