@@ -8,8 +8,12 @@
 using namespace lowrankkv;
 
 #if defined(LOWRANKKV_ONE_SHAPE)
-using Gpu = CudaWith<KernelSet{
-    .bf16 = false, .rope_pre = false, .full_rows_8 = false, .head_dim = 128, .max_rank = 64}>;
+using Gpu = CudaWith<KernelSet{.bf16 = false,
+                               .rope_pre = false,
+                               .full_rows_8 = false,
+                               .head_dim = 128,
+                               .max_rank = 64,
+                               .max_code_units = 8}>;
 #else
 using Gpu = Cuda;
 #endif

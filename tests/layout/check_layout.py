@@ -87,7 +87,8 @@ for header in headers:
     # Every class, struct, function and alias at namespace scope has a docstring.
     previous = ""
     depth_detail = False
-    for line in lines:
+    heads = re.sub(r"^(template <[^{};]*?)\n\s+", r"\1 ", text, flags=re.M)  # a head may take two lines
+    for line in heads.splitlines():
         if re.match(r"namespace (detail|io::detail)", line):
             depth_detail = True
         if re.match(r"}\s*// namespace (detail|io::detail)", line):

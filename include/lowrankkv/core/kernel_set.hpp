@@ -20,6 +20,9 @@ struct KernelSet {
   bool full_rows_8 = true;  ///< full rows in 8 bits (CacheConfig::full_row_bits)
   int head_dim = 0;         ///< the only head_dim; 0: any
   int max_rank = 0;         ///< the largest rank of coefficients in f16 or bf16; 0: any
+  /// The most units of codes that a head's keys or values have, each 32 channels of one plane of
+  /// bits (16 at most); 0: any. Codes of 2, 4 and 8 bits of 128 channels have up to 8 units.
+  int max_code_units = 0;
 
   friend constexpr bool operator==(const KernelSet&, const KernelSet&) = default;
 };

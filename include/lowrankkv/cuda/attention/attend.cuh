@@ -135,42 +135,44 @@ void attend_codes(const State& layer, const AttentionStep& step, const Batch& ba
     lines = (std::max)(lines, tiles.state_lines());
     half_bytes = (std::max)({half_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
-  with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
-    with_column_blocks(step.blocks, [&](auto column_blocks) {
-      constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
-      const int state_bytes =
-          (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
-      const auto launch = [&](auto* kernel, int stages, int bytes) {
-        const int warp_bytes = stages * bytes + state_bytes,
-                  warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
-        const int groups = (step.blocks + column_blocks - 1) / column_blocks,
-                  heads = layer.tables().num_heads;
-        // As many blocks as fit the device at once, or one warp per split. More blocks would only
-        // divide the same work further.
-        const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count),
-                  blocks = parked == 0 || segmented
-                               ? splits
-                               : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
-        const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads),
-                        static_cast<unsigned>(batch.count));
-        launch_step_kernel(kernel, grid, warps * 32, static_cast<std::size_t>(warps * warp_bytes),
-                           layer.overlaps(), "attend_codes_kernel", stream, layer.tables(), step,
-                           batch, first_sequence, blocks, stages, bytes);
-      };
-      const int whole_bytes = layer.tiles().max_tile_bytes();
-      if (whole_bytes <= kLargeTile) {
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups,
-                                   segmented>,
-               code_stages(CodeRing::tiles), whole_bytes);
-      } else {
-        constexpr int most = code_stages(CodeRing::halves);
-        launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups,
-                                   segmented>,
-               kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1,
-               half_bytes);
-      }
-    });
-  });
+  with_units<false, 1, kMostCodeUnits<State::kernels>>(
+      layer.tiles().max_units(Part::value), [&](auto max_units) {
+        with_column_blocks(step.blocks, [&](auto column_blocks) {
+          constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
+          const int state_bytes =
+              (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
+          const auto launch = [&](auto* kernel, int stages, int bytes) {
+            const int warp_bytes = stages * bytes + state_bytes,
+                      warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
+            const int groups = (step.blocks + column_blocks - 1) / column_blocks,
+                      heads = layer.tables().num_heads;
+            // As many blocks as fit the device at once, or one warp per split. More blocks would
+            // only divide the same work further.
+            const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count),
+                      blocks = parked == 0 || segmented
+                                   ? splits
+                                   : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
+            const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads),
+                            static_cast<unsigned>(batch.count));
+            launch_step_kernel(kernel, grid, warps * 32,
+                               static_cast<std::size_t>(warps * warp_bytes), layer.overlaps(),
+                               "attend_codes_kernel", stream, layer.tables(), step, batch,
+                               first_sequence, blocks, stages, bytes);
+          };
+          const int whole_bytes = layer.tiles().max_tile_bytes();
+          if (whole_bytes <= kLargeTile) {
+            launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::tiles, scale_groups,
+                                       segmented>,
+                   code_stages(CodeRing::tiles), whole_bytes);
+          } else {
+            constexpr int most = code_stages(CodeRing::halves);
+            launch(attend_codes_kernel<max_units(), column_blocks(), CodeRing::halves, scale_groups,
+                                       segmented>,
+                   kAttendWarps * (most * half_bytes + state_bytes) <= kRingBytes ? most : most - 1,
+                   half_bytes);
+          }
+        });
+      });
 }
 
 /// Launches the projection of the queries onto the maps of the compressed rows.

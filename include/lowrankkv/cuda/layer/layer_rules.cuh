@@ -176,8 +176,14 @@ struct LayerRules {
   }
   static LayerTiles tiles_of(const CacheConfig& config, const LayerBasis& basis,
                              const PolicySet& policies) {
-    return choose_tiles(config, basis, policies.quantizer, Rows::compresses, Rule::adapts,
-                        joint_heads(config, policies), most_rows(config, policies));
+    LayerTiles tiles =
+        choose_tiles(config, basis, policies.quantizer, Rows::compresses, Rule::adapts,
+                     joint_heads(config, policies), most_rows(config, policies));
+    const int units = (std::max)(tiles.max_units(Part::key), tiles.max_units(Part::value));
+    if (kForm == CodedForm::codes && set.max_code_units != 0 && units > set.max_code_units)
+      ::lowrankkv::detail::fail<ValueError>("units of codes: ", units, ", kernel set at most ",
+                                            set.max_code_units);
+    return tiles;
   }
   /// Bytes of the workspace of a layer with this configuration, which has been checked.
   static std::size_t decode_bytes(const CacheConfig& config, const LayerBasis& basis,

@@ -172,6 +172,9 @@ template <KernelSet set>
 inline constexpr int kLeastFullUnits = set.head_dim == 0 ? 1 : set.head_dim / 16;
 template <KernelSet set>
 inline constexpr int kMostFullUnits = set.head_dim == 0 ? 16 : set.head_dim / 16;
+/// The most units of 32 channels that tiles of codes have.
+template <KernelSet set>
+inline constexpr int kMostCodeUnits = set.max_code_units == 0 ? 16 : set.max_code_units;
 /// The most units of 16 channels that plain tiles of coefficients have.
 template <KernelSet set>
 inline constexpr int kMostRankUnits = set.max_rank != 0 ? (set.max_rank + 15) / 16

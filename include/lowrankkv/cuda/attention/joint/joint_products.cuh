@@ -20,6 +20,7 @@ namespace cuda {
 __host__ __device__ constexpr int joint_warps(int scale_groups) {
   return scale_groups > 0 ? 12 : 16;
 }
+/// @brief Most warps of a block of attend_joint_kernel, and warps of fold_joint_kernel.
 inline constexpr int kMostJointWarps = 16, kFoldWarps = 8;
 inline constexpr int kMaxJointStages = 4;          ///< iterations in flight
 inline constexpr float kCodeUnitExponent = 24.0F;  ///< log2 of the code over its operand

@@ -114,26 +114,29 @@ void attend_pre_rope_codes(const State& layer, const AttentionStep& step, const 
     lines = (std::max)(lines, tiles.state_lines());
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
-  with_units<false>(layer.tiles().max_units(Part::value), [&](auto max_units) {
-    const int state_bytes = (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float));
-    const auto start = [&](auto* kernel, const PreRopeLaunch& launch) {
-      const int blocks = pre_rope_blocks(layer, step, batch, splits);
-      const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
-                      static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
-      launch_step_kernel(kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes),
-                         layer.overlaps(), "attend_pre_rope_codes_kernel", stream, tables, step,
-                         batch, queries, first_sequence, blocks, stage_bytes, launch.ring_bytes,
-                         launch.units);
-    };
-    const auto kernel =
-        attend_pre_rope_codes_kernel<max_units(), true, segmented, scattered, scale_groups>;
-    const PreRopeLaunch launch(kernel, layer, kPreRopeCodeWarps, stage_bytes, state_bytes,
-                               key_up_units(true, layer.tiles().max_units(Part::key)));
-    if (launch.units > 0) return start(kernel, launch);
-    const auto reading =
-        attend_pre_rope_codes_kernel<max_units(), false, segmented, scattered, scale_groups>;
-    start(reading, PreRopeLaunch(reading, layer, kPreRopeCodeWarps, stage_bytes, state_bytes, 0));
-  });
+  with_units<false, 1, kMostCodeUnits<State::kernels>>(
+      layer.tiles().max_units(Part::value), [&](auto max_units) {
+        const int state_bytes = (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float));
+        const auto start = [&](auto* kernel, const PreRopeLaunch& launch) {
+          const int blocks = pre_rope_blocks(layer, step, batch, splits);
+          const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
+                          static_cast<unsigned>(tables.num_heads),
+                          static_cast<unsigned>(batch.count));
+          launch_step_kernel(kernel, grid, launch.warps * 32,
+                             static_cast<std::size_t>(launch.bytes), layer.overlaps(),
+                             "attend_pre_rope_codes_kernel", stream, tables, step, batch, queries,
+                             first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.units);
+        };
+        const auto kernel =
+            attend_pre_rope_codes_kernel<max_units(), true, segmented, scattered, scale_groups>;
+        const PreRopeLaunch launch(kernel, layer, kPreRopeCodeWarps, stage_bytes, state_bytes,
+                                   key_up_units(true, layer.tiles().max_units(Part::key)));
+        if (launch.units > 0) return start(kernel, launch);
+        const auto reading =
+            attend_pre_rope_codes_kernel<max_units(), false, segmented, scattered, scale_groups>;
+        start(reading,
+              PreRopeLaunch(reading, layer, kPreRopeCodeWarps, stage_bytes, state_bytes, 0));
+      });
 }
 
 /// Launches the logits of heads with joint values, for the columns of one launch of
