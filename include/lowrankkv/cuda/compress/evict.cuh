@@ -60,7 +60,9 @@ struct ScoredList {
   int slot, stored, rows, added;
   int first;     ///< the first flushed row that is scored; those before it are pinned, and full
   int position;  ///< position of that row
-  __device__ ScoredList(const LayerView& tables, const FlushBatch& flushed, int sequence, int head)
+  template <bool edits>
+  __device__ ScoredList(const LayerTables<edits>& tables, const FlushBatch& flushed, int sequence,
+                        int head)
       : slot(flushed.slots[sequence]),
         stored(tables.scored_rows(tables.rows[tables.index(slot, head)])),
         added(flushed.added(tables.scored, tables.scored, sequence, stored)),
@@ -72,8 +74,9 @@ struct ScoredList {
 
 /// @brief Accumulated score of a flushed row of a head: from `packed` [heads, stride] for a prompt,
 /// or, if that is null, from the tail.
-__device__ inline float flushed_score(const LayerView& tables, const float* packed,
-                                      std::int64_t stride, int slot, int head, int row) {
+template <bool edits>
+__device__ float flushed_score(const LayerTables<edits>& tables, const float* packed,
+                               std::int64_t stride, int slot, int head, int row) {
   if (packed != nullptr) return packed[head * stride + row];
   const int place = tables.lengths[slot].tail_first + row, ring = tables.ring_rows();
   return tables.tail_row_scores(slot, head)[place < ring ? place : place - ring];

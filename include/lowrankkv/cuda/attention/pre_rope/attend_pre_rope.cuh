@@ -44,7 +44,9 @@ struct PreRopeRows {
     shifts = rotary.shifts + slot * kMaxShifts;
   }
   /// Sets up the positions of the compressed rows of a head: listed, or else among the full rows.
-  __device__ __forceinline__ void read_compressed(const LayerView& tables, int slot, int head) {
+  template <bool edits>
+  __device__ __forceinline__ void read_compressed(const LayerTables<edits>& tables, int slot,
+                                                  int head) {
     first_position = num_others = tables.num_rows(RowList::full, slot, head);
     listed = tables.row_positions(RowList::compressed, slot, head);
     others = listed == nullptr ? tables.row_positions(RowList::full, slot, head) : nullptr;

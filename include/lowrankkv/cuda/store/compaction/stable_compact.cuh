@@ -53,8 +53,9 @@ struct ListShift {
   std::uint8_t* tiles;         // the staged tiles
   int gap, from, until, rows;  // rows of the gap; source rows [from, until) of `rows`
 
-  __device__ ListShift(const LayerView& tables, int slot, RowList list, const ListCuts& cuts,
-                       int which, const RowShift& shift)
+  template <bool edits>
+  __device__ ListShift(const LayerTables<edits>& tables, int slot, RowList list,
+                       const ListCuts& cuts, int which, const RowShift& shift)
       : layout(list == RowList::full ? tables.listed : tables.compressed[cuts.first + which]),
         table(tables.page_table(list, slot, cuts.first + which)),
         tiles(shift.scratch + static_cast<std::size_t>(which) * shift.stride),

@@ -28,7 +28,8 @@ namespace detail {
 using PlaceScan = cub::BlockScan<int, kEvictThreads>;
 
 /// Number of segments of a list: 1 for full rows, and where bases do not move.
-__device__ inline int list_segments(const LayerView& tables, RowList list, int slot) {
+template <bool edits>
+__device__ int list_segments(const LayerTables<edits>& tables, RowList list, int slot) {
   return list == RowList::full || tables.segments == nullptr ? 1
                                                              : tables.lengths[slot].num_segments;
 }
