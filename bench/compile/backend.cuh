@@ -8,12 +8,11 @@
 using namespace lowrankkv;
 
 #if defined(LOWRANKKV_ONE_SHAPE)
-using Gpu = CudaWith<KernelSet{.bf16 = false,
-                               .rope_pre = false,
-                               .full_rows_8 = false,
-                               .head_dim = 128,
-                               .max_rank = 64,
-                               .max_code_units = 8}>;
+struct OneShape : KernelSet {
+  static constexpr bool bf16 = false, rope_pre = false, full_rows_8 = false;
+  static constexpr int head_dim = 128, max_rank = 64, max_code_units = 8;
+};
+using Gpu = CudaWith<OneShape>;
 #else
 using Gpu = Cuda;
 #endif

@@ -9,10 +9,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 
 struct Cpu;
-template <KernelSet set>
+template <class Set>
 struct CudaWith;
 /// @brief The Cuda backend with every kernel.
-using Cuda = CudaWith<KernelSet{}>;
+using Cuda = CudaWith<KernelSet>;
 
 struct PerHead;
 struct JointValues;

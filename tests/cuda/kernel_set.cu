@@ -15,9 +15,11 @@ namespace kernel_set_tests {
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;
 
-constexpr KernelSet kOneShape{
-    .bf16 = false, .rope_pre = false, .full_rows_8 = false, .head_dim = 64, .max_rank = 32};
-using OneShape = CudaWith<kOneShape>;
+struct Kernels : KernelSet {
+  static constexpr bool bf16 = false, rope_pre = false, full_rows_8 = false;
+  static constexpr int head_dim = 64, max_rank = 32;
+};
+using OneShape = CudaWith<Kernels>;
 
 template <class Make>
 std::string message_of(Make&& make) {

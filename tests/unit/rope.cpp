@@ -524,9 +524,10 @@ TEST_CASE(
   for (int token = 0; token < n; ++token)
     q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] =
         1.0F;  // always (1, 1, 0, 0) before turning
-  const auto rotated = rotated(q, 1, dim, rope);
+  const auto rotated_queries = rotated(q, 1, dim, rope);
   calibrate::LayerMoments moments(shape, rope);
-  moments.add({rotated.data(), n, 1, dim}, {zero.data(), n, 1, dim}, {zero.data(), n, 1, dim});
+  moments.add({rotated_queries.data(), n, 1, dim}, {zero.data(), n, 1, dim},
+              {zero.data(), n, 1, dim});
   const Eigen::MatrixXd mean = moments.head(0).query.second / n;
   CHECK(mean(0, 0) == doctest::Approx(0.5).epsilon(0.03));
   CHECK(mean(2, 2) == doctest::Approx(0.5).epsilon(0.03));

@@ -6,25 +6,31 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief The kernels that a cache of the Cuda backend is compiled with: CudaWith<set>.
+/// @brief The kernels that a cache of the Cuda backend is compiled with: all of them.
 ///
 /// Types, shapes and RoPE forms are known when a cache is made, so every combination has a kernel
-/// of its own, and by default all of them are compiled. An engine that serves one shape compiles a
-/// tenth of that. A cache that needs a kernel outside its set is refused when it is made, with a
-/// ValueError that names both values. Caches of different sets in one program share the kernels
-/// that both have: kernels do not know the set.
+/// of its own, and Cuda compiles all of them. A program that serves one shape compiles a part:
+///
+///     struct OneShape : lowrankkv::KernelSet {
+///       static constexpr bool bf16 = false, rope_pre = false, full_rows_8 = false;
+///       static constexpr int head_dim = 128;
+///     };
+///     using Gpu = lowrankkv::CudaWith<OneShape>;
+///
+/// A cache that needs a kernel outside its set is refused when it is made, with a ValueError that
+/// names both values. Caches of different sets in one program share the kernels that both have:
+/// kernels do not know the set. (A set is a type, since nvcc 13.0 cannot name values of class type
+/// that are template arguments in the code it gives to the host's compiler.)
 struct KernelSet {
-  bool f16 = true;          ///< full rows and coefficients in f16
-  bool bf16 = true;         ///< the same in bf16
-  bool rope_pre = true;     ///< keys that are stored before their rotary embedding
-  bool full_rows_8 = true;  ///< full rows in 8 bits (CacheConfig::full_row_bits)
-  int head_dim = 0;         ///< the only head_dim; 0: any
-  int max_rank = 0;         ///< the largest rank of coefficients in f16 or bf16; 0: any
+  static constexpr bool f16 = true;          ///< full rows and coefficients in f16
+  static constexpr bool bf16 = true;         ///< the same in bf16
+  static constexpr bool rope_pre = true;     ///< keys that are stored before RoPE
+  static constexpr bool full_rows_8 = true;  ///< full rows in 8 bits (full_row_bits)
+  static constexpr int head_dim = 0;         ///< the only head_dim; 0: any
+  static constexpr int max_rank = 0;  ///< the largest rank of f16 or bf16 coefficients; 0: any
   /// The most units of codes that a head's keys or values have, each 32 channels of one plane of
   /// bits (16 at most); 0: any. Codes of 2, 4 and 8 bits of 128 channels have up to 8 units.
-  int max_code_units = 0;
-
-  friend constexpr bool operator==(const KernelSet&, const KernelSet&) = default;
+  static constexpr int max_code_units = 0;
 };
 
 LOWRANKKV_NAMESPACE_END

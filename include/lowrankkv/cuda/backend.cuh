@@ -60,9 +60,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Backend tag: everything is in device memory. Calls enqueue work on the caller's stream
 /// and return.
-/// @tparam set  the kernels that are compiled. Cuda has all of them; policies are Impl<Policy,
+/// @tparam Set  the kernels that are compiled. Cuda has all of them; policies are Impl<Policy,
 /// Cuda> whatever the set
-template <KernelSet set>
+template <class Set>
 struct CudaWith {
   using Pool = cuda::PagePool;
 };

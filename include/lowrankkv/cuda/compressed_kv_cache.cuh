@@ -49,11 +49,11 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// A row is stored as zeros and counted in faults() if it is not finite, or, with
 /// config.check_finite, if its stored type cannot hold it. append() zeroes the token's rows in all
 /// heads; prefill() and ingest() zero the row of that head only.
-template <KernelSet set, class Basis, class Updater, class TokenPolicy, class Quantizer,
+template <class Set, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
-class CompressedKVCache<CudaWith<set>, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>
-    : cuda::CacheBase<set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Base = cuda::CacheBase<set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+class CompressedKVCache<CudaWith<Set>, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>
+    : cuda::CacheBase<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Base = cuda::CacheBase<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using Base::layer_;
   using typename Base::Layer;
 

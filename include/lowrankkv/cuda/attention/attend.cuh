@@ -92,36 +92,35 @@ void attend_plain(const State& layer, const AttentionStep& step, const Batch& ba
     bytes = (std::max)(bytes, tiles.bytes);
     channels = (std::max)(channels, tiles.channels(Part::value));
   }
-  with_type<State::kernels>(
+  with_type<typename State::Kernels>(
       coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
-        with_units<true, coded ? 1 : kLeastFullUnits<State::kernels>,
-                   coded ? kMostRankUnits<State::kernels> : kMostFullUnits<State::kernels>>(
-            units, [&](auto max_units) {
-              with_column_blocks(step.blocks, [&](auto column_blocks) {
-                const int groups = (step.blocks + column_blocks - 1) / column_blocks;
-                const dim3 grid(static_cast<unsigned>(splits * groups),
-                                static_cast<unsigned>(layer.tables().num_heads),
-                                static_cast<unsigned>(batch.count));
-                const auto kernel =
-                    attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
-                const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
-                const auto warp_bytes = [&](int stages) {
-                  return (std::max)(
-                      {stages * bytes, tail_bytes,
-                       (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
-                };  // states reuse the memory of the rings
-                // The order of sums depends on the number of warps, so that number does not depend
-                // on the rows.
-                const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());
-                const int stages =
-                    static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
-                                                  std::int64_t{1}, std::int64_t{kPlainStages}));
-                launch_step_kernel(kernel, grid, warps * 32,
-                                   static_cast<std::size_t>(warps * warp_bytes(stages)),
-                                   early && layer.overlaps(), "attend_plain_kernel", stream,
-                                   layer.tables(), step, batch, queries, first_sequence, stages);
-              });
-            });
+        with_units<true, coded ? 1 : kLeastFullUnits<typename State::Kernels>,
+                   coded ? kMostRankUnits<typename State::Kernels>
+                         : kMostFullUnits<typename State::Kernels>>(units, [&](auto max_units) {
+          with_column_blocks(step.blocks, [&](auto column_blocks) {
+            const int groups = (step.blocks + column_blocks - 1) / column_blocks;
+            const dim3 grid(static_cast<unsigned>(splits * groups),
+                            static_cast<unsigned>(layer.tables().num_heads),
+                            static_cast<unsigned>(batch.count));
+            const auto kernel =
+                attend_plain_kernel<type(), which, max_units(), column_blocks(), scaled>;
+            const int tail_bytes = scaled ? layer.tiles().full.bytes : 0;
+            const auto warp_bytes = [&](int stages) {
+              return (std::max)({stages * bytes, tail_bytes,
+                                 (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float))});
+            };  // states reuse the memory of the rings
+            // The order of sums depends on the number of warps, so that number does not depend
+            // on the rows.
+            const int warps = warps_of(kernel, warp_bytes(kPlainStages), layer.shared_bytes());
+            const int stages =
+                static_cast<int>((std::clamp)(most_rows / (warps * layer.tables().full.rows),
+                                              std::int64_t{1}, std::int64_t{kPlainStages}));
+            launch_step_kernel(kernel, grid, warps * 32,
+                               static_cast<std::size_t>(warps * warp_bytes(stages)),
+                               early && layer.overlaps(), "attend_plain_kernel", stream,
+                               layer.tables(), step, batch, queries, first_sequence, stages);
+          });
+        });
       });
 }
 
@@ -135,7 +134,7 @@ void attend_codes(const State& layer, const AttentionStep& step, const Batch& ba
     lines = (std::max)(lines, tiles.state_lines());
     half_bytes = (std::max)({half_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
-  with_units<false, 1, kMostCodeUnits<State::kernels>>(
+  with_units<false, 1, kMostCodeUnits<typename State::Kernels>>(
       layer.tiles().max_units(Part::value), [&](auto max_units) {
         with_column_blocks(step.blocks, [&](auto column_blocks) {
           constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
@@ -201,7 +200,7 @@ void project_queries(const State& layer, const AttentionStep& step, const Batch&
         // operands of codes are integers, whatever the type
         project(project_query_kernel<DType::f16, form, wide(), packs()>);
       else
-        with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
+        with_type<typename State::Kernels>(layer.tiles().coded_type, [&](auto type) {
           project(project_query_kernel<type(), form, wide(), packs()>);
         });
     });
@@ -224,7 +223,7 @@ void attend_projected(const State& layer, const AttentionStep& step, const Batch
                            full_splits == 0 ? 0 : (full_rows + full_splits - 1) / full_splits,
                        recent_rows =
                            (std::max)(split_rows, std::int64_t{layer.tables().ring_rows()});
-    with_scaled<State::kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
+    with_scaled<typename State::Kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
       attend_plain<PlainRows::recent, scaled()>(layer, step, batch, queries, first_sequence,
                                                 1 + full_splits, recent_rows, projects, stream);
     });
@@ -290,7 +289,7 @@ void attend_step(const State& layer, const AttentionStep& step, const Batch& bat
     detail::attend_projected<form, scale_groups, joint, segmented, prompts>(
         layer, step, batch, queries, first_sequence, compressed_splits, full_rows, stream);
   };
-  if constexpr (State::kernels.rope_pre) {
+  if constexpr (State::Kernels::rope_pre) {
     if (tables.rotary.pre_rope())
       detail::attend_pre_rope<form, scale_groups, joint, segmented, scattered, prompts>(
           layer, step, batch, queries, first_sequence, compressed_splits, splits_of(full_rows),

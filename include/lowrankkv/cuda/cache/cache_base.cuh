@@ -24,11 +24,11 @@ namespace cuda {
 
 /// @brief A cache's layer, and the calls that only count, remove and move tokens.
 /// CompressedKVCache<Cuda, ...> is the public class.
-template <KernelSet set, class Basis, class Updater, class TokenPolicy, class Quantizer,
+template <class Set, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
 class CacheBase {
  public:  // CompressedKVCache inherits it privately
-  using Layer = cuda::Layer<set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Layer = cuda::Layer<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using PolicySet = typename Layer::PolicySet;
 
   CacheBase(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies,

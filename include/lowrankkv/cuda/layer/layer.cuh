@@ -21,10 +21,10 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief A layer's stored state, its sequences and its policies. Inherits the policies' rules.
-template <KernelSet set, class Basis, class Updater, class TokenPolicy, class Quantizer,
+template <class Set, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
-struct Layer : LayerRules<set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Rules = LayerRules<set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+struct Layer : LayerRules<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
+  using Rules = LayerRules<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
   using typename Rules::PolicySet;
   using typename Rules::Rows;
   using typename Rules::Rule;
@@ -75,7 +75,7 @@ struct Layer : LayerRules<set, Basis, Updater, TokenPolicy, Quantizer, EpochPoli
 
   PolicySet policies;
   CacheConfig config;  ///< the given one with defaults filled in
-  LayerStateWith<set> state;
+  LayerStateWith<Set> state;
   ::lowrankkv::detail::SequenceTable sequences;  ///< maps the engine's ids to slots
   OpenPrompts prompts;
   CacheStatistics statistics;

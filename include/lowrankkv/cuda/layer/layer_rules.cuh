@@ -21,7 +21,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Compile-time properties and sizes of a Layer that follow from its policies.
-template <KernelSet set, class Basis, class Updater, class TokenPolicy, class Quantizer,
+template <class Set, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
 struct LayerRules {
   static_assert(
@@ -117,24 +117,24 @@ struct LayerRules {
                             [[maybe_unused]] const PolicySet& policies) {
     using ::lowrankkv::detail::fail;
     const auto check_type = [](const char* what, DType type) {
-      if (type == DType::f16 ? !set.f16 : !set.bf16) {
+      if (type == DType::f16 ? !Set::f16 : !Set::bf16) {
         fail<ValueError>(what, ": ", name_of(type), ", the kernel set has only ",
-                         name_of(set.f16 ? DType::f16 : DType::bf16));
+                         name_of(Set::f16 ? DType::f16 : DType::bf16));
       }
     };
     check_type("full_type", config.full_type);
-    if (set.head_dim != 0 && config.shape.head_dim != set.head_dim)
-      fail<ValueError>("head_dim: ", config.shape.head_dim, ", kernel set ", set.head_dim);
-    if (!set.rope_pre && config.rope.keys == Rope::pre)
+    if (Set::head_dim != 0 && config.shape.head_dim != Set::head_dim)
+      fail<ValueError>("head_dim: ", config.shape.head_dim, ", kernel set ", Set::head_dim);
+    if (!Set::rope_pre && config.rope.keys == Rope::pre)
       fail<ValueError>("rope: pre-RoPE keys, the kernel set has only post-RoPE keys");
-    if (!set.full_rows_8 && config.full_row_bits == 8)
+    if (!Set::full_rows_8 && config.full_row_bits == 8)
       fail<ValueError>("full_row_bits: ", config.full_row_bits, ", the kernel set has only 16");
     if constexpr (kForm == CodedForm::plain) {
       check_type("coefficients", Codec::type(policies.quantizer));
       for (const HeadBasis& head : basis.heads) {
         const int rank = (std::max)(head.key_rank, joins ? 0 : head.value_rank);
-        if (set.max_rank != 0 && rank > set.max_rank)
-          fail<ValueError>("rank: ", rank, ", kernel set at most ", set.max_rank);
+        if (Set::max_rank != 0 && rank > Set::max_rank)
+          fail<ValueError>("rank: ", rank, ", kernel set at most ", Set::max_rank);
       }
     }
   }
@@ -180,9 +180,9 @@ struct LayerRules {
         choose_tiles(config, basis, policies.quantizer, Rows::compresses, Rule::adapts,
                      joint_heads(config, policies), most_rows(config, policies));
     const int units = (std::max)(tiles.max_units(Part::key), tiles.max_units(Part::value));
-    if (kForm == CodedForm::codes && set.max_code_units != 0 && units > set.max_code_units)
+    if (kForm == CodedForm::codes && Set::max_code_units != 0 && units > Set::max_code_units)
       ::lowrankkv::detail::fail<ValueError>("units of codes: ", units, ", kernel set at most ",
-                                            set.max_code_units);
+                                            Set::max_code_units);
     return tiles;
   }
   /// Bytes of the workspace of a layer with this configuration, which has been checked.

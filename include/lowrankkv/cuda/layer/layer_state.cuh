@@ -36,7 +36,7 @@ namespace cuda {
 /// algorithm are free functions and kernels over it.
 class LayerState {
  public:
-  static constexpr KernelSet kernels{};  ///< kernels that functions of this state launch
+  using Kernels = KernelSet;  ///< the kernels that functions of this state launch
   /// @param most  rows that the lists of a sequence of config.max_tokens tokens may have
   /// @param listed  the lists whose rows have explicit positions and scores
   /// @param shared_pool  pages shared with other layers; null: the layer makes a pool
@@ -531,11 +531,11 @@ class LayerState {
 };
 
 /// @brief The state of a layer whose functions launch the kernels of a set.
-template <KernelSet set>
+template <class Set>
 class LayerStateWith : public LayerState {
  public:
   using LayerState::LayerState;
-  static constexpr KernelSet kernels = set;
+  using Kernels = Set;
 };
 
 }  // namespace cuda

@@ -124,9 +124,9 @@ void with_bool(bool condition, Function&& function) {
 }
 
 /// Calls f with whether full rows in pages are in 8 bits, as a constant.
-template <KernelSet set, class Function>
+template <class Set, class Function>
 void with_scaled(bool scaled, Function&& function) {
-  if constexpr (set.full_rows_8) {
+  if constexpr (Set::full_rows_8) {
     with_bool(scaled, function);
   } else {
     function(std::false_type{});
@@ -134,13 +134,13 @@ void with_scaled(bool scaled, Function&& function) {
 }
 
 /// Calls f with f16 or bf16 as an integral constant.
-/// @tparam set  types that it has; a cache of another type is refused when it is made
-template <KernelSet set = KernelSet{}, class Function>
+/// @tparam Set  types that it has; a cache of another type is refused when it is made
+template <class Set = KernelSet, class Function>
 void with_type(DType type, Function&& function) {
-  static_assert(set.f16 || set.bf16, "lowrankkv: a KernelSet has f16, bf16, or both");
-  if constexpr (!set.bf16) {
+  static_assert(Set::f16 || Set::bf16, "lowrankkv: a KernelSet has f16, bf16, or both");
+  if constexpr (!Set::bf16) {
     function(std::integral_constant<DType, DType::f16>{});
-  } else if constexpr (!set.f16) {
+  } else if constexpr (!Set::f16) {
     function(std::integral_constant<DType, DType::bf16>{});
   } else if (type == DType::f16) {
     function(std::integral_constant<DType, DType::f16>{});
@@ -168,17 +168,17 @@ void with_units(int units, Function&& function) {
 }
 
 /// Units of 16 channels that full rows of the caches of a set have, least and most.
-template <KernelSet set>
-inline constexpr int kLeastFullUnits = set.head_dim == 0 ? 1 : set.head_dim / 16;
-template <KernelSet set>
-inline constexpr int kMostFullUnits = set.head_dim == 0 ? 16 : set.head_dim / 16;
+template <class Set>
+inline constexpr int kLeastFullUnits = Set::head_dim == 0 ? 1 : Set::head_dim / 16;
+template <class Set>
+inline constexpr int kMostFullUnits = Set::head_dim == 0 ? 16 : Set::head_dim / 16;
 /// The most units of 32 channels that tiles of codes have.
-template <KernelSet set>
-inline constexpr int kMostCodeUnits = set.max_code_units == 0 ? 16 : set.max_code_units;
+template <class Set>
+inline constexpr int kMostCodeUnits = Set::max_code_units == 0 ? 16 : Set::max_code_units;
 /// The most units of 16 channels that plain tiles of coefficients have.
-template <KernelSet set>
-inline constexpr int kMostRankUnits = set.max_rank != 0 ? (set.max_rank + 15) / 16
-                                                        : kMostFullUnits<set>;
+template <class Set>
+inline constexpr int kMostRankUnits = Set::max_rank != 0 ? (Set::max_rank + 15) / 16
+                                                         : kMostFullUnits<Set>;
 
 }  // namespace detail
 }  // namespace cuda

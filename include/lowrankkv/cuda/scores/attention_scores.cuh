@@ -402,8 +402,8 @@ void enqueue_measured_scores(const State& layer, const Batch& batch, const Weigh
     detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_scores_kernel", stream,
                           tables, batch, queries, prompt, target, first_sequence, list_pieces);
   };
-  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
-    if constexpr (detail::kMostFullUnits<State::kernels> <= 8) {
+  detail::with_type<typename State::Kernels>(tables.full_type, [&](auto type) {
+    if constexpr (detail::kMostFullUnits<typename State::Kernels> <= 8) {
       split ? launch(attention_scores_kernel<type(), 8, true>)
             : launch(attention_scores_kernel<type(), 8, false>);
     } else if (units <= 8) {

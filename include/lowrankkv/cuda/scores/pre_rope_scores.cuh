@@ -281,8 +281,8 @@ void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const Weigh
                   "pre_rope_scores_kernel", stream, tables, step, batch, queries, target,
                   first_sequence, list_blocks);
   };
-  with_type<State::kernels>(tables.full_type, [&](auto type) {
-    with_scaled<State::kernels>(tables.listed.scaled, [&](auto scaled) {
+  with_type<typename State::Kernels>(tables.full_type, [&](auto type) {
+    with_scaled<typename State::Kernels>(tables.listed.scaled, [&](auto scaled) {
       if (tables.full.key_units <= 8)
         start(pre_rope_scores_kernel<type(), 8, scaled()>, rotated_steps(8), pre_rope_warps(8));
       else
@@ -330,7 +330,7 @@ void enqueue_pre_rope_compressed_scores(const State& layer, const Batch& batch,
   if constexpr (codes)
     choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
   else
-    with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
+    with_type<typename State::Kernels>(layer.tiles().coded_type, [&](auto type) {
       with_units<true>(tile_units, [&](auto max_units) { choose(type, max_units); });
     });
 }
@@ -350,7 +350,7 @@ void measure_scores(const State& layer, const Batch& batch, const WeightQueries&
   if (!pre_rope || prompt.packed != nullptr)
     enqueue_measured_scores(layer, batch, queries, prompt, target, first_sequence,
                             pre_rope ? 0 : full_rows, stream);
-  if constexpr (State::kernels.rope_pre) {
+  if constexpr (State::Kernels::rope_pre) {
     // Full rows that are never dropped need no scores from a prompt.
     if (pre_rope && (prompt.packed == nullptr || tables.has_scores(RowList::full)))
       detail::enqueue_pre_rope_scores(layer, batch, queries, target, first_sequence, full_rows,
@@ -365,7 +365,7 @@ template <int scale_groups, class State>
 void measure_compressed_scores(const State& layer, const AttentionStep& step, const Batch& batch,
                                const WeightQueries& queries, const DeviceScores& target,
                                int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
-  if constexpr (State::kernels.rope_pre) {
+  if constexpr (State::Kernels::rope_pre) {
     if (layer.tables().rotary.pre_rope())
       return detail::enqueue_pre_rope_compressed_scores<scale_groups>(
           layer, batch, queries, target, first_sequence, most_rows, stream);

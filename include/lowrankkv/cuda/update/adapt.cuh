@@ -36,12 +36,12 @@ namespace detail {
 
 /// Calls f with the units of channels that a scoring kernel is compiled for, 8 or 16, as a
 /// compile-time constant.
-template <KernelSet set, class Function>
+template <class Set, class Function>
 void with_score_units(int units, Function&& function) {
-  if constexpr (kLeastFullUnits<set> <= 8) {
+  if constexpr (kLeastFullUnits<Set> <= 8) {
     if (units <= 8) return function(std::integral_constant<int, 8>{});
   }
-  if constexpr (kMostFullUnits < set >> 8) function(std::integral_constant<int, 16>{});
+  if constexpr (kMostFullUnits < Set >> 8) function(std::integral_constant<int, 16>{});
 }
 
 }  // namespace detail
@@ -79,26 +79,27 @@ const float* enqueue_scores(const State& layer, const CompressScratch& scratch,
   const unsigned heads = static_cast<unsigned>(tables.num_heads);
   const std::size_t bytes = score_bytes(tables.head_dim);
   const unsigned groups = static_cast<unsigned>(queries.groups());
-  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
+  detail::with_type<typename State::Kernels>(tables.full_type, [&](auto type) {
     detail::launch_kernel(score_operands_kernel<type()>, dim3(groups, heads, 4), kStoreThreads, 0,
                           "score_operands_kernel", stream, queries, tables.head_dim,
                           scratch.operands);
-    detail::with_score_units<State::kernels>(tables.head_dim / kPlainUnit, [&](auto units) {
-      const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads),
-          rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
-      const uint2* operands = scratch.operands;
-      detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes,
-                            "score_sums_kernel", stream, tables, source, queries, operands,
-                            scratch.sums);
-      const float2* sums = scratch.sums;
-      detail::launch_kernel(
-          score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads),
-          kStoreThreads, 0, "score_lse_kernel", stream, queries, sums, scratch.lse);
-      const float* lse = scratch.lse;
-      detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes,
-                            "score_rows_kernel", stream, tables, source, queries, operands, lse,
-                            scratch.scores);
-    });
+    detail::with_score_units<typename State::Kernels>(
+        tables.head_dim / kPlainUnit, [&](auto units) {
+          const dim3 pieces(groups, static_cast<unsigned>(queries.pieces()), heads),
+              rows(static_cast<unsigned>((queries.total - 1) / score_rows(units()) + 1), heads);
+          const uint2* operands = scratch.operands;
+          detail::launch_kernel(score_sums_kernel<type(), units()>, pieces, kStoreThreads, bytes,
+                                "score_sums_kernel", stream, tables, source, queries, operands,
+                                scratch.sums);
+          const float2* sums = scratch.sums;
+          detail::launch_kernel(
+              score_lse_kernel<>, dim3(groups * kScoreColumns / (kStoreThreads / 32), heads),
+              kStoreThreads, 0, "score_lse_kernel", stream, queries, sums, scratch.lse);
+          const float* lse = scratch.lse;
+          detail::launch_kernel(score_rows_kernel<type(), units()>, rows, kStoreThreads, bytes,
+                                "score_rows_kernel", stream, tables, source, queries, operands, lse,
+                                scratch.scores);
+        });
   });
   const unsigned pieces = static_cast<unsigned>((flushed.rows[0] + 255) / 256);
   float* scores = scratch.scores;
@@ -396,7 +397,7 @@ void enqueue_errors(const State& layer, const FlushBatch& flushed, const ErrorRo
   // Two more, since rows may begin and end inside steps of 16 rows.
   const dim3 pieces(static_cast<unsigned>(most_rows / (steps * kPlainRows) + 2),
                     static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(flushed.count));
-  detail::with_type<State::kernels>(tables.full_type, [&](auto type) {
+  detail::with_type<typename State::Kernels>(tables.full_type, [&](auto type) {
     const auto start = [&](auto* kernel) {
       detail::launch_kernel(kernel, pieces, kStoreThreads,
                             static_cast<std::size_t>(memory_of(steps)), "row_errors_kernel", stream,

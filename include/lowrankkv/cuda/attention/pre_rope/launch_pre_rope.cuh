@@ -78,26 +78,26 @@ void attend_pre_rope_plain(const State& layer, const AttentionStep& step, const 
     channels = (std::max)(channels, tiles.channels(Part::value));
     if (coded) key_up_units = (std::max)(key_up_units, cuda::key_up_units(false, tiles.key_units));
   }
-  with_type<State::kernels>(
+  with_type<typename State::Kernels>(
       coded ? layer.tiles().coded_type : layer.config().full_type, [&](auto type) {
-        with_units<coded, coded ? 1 : kLeastFullUnits<State::kernels>,
-                   coded ? kMostRankUnits<State::kernels> : kMostFullUnits<State::kernels>>(
-            units, [&](auto max_units) {
-              const auto kernel =
-                  attend_pre_rope_kernel<type(), which, max_units(), scaled, segmented, scattered>;
-              const PreRopeLaunch launch(
-                  kernel, layer, pre_rope_warps(max_units()), stage_bytes,
-                  (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), key_up_units);
-              const int blocks = pre_rope_blocks(layer, step, batch, splits);
-              const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
-                              static_cast<unsigned>(tables.num_heads),
-                              static_cast<unsigned>(batch.count));
-              launch_step_kernel(
-                  kernel, grid, launch.warps * 32, static_cast<std::size_t>(launch.bytes),
-                  which != PlainRows::recent && layer.overlaps(), "attend_pre_rope_kernel", stream,
-                  tables, step, batch, queries, first_sequence, blocks, stage_bytes,
-                  launch.ring_bytes, launch.units);
-            });
+        with_units<coded, coded ? 1 : kLeastFullUnits<typename State::Kernels>,
+                   coded ? kMostRankUnits<typename State::Kernels>
+                         : kMostFullUnits<typename State::Kernels>>(units, [&](auto max_units) {
+          const auto kernel =
+              attend_pre_rope_kernel<type(), which, max_units(), scaled, segmented, scattered>;
+          const PreRopeLaunch launch(
+              kernel, layer, pre_rope_warps(max_units()), stage_bytes,
+              (3 + channels) * kBlockColumns * static_cast<int>(sizeof(float)), key_up_units);
+          const int blocks = pre_rope_blocks(layer, step, batch, splits);
+          const dim3 grid(static_cast<unsigned>(blocks * step.blocks),
+                          static_cast<unsigned>(tables.num_heads),
+                          static_cast<unsigned>(batch.count));
+          launch_step_kernel(kernel, grid, launch.warps * 32,
+                             static_cast<std::size_t>(launch.bytes),
+                             which != PlainRows::recent && layer.overlaps(),
+                             "attend_pre_rope_kernel", stream, tables, step, batch, queries,
+                             first_sequence, blocks, stage_bytes, launch.ring_bytes, launch.units);
+        });
       });
 }
 
@@ -114,7 +114,7 @@ void attend_pre_rope_codes(const State& layer, const AttentionStep& step, const 
     lines = (std::max)(lines, tiles.state_lines());
     stage_bytes = (std::max)({stage_bytes, tiles.value_offset, tiles.bytes - tiles.value_offset});
   }
-  with_units<false, 1, kMostCodeUnits<State::kernels>>(
+  with_units<false, 1, kMostCodeUnits<typename State::Kernels>>(
       layer.tiles().max_units(Part::value), [&](auto max_units) {
         const int state_bytes = (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float));
         const auto start = [&](auto* kernel, const PreRopeLaunch& launch) {
@@ -186,7 +186,7 @@ void make_logits(const State& layer, const AttentionStep& step, const Batch& bat
   if constexpr (codes)
     choose(std::integral_constant<DType, DType::f16>{}, std::integral_constant<int, 1>{});
   else
-    with_type<State::kernels>(layer.tiles().coded_type, [&](auto type) {
+    with_type<typename State::Kernels>(layer.tiles().coded_type, [&](auto type) {
       with_units<true>(units, [&](auto max_units) { choose(type, max_units); });
     });
 }
@@ -199,7 +199,7 @@ template <CodedForm form, int scale_groups, bool joint, bool segmented, bool sca
 void attend_pre_rope(const State& layer, const AttentionStep& step, const Batch& batch,
                      const StepQueries& queries, int first_sequence, int compressed_splits,
                      int full_splits, cudaStream_t stream) {
-  with_scaled<State::kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
+  with_scaled<typename State::Kernels>(layer.tiles().listed.scaled, [&](auto scaled) {
     attend_pre_rope_plain<PlainRows::recent, scattered, scaled()>(
         layer, step, batch, queries, first_sequence, 1 + full_splits, stream);
   });
