@@ -41,7 +41,8 @@ void with_score_units(int units, Function&& function) {
   if constexpr (kLeastFullUnits<Set> <= 8) {
     if (units <= 8) return function(std::integral_constant<int, 8>{});
   }
-  if constexpr (kMostFullUnits < Set >> 8) function(std::integral_constant<int, 16>{});
+  constexpr int most = kMostFullUnits<Set>;
+  if constexpr (most > 8) function(std::integral_constant<int, 16>{});
 }
 
 }  // namespace detail
