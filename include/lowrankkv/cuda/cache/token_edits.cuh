@@ -37,16 +37,18 @@ namespace detail {
 /// Checks that a sequence of `stored` tokens that have left the tail can continue with these rows
 /// [heads]. @throws CapacityError
 template <class Layer>
-void check_left(const Layer& layer, const char* call, const std::vector<HeadRows>& rows,
-                std::int64_t stored) {
-  const std::int64_t most = most_full_rows(layer, stored);
-  if (!Layer::Rows::by_errors || Layer::Rows::accumulates_scores) return;
-  for (std::size_t head = 0; head < rows.size(); ++head) {
-    if (rows[head].num_full <= most) continue;
-    const std::int64_t room = layer.state.max_rows(RowList::full);
-    ::lowrankkv::detail::fail<CapacityError>(
-        call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored,
-        " tokens, and ", room - most, " may come: at most ", room, " in all");
+void check_left([[maybe_unused]] const Layer& layer, [[maybe_unused]] const char* call,
+                [[maybe_unused]] const std::vector<HeadRows>& rows,
+                [[maybe_unused]] std::int64_t stored) {
+  if constexpr (Layer::Rows::by_errors && !Layer::Rows::accumulates_scores) {
+    const std::int64_t most = most_full_rows(layer, stored);
+    for (std::size_t head = 0; head < rows.size(); ++head) {
+      if (rows[head].num_full <= most) continue;
+      const std::int64_t room = layer.state.max_rows(RowList::full);
+      ::lowrankkv::detail::fail<CapacityError>(
+          call, ": head ", head, " would have ", rows[head].num_full, " full rows of ", stored,
+          " tokens, and ", room - most, " may come: at most ", room, " in all");
+    }
   }
 }
 
