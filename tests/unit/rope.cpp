@@ -31,8 +31,8 @@ std::vector<float> random_rows(Random& random, std::int64_t count) {
 
 /// Rows [n, heads, dim] turned to positions first, first + 1, ... by core/rope.hpp's plain
 /// function.
-std::vector<float> rotated(std::vector<float> rows, int heads, int dim, const RopeConfig& rope,
-                           std::int64_t first = 0) {
+std::vector<float> rotate_rows(std::vector<float> rows, int heads, int dim, const RopeConfig& rope,
+                               std::int64_t first = 0) {
   const std::vector<double> frequencies = rope_frequencies(rope, dim);
   for (std::size_t row = 0; row < rows.size() / static_cast<std::size_t>(dim); ++row) {
     apply_rope(rows.data() + row * static_cast<std::size_t>(dim), frequencies,
@@ -106,7 +106,7 @@ TEST_CASE(
       const auto q = random_rows(random, (n + steps) * 2 * group * dim),
                  k = random_rows(random, (n + steps) * 2 * dim),
                  v = random_rows(random, (n + steps) * 2 * dim);
-      const auto rotated_k = rotated(k, 2, dim, rope);
+      const auto rotated_k = rotate_rows(k, 2, dim, rope);
       std::vector<float> expected(q.size()), found(q.size());
       const QueryView query(q.data(), n + steps, 2 * group, dim);
       const ValueView value(v.data(), n + steps, 2, dim);
@@ -247,8 +247,8 @@ TEST_CASE("attention depends on differences of positions alone") {
              q = random_rows(random, 2 * dim);
   cache.ingest(0, {k.data(), n, 1, dim}, {v.data(), n, 1, dim});
   std::vector<float> before(2 * dim), after(2 * dim);
-  const auto here = rotated(q, 2, dim, config.rope, n - 1),
-             there = rotated(q, 2, dim, config.rope, n - 1 + 5000);
+  const auto here = rotate_rows(q, 2, dim, config.rope, n - 1),
+             there = rotate_rows(q, 2, dim, config.rope, n - 1 + 5000);
   cache.attend(0, {here.data(), 1, 2, dim}, {before.data(), 1, 2, dim});
   cache.shift_positions(0, 0, 5000);
   cache.attend(0, {there.data(), 1, 2, dim}, {after.data(), 1, 2, dim});
@@ -264,7 +264,7 @@ TEST_CASE("SnapKV scores pre-RoPE keys at their positions") {
       plain(exact({4, 2, dim}, unrotated()), {}, policies);
   const auto q = random_rows(random, n * 4 * dim), k = random_rows(random, n * 2 * dim),
              v = random_rows(random, n * 2 * dim);
-  const auto rotated_k = rotated(k, 2, dim, unrotated());
+  const auto rotated_k = rotate_rows(k, 2, dim, unrotated());
   std::vector<RowState> expected(n), found(n);
   for (auto [cache, keys, states] :
        {std::tuple{&rotated, &rotated_k, &expected}, std::tuple{&plain, &k, &found}}) {
@@ -455,7 +455,7 @@ TEST_CASE("coding statistics of pre-RoPE keys: every reader rotated back by the 
   for (float& x : q) x *= 2.0F;
   calibrate::CodingStatistics statistics(shape, rope, exempt);
   statistics.add({q.data(), n, 2, dim}, {k.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
-  const auto keys = rotated(k, 1, dim, rope);
+  const auto keys = rotate_rows(k, 1, dim, rope);
   const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
     return Eigen::VectorXd(
         Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim)
@@ -473,7 +473,7 @@ TEST_CASE("coding statistics of pre-RoPE keys: every reader rotated back by the 
       std::vector<float> back(dim);
       for (int j = exempt; j < context; ++j) {
         Eigen::Map<Eigen::VectorXf>(back.data(), dim) = query.cast<float>();
-        const auto rotated_back = rotated(back, 1, dim, rope, -j);
+        const auto rotated_back = rotate_rows(back, 1, dim, rope, -j);
         const Eigen::VectorXd reader = row(rotated_back, 0, 1, 0);
         expected += weights[j] * weights[j] * (row(v, j, 1, 0) - out).squaredNorm() * reader *
                     reader.transpose();
@@ -524,7 +524,7 @@ TEST_CASE(
   for (int token = 0; token < n; ++token)
     q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] =
         1.0F;  // always (1, 1, 0, 0) before turning
-  const auto rotated_queries = rotated(q, 1, dim, rope);
+  const auto rotated_queries = rotate_rows(q, 1, dim, rope);
   calibrate::LayerMoments moments(shape, rope);
   moments.add({rotated_queries.data(), n, 1, dim}, {zero.data(), n, 1, dim},
               {zero.data(), n, 1, dim});
