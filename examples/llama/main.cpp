@@ -73,8 +73,8 @@ struct Options {
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
         ->check(CLI::Range(0.0, 1.0));
-    app->add_flag("--unrotated", method.unrotated,
-                  "store keys before their rotary embedding (bases: calibrate --unrotated)");
+    app->add_flag("--pre-rope", method.unrotated,
+                  "store keys before their rotary embedding (bases: calibrate --pre-rope)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
     app->add_option(
            "--device", method.on_gpu,
@@ -186,7 +186,7 @@ int main(int argc, char** argv) try {
   calibrate
       ->add_flag("--from-weights", from_weights,
                  "no text: statistics of pre-RoPE keys and of values from the projections' "
-                 "weights (low-rank methods with --unrotated)")
+                 "weights (low-rank methods with --pre-rope)")
       ->excludes(calibration_text);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
   calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")
@@ -200,7 +200,7 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(2, 1 << 20));
 
   bool unrotated = false;
-  calibrate->add_flag("--unrotated", unrotated, "statistics of keys before their rotary embedding");
+  calibrate->add_flag("--pre-rope", unrotated, "statistics of keys before their rotary embedding");
 
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");

@@ -103,6 +103,14 @@ for header in headers:
                 faults.append(f"{name}: no docstring before: {line[:70]}")
         previous = line
 
+# Private words that the field has terms for (docs/glossary.md).
+BANNED = re.compile(r"\b(unrotated|turned|weigh|weighs|weighed|weighing|mass|masses|lift|lifts|lifted|lifting|rolls|"
+                    r"close_up|loose tiles|settle|settled|meant)\b", re.I)
+for path in [*headers, *sorted((pathlib.Path(sys.argv[1]) / "docs").glob("*.md")), pathlib.Path(sys.argv[1]) / "README.md"]:
+    for number, line in enumerate(path.read_text().split("\n"), 1):
+        if path.name != "glossary.md" and (word := BANNED.search(line)):
+            faults.append(f"{path.relative_to(sys.argv[1])}:{number}: {word.group(0)}; the field has another term (docs/glossary.md)")
+
 # A folder can be read as a whole.
 for folder in sorted({path.parent for path in headers}):
     count, most = sum(path.parent == folder for path in headers), 3 if folder.name == "cuda" else 20

@@ -3,8 +3,8 @@
 ///
 /// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`,
 /// `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys`, and entries that the writer adds (`source`).
-/// `keys` is the form of the keys, and of the queries in moments: `rotated` for post-RoPE,
-/// `unrotated` for pre-RoPE.
+/// `keys` is the form of the keys, and of the queries in moments: `post_rope` for post-RoPE,
+/// `pre_rope` for pre-RoPE.
 ///
 /// Tensors of layer i, f64, for x in {query, key, value}:
 ///
@@ -73,7 +73,7 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
   writer.set_metadata("version", "4");
-  writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "unrotated" : "rotated");
+  writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "pre_rope" : "post_rope");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
   writer.set_metadata("num_kv_heads", std::to_string(shape.num_kv_heads));
@@ -173,11 +173,11 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
   same("head_dim", shape.head_dim);
   const std::int64_t heads = shape.num_kv_heads;
   const std::int64_t dim = shape.head_dim;
-  if (metadata("keys") != "rotated" && metadata("keys") != "unrotated")
+  if (metadata("keys") != "post_rope" && metadata("keys") != "pre_rope")
     ::lowrankkv::detail::fail<FormatError>("calibration bundle: keys ", metadata("keys"),
-                                           ", expected rotated or unrotated");
+                                           ", expected post_rope or pre_rope");
   RopeConfig rope;
-  if (metadata("keys") == "unrotated") {
+  if (metadata("keys") == "pre_rope") {
     rope.keys = Rope::pre;
     if (metadata("pairing") != "half_split" && metadata("pairing") != "interleaved")
       ::lowrankkv::detail::fail<FormatError>("calibration bundle: pairing ", metadata("pairing"),

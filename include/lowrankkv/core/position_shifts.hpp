@@ -161,11 +161,11 @@ void check_pieces(const PositionShifts& shifts, std::int64_t first, Check&& chec
 }
 
 /// Raises unless the tokens from `first` on can move by `delta` with no offset then beyond +-limit.
-/// @param unrotated  keys are stored pre-RoPE
+/// @param pre_rope  keys are stored pre-RoPE
 /// @param limit      the backend's limit: PositionShifts::kLimit on the CPU, lower on the GPU
-inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
+inline void check_shift(const PositionShifts& shifts, bool pre_rope, std::int64_t num_tokens,
                         std::int64_t first, std::int64_t delta, std::int64_t limit) {
-  if (!unrotated)
+  if (!pre_rope)
     fail<StateError>(
         "shift_positions: keys are stored rotated (Rope::post), Rope::pre is needed to move them "
         "by ",
@@ -183,10 +183,10 @@ inline void check_shift(const PositionShifts& shifts, bool unrotated, std::int64
 }
 
 /// Raises unless the positions of tokens [first, first + count) can be divided.
-/// @param unrotated  keys are stored pre-RoPE
-inline void check_division(const PositionShifts& shifts, bool unrotated, std::int64_t num_tokens,
+/// @param pre_rope  keys are stored pre-RoPE
+inline void check_division(const PositionShifts& shifts, bool pre_rope, std::int64_t num_tokens,
                            std::int64_t first, std::int64_t count, std::int64_t divisor) {
-  if (!unrotated)
+  if (!pre_rope)
     fail<StateError>(
         "divide_positions: keys are stored rotated (Rope::post), Rope::pre is needed to divide "
         "them by ",

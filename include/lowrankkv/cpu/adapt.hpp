@@ -54,12 +54,12 @@ std::vector<float> prompt_scores(const State& state, int slot, int head, const F
     }
   }
   std::vector<float> rotated;
-  if (state.stores_unrotated()) {
+  if (state.stores_pre_rope()) {
     rotated = rows.keys;
     state.rotary.rotate_rows(state.sequence(slot).shifts, state.first_tail_position(slot),
                              rows.total, rotated.data(), state.head_dim());
   }
-  const std::vector<float>& keys = state.stores_unrotated() ? rotated : rows.keys;
+  const std::vector<float>& keys = state.stores_pre_rope() ? rotated : rows.keys;
   const std::vector<float> scores =
       snapkv_scores({queries.data(), std::int64_t{num_queries} * group, state.head_dim()}, group,
                     {keys.data(), rows.total, state.head_dim()}, state.config.scale());

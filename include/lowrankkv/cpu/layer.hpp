@@ -128,11 +128,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     int widest = settings.shape.head_dim;
     for (const HeadBasis& head : this->calibrated.heads)
       widest = (std::max)(widest, head.value_rank);
-    if (this->stores_unrotated())
-      this->rotary = RotaryTable(settings.rope, settings.shape.head_dim);
+    if (this->stores_pre_rope()) this->rotary = RotaryTable(settings.rope, settings.shape.head_dim);
     for (int thread = 0; thread < this->threads->num_threads(); ++thread) {
       this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size(),
-                                    this->stores_unrotated());
+                                    this->stores_pre_rope());
     }
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
@@ -255,7 +254,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   /// depends only on the configuration and the phase. The two forms round differently, and results
   /// must not depend on how a stream was split into calls.
   bool folds(bool prompt) const {
-    return this->stores_unrotated() && this->config.shape.group_size() == 1 && !prompt;
+    return this->stores_pre_rope() && this->config.shape.group_size() == 1 && !prompt;
   }
   int tokens_per_task(bool prompt) const {
     return folds(prompt) ? 1 : (std::max)(1, kQueryRows / this->config.shape.group_size());
@@ -273,7 +272,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
             .head_dim = this->head_dim(),
             .tail_length = this->table.lengths(slot).tail_length,
             .first_tail_token = this->first_tail_position(slot),
-            .rotary = this->stores_unrotated() ? &this->rotary : nullptr,
+            .rotary = this->stores_pre_rope() ? &this->rotary : nullptr,
             .folds = folds(prompt),
             .runs = &this->runs(slot, head),
             .shifts = &this->sequence(slot).shifts};

@@ -141,7 +141,7 @@ struct LayerState {
     return config.keep_residuals &&
            (list == RowState::compressed || (list == RowState::full && config.full_row_bits != 0));
   }
-  bool stores_unrotated() const { return config.rope.keys == Rope::pre; }
+  bool stores_pre_rope() const { return config.rope.keys == Rope::pre; }
   int recent() const { return TokenImpl::recent(token_policy); }
   /// Heads that share the fate of their tokens because one row of value coefficients serves them
   /// all. Usually 1.

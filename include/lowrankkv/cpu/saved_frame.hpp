@@ -39,8 +39,8 @@ LayerDescription describe_layer(const State& state) {
   add("adapts", State::UpdaterImpl::adapts);
   add("recent", state.recent());
   add("keep_residuals", state.config.keep_residuals);
-  add("pre-RoPE keys", state.stores_unrotated());
-  if (state.stores_unrotated()) {
+  add("pre-RoPE keys", state.stores_pre_rope());
+  if (state.stores_pre_rope()) {
     const RopeConfig& rope = state.config.rope;
     add("rope pairing", rope.pairing);
     const std::vector<double> frequencies = rope_frequencies(rope, state.head_dim());

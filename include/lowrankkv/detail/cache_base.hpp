@@ -98,13 +98,13 @@ class CacheBase : DiagnoseBasis<Ba, Be>,
     return layer_.sequence(slot).shifts.position(token);
   }
   void check_shift(int slot, std::int64_t first, std::int64_t delta) const {
-    detail::check_shift(layer_.sequence(slot).shifts, layer_.stores_unrotated(),
+    detail::check_shift(layer_.sequence(slot).shifts, layer_.stores_pre_rope(),
                         layer_.table.lengths(slot).num_tokens, first, delta,
                         PositionShifts::kLimit);
   }
   void check_division(int slot, std::int64_t first, std::int64_t count,
                       std::int64_t divisor) const {
-    detail::check_division(layer_.sequence(slot).shifts, layer_.stores_unrotated(),
+    detail::check_division(layer_.sequence(slot).shifts, layer_.stores_pre_rope(),
                            layer_.table.lengths(slot).num_tokens, first, count, divisor);
   }
 
