@@ -129,7 +129,7 @@ std::vector<Method> coded_methods() {
        budgeted},
       {{"Budgeted+PreRoPE",
         "bytes, everything counted",
-        "Budgeted on keys before their rotary embedding: they are up_projected and rotated when "
+        "Budgeted on keys before their rotary embedding: they are up-projected and rotated when "
         "they are read",
         {0.1, 0.05},
         true},

@@ -148,7 +148,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "maps that key_up keys are those of coefficients, and of codes, to what their operands can "
+    "maps that up-project keys are those of coefficients, and of codes, to what their operands can "
     "say") {
   std::mt19937 random(3);
   std::normal_distribution<float> normal;

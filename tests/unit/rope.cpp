@@ -131,7 +131,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "groups of one head are folded, one query token or several; larger ones are up_projected: the "
+    "groups of one head are folded, one query token or several; larger ones are up-projected: the "
     "same attention") {
   Random random(2);
   constexpr int dim = 40, n = 300;

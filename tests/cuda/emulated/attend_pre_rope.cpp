@@ -542,7 +542,7 @@ void prompt_rows(std::uint64_t seed, int head_dim, int count, int first, int m, 
 }  // namespace
 
 TEST_CASE(
-    "compressed rows in f16 and bf16: the map in shared memory or not, positions that contiguous, "
+    "compressed rows in f16 and bf16: the map in shared memory or not, contiguous positions, "
     "with others between, listed, moved and divided") {
   compressed_rows<DType::f16, 2>(1, 128, 32, 32, 2500, 0, false, true);
   compressed_rows<DType::f16, 2>(2, 64, 20, 32, 300, 0, true, true);
@@ -554,7 +554,7 @@ TEST_CASE(
   compressed_rows<DType::bf16, 8>(8, 128, 72, 80, 200, 1, true, false);
 }
 
-TEST_CASE("codes of every width, more of them than are up_projected at once") {
+TEST_CASE("codes of every width, more of them than are up-projected at once") {
   coded_rows(11, 128, {4, 2, 2, 2}, 400, 0, ScaleKind::norm_log8);
   coded_rows(12, 128, {2, 2, 2}, 300, 1, ScaleKind::norm_log8);
   coded_rows(13, 64, {8, 1}, 200, 2, ScaleKind::norm_log8);
