@@ -18,7 +18,7 @@ declare -A parts=(
   [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
   [random]="every kernel test that runs emulated, and long random operation sequences"
 )
-order=(sanitizers headers packages architectures random)
+order=(packages sanitizers headers architectures random)
 
 jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
