@@ -7,7 +7,7 @@
 #include <cstring>
 #include <tuple>
 
-#include "../support/random_layer.hpp"
+#include "support/random_layer.hpp"
 #include "lowrankkv/core/online_softmax.hpp"
 #include "lowrankkv/presets.hpp"
 

@@ -15,7 +15,7 @@
 #include <random>
 #include <vector>
 
-#include "../support/effort.hpp"
+#include "support/effort.hpp"
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace observed {

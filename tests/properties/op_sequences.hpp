@@ -7,8 +7,8 @@
 #include <map>
 #include <vector>
 
-#include "../support/effort.hpp"
-#include "../support/random_layer.hpp"
+#include "support/effort.hpp"
+#include "support/random_layer.hpp"
 #include "lowrankkv/compressed_kv_cache.hpp"
 
 namespace properties {

@@ -10,7 +10,7 @@
 
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/presets.hpp"
-#include "../support/random_layer.hpp"
+#include "support/random_layer.hpp"
 
 using namespace lowrankkv;
 
@@ -164,6 +164,39 @@ TEST_CASE("Oja") {
           {"form", [](auto& p) { p.updater.form = OjaForm::printed_normalised; }},
           {"decode_decay", [](auto& p) { p.updater.decode_decay = 1.0F; }},
       });
+}
+
+TEST_CASE("the rates and the selection of Oja act") {
+  const CacheShape shape{8, 2, 64};
+  support::Random of_basis(1);
+  const LayerBasis basis = support::random_basis(of_basis, shape, {}, 24, 32);
+  support::Random random(6);
+  const int n = 600;
+  const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),
+             v = support::random_rows(random, n, 2, 64);
+  const auto stored = [&](const Oja& updater, bool decode) {
+    OjaKV<>::PolicySet policies;
+    policies.updater = updater;
+    OjaKV<> cache({.shape = shape, .publish_interval = 64}, basis, policies);
+    cache.create(0);
+    const int prompt = decode ? 300 : n;
+    cache.ingest(0, {k.data(), prompt, 2, 64}, {v.data(), prompt, 2, 64},
+                 {q.data(), prompt, 8, 64});
+    if (decode)
+      cache.append_maintained(0, KeyView(k.data(), n, 2, 64).tokens(300, 300),
+                              ValueView(v.data(), n, 2, 64).tokens(300, 300));
+    std::vector<float> rows(static_cast<std::size_t>(2 * n * 128));
+    cache.reconstruct(0, 0, {rows.data(), n, 2, 64}, {rows.data() + n * 128, n, 2, 64});
+    return rows;
+  };
+  const auto base = stored({}, false);
+  CHECK(base == stored({}, false));
+  CHECK(base != stored({.prefill_rate = 0.3F}, false));
+  CHECK(base != stored({.prefill_share = 0.5F}, false));
+  CHECK(base != stored({.importance_window = 8}, false));
+  CHECK(base != stored({.form = OjaForm::printed_normalised}, false));
+  CHECK(base == stored({.decode_rate = 0.5F}, false));  // nothing was decoded
+  CHECK(stored({}, true) != stored({.decode_rate = 0.5F}, true));
 }
 
 TEST_CASE("Frequent Directions, and thresholds of the basis") {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "../support/paged_engine.hpp"
-#include "../support/random_layer.hpp"
+#include "support/paged_engine.hpp"
+#include "support/random_layer.hpp"
 #include "lowrankkv/presets.hpp"
 
 using namespace lowrankkv;

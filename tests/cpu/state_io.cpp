@@ -10,7 +10,7 @@
 
 #include "lowrankkv/layer_stack.hpp"
 #include "lowrankkv/presets.hpp"
-#include "../support/random_layer.hpp"
+#include "support/random_layer.hpp"
 
 using namespace lowrankkv;
 
@@ -198,7 +198,7 @@ TEST_CASE("accumulated scores that are no numbers are refused: rows are ordered 
   REQUIRE(bytes.size() == before.size());
   int accumulated_scores = 0;
   for (std::size_t byte = 24; byte + 4 <= bytes.size();
-       ++byte) {  // where one more changed four bytes, masses lie
+       ++byte) {  // where one more changed four bytes, the scores lie
     float old = 0.0F, now = 0.0F;
     std::memcpy(&old, before.data() + byte, sizeof old);
     std::memcpy(&now, bytes.data() + byte, sizeof now);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Safetensors files: what is written is read back, and damaged or hostile files are refused.
 #include <doctest/doctest.h>
 
 #include <cstring>

@@ -9,11 +9,13 @@
 #include <limits>
 #include <vector>
 
-#include "../support/random_layer.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/cpu/frequent_directions.hpp"
 #include "lowrankkv/diagnostics/residual_energy.hpp"
 #include "lowrankkv/diagnostics/spectra.hpp"
+#include "support/matrices.hpp"
+
+namespace frequent_directions_tests {
 
 using namespace lowrankkv;
 using cpu::FrequentDirectionsSketch;
@@ -35,22 +37,15 @@ struct Stream {
   MatrixXd rows;
 };
 
-MatrixXd decaying(Random& random, int n, int dim, double decay) {
-  VectorXd scale(dim);
-  for (int i = 0; i < dim; ++i) scale[i] = std::exp(-decay * i);
-  return support::gaussian(random, n, dim) * scale.asDiagonal() *
-         support::random_orthonormal(random, dim, dim).transpose();
-}
-
-/// Streams meant to hurt: what was kept is overtaken again and again, directions come one at a
-/// time, or never repeat.
+/// Streams that are hard for a sketch: what was kept is overtaken again and again, directions come
+/// one at a time, or never repeat.
 std::vector<Stream> streams(Random& random) {
   std::vector<Stream> all;
-  all.emplace_back(support::gaussian(random, 150, 24));  // no structure
-  all.emplace_back(decaying(random, 200, 32, 0.25));     // the case it is made for
-  all.emplace_back(decaying(random, 5, 40, 0.1));        // shorter than any sketch
-  all.emplace_back(support::gaussian(random, 1, 12));    // a single row
-  all.emplace_back(MatrixXd::Zero(30, 8));               // nothing at all
+  all.emplace_back(support::gaussian(random, 150, 24));             // no structure
+  all.emplace_back(support::decaying_rows(random, 200, 32, 0.25));  // the case it is made for
+  all.emplace_back(support::decaying_rows(random, 5, 40, 0.1));     // shorter than any sketch
+  all.emplace_back(support::gaussian(random, 1, 12));               // a single row
+  all.emplace_back(MatrixXd::Zero(30, 8));                          // nothing at all
   all.emplace_back(MatrixXd::Identity(48, 48));  // every row a new direction of the same size
   all.emplace_back(support::gaussian(random, 100, 3));  // head_dim below sketch_rows
   all.emplace_back(support::gaussian(random, 120, 4) *
@@ -81,7 +76,7 @@ double check_guarantee(const FrequentDirectionsSketch& sketch, const MatrixXd& r
       rows.transpose() * rows - b.transpose() * b, Eigen::EigenvaluesOnly);
   const double error = difference.eigenvalues().maxCoeff();
   CHECK(difference.eigenvalues().minCoeff() >=
-        -rounding);  // no direction weighs more than in the stream
+        -rounding);  // no direction has more energy than in the stream
   CHECK(error <= sketch.total_shrinkage() + rounding);
   CHECK(sketch.sketch_rows() * sketch.total_shrinkage() <= energy - b.squaredNorm() + rounding);
   CHECK(sketch.squared_frobenius() == doctest::Approx(energy).epsilon(1e-12));
@@ -144,7 +139,7 @@ TEST_CASE("a sketch is exact as long as nothing has to go") {
 TEST_CASE(
     "a sketch read after compression has orthogonal rows, longest first, and its basis is theirs") {
   Random random(13);
-  const Stream stream(decaying(random, 333, 40, 0.15));
+  const Stream stream(support::decaying_rows(random, 333, 40, 0.15));
   FrequentDirectionsSketch sketch(12, 40);
   sketch.add(stream.view());
   const MatrixXd b = sketch.sketch();
@@ -181,7 +176,7 @@ TEST_CASE("streaming in pieces equals the whole, bit for bit, and reading change
     const int dim = std::uniform_int_distribution<int>(1, 40)(random),
               limit = std::uniform_int_distribution<int>(1, 12)(random);
     const int n = std::uniform_int_distribution<int>(1, 200)(random);
-    const Stream stream(decaying(random, n, dim, 0.1));
+    const Stream stream(support::decaying_rows(random, n, dim, 0.1));
     FrequentDirectionsSketch whole(limit, dim), pieces(limit, dim), single(limit, dim);
     whole.add(stream.view());
     for (int at = 0, count = 0; at < n; at += count) {
@@ -249,7 +244,7 @@ TEST_CASE(
         }
         check_guarantee(FrequentDirectionsSketch(stored), stream.rows, 1e-6);
         if (n <= std::min(limit, dim))
-          CHECK(stored.rows == stream.values);  // nothing was rounded, nothing turned
+          CHECK(stored.rows == stream.values);  // nothing was rounded, nothing rotated
       }
     }
   }
@@ -257,7 +252,7 @@ TEST_CASE(
 
 TEST_CASE("a stored sketch is read as it was written, and nothing else is taken for one") {
   Random random(18);
-  const Stream stream(decaying(random, 90, 20, 0.1));
+  const Stream stream(support::decaying_rows(random, 90, 20, 0.1));
   FrequentDirectionsSketch sketch(6, 20);
   sketch.add(stream.view());
   const cpu::StoredSketch stored = sketch.stored();
@@ -309,3 +304,5 @@ TEST_CASE("a sketch refuses misfits and poison, and stays as it was") {
   CHECK(sketch.sketch() == before);
   CHECK(sketch.squared_frobenius() == 8.0);
 }
+
+}  // namespace frequent_directions_tests

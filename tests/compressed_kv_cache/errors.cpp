@@ -5,7 +5,7 @@
 #include <functional>
 #include <limits>
 
-#include "../support/random_layer.hpp"
+#include "support/random_layer.hpp"
 #include "lowrankkv/layer_stack.hpp"
 #include "lowrankkv/presets.hpp"
 
@@ -385,4 +385,14 @@ TEST_CASE("configurations that cannot work") {
   CHECK(raised<ShapeError>([&] {
           FullKV<> cache({.shape = kShape, .page_bytes = 2048}, {}, {}, pool);
         }) == "page_bytes: cache 2048, pool 1024");
+}
+
+TEST_CASE("8-bit full rows refuse what their steps cannot reach") {
+  CacheConfig config{.shape = {1, 1, 8}, .full_type = DType::f32, .full_row_bits = 8};
+  FullKV<> cache(config);
+  cache.create(0);
+  std::vector<float> rows(8, 8e6F);
+  cache.append(0, {rows.data(), 1, 1, 8}, {rows.data(), 1, 1, 8});
+  rows[3] = 1e8F;
+  CHECK_THROWS_AS(cache.append(0, {rows.data(), 1, 1, 8}, {rows.data(), 1, 1, 8}), ValueError);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed codes, the quantizers made of them, and the rotations they use.
+// Packed codes, and the quantizers made of them: Int8, BlockHadamard, TransformCode.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -16,6 +16,8 @@
 #include "lowrankkv/cpu/quantizer/transform_code.hpp"
 #include "lowrankkv/quantizer/bit_packing.hpp"
 #include "lowrankkv/quantizer/flat_rotation.hpp"
+
+namespace packed_codes_tests {
 
 using namespace lowrankkv;
 
@@ -54,27 +56,6 @@ std::vector<float> decode(const CodeLayout& layout, Part part, int rows_per_page
 std::size_t block_bytes(const CodeLayout& layout, int rows) { return layout.block_bytes(rows); }
 
 }  // namespace
-
-TEST_CASE(
-    "codes of every width come back, whatever the place and length, and neighbours keep theirs") {
-  std::mt19937_64 random(1);
-  for (int bits = 1; bits <= 8; ++bits) {
-    for (const int length : {1, 2, 3, 7, 8, 9, 31, 64, 101}) {
-      const std::size_t bytes = packed_bytes(length, bits);
-      CHECK(bytes == static_cast<std::size_t>((length * bits + 7) / 8));
-      std::vector<std::byte> line = noise(random, bytes);
-      std::vector<unsigned> codes;
-      for (int i = 0; i < length; ++i) codes.push_back(get_code(line.data(), i, bits));
-      for (int trial = 0; trial < 3 * length; ++trial) {
-        const auto at = static_cast<std::size_t>(random() % static_cast<unsigned>(length));
-        codes[at] = static_cast<unsigned>(random()) & ((1U << bits) - 1U);
-        put_code(line.data(), static_cast<std::int64_t>(at), bits, codes[at]);
-      }
-      for (int i = 0; i < length; ++i)
-        REQUIRE(get_code(line.data(), i, bits) == codes[static_cast<std::size_t>(i)]);
-    }
-  }
-}
 
 TEST_CASE("decoding gives what one code at a time gives, bit for bit, and touches nothing else") {
   std::mt19937_64 random(6);
@@ -312,27 +293,6 @@ TEST_CASE("a copied row is the same row, bit for bit, also within one block") {
   }
 }
 
-TEST_CASE("flat rotations are orthogonal and symmetric for every size, and flat") {
-  for (int size = 1; size <= 160; ++size) {
-    const std::vector<float> matrix = flat_rotation(size);
-    const auto at = [&](int i, int j) {
-      return static_cast<double>(matrix[static_cast<std::size_t>(i * size + j)]);
-    };
-    double worst = 0.0, largest = 0.0;
-    for (int i = 0; i < size; ++i) {
-      for (int j = 0; j < size; ++j) {
-        double product = i == j ? -1.0 : 0.0;
-        for (int k = 0; k < size; ++k) product += at(i, k) * at(j, k);
-        worst = std::max({worst, std::abs(product), std::abs(at(i, j) - at(j, i))});
-        largest = std::max(largest, std::abs(at(i, j)));
-      }
-    }
-    REQUIRE(worst < 2e-6);
-    REQUIRE(largest <= std::sqrt(2.0 / size) * 1.000001);
-    if ((size & (size - 1)) == 0) REQUIRE(largest == doctest::Approx(1.0 / std::sqrt(size)));
-  }
-}
-
 TEST_CASE("quantizers refuse what they cannot use") {
   CHECK_THROWS_WITH_AS((Impl<BlockHadamard, Cpu>::validate({0.2F, 9, 3, true})),
                        "BlockHadamard: bits are 2 to 8, given 9", ValueError);
@@ -342,3 +302,5 @@ TEST_CASE("quantizers refuse what they cannot use") {
   CHECK_THROWS_AS((Impl<TransformCode, Cpu>::layout({}, 3, {})), ShapeError);
   CHECK_THROWS_AS(flat_rotation(0), ShapeError);
 }
+
+}  // namespace packed_codes_tests

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Budgeted: what it costs, to the byte, and how it spreads bits over layers.
+#include <doctest/doctest.h>
+
+#include <Eigen/Dense>
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "lowrankkv/budgeted.hpp"
+#include "lowrankkv/layer_stack.hpp"
+#include "support/random_model.hpp"
+
+using namespace lowrankkv;
+using support::activations;
+using support::random_model;
+
+TEST_CASE(
+    "Budgeted costs what was asked for, to the byte that pages allow, and keeps what it says") {
+  std::mt19937_64 random(3);
+  const CacheShape shape{4, 2, 64};
+  const auto model = random_model(random, shape, 3, 400);
+  for (const double ratio : {0.3, 0.15, 0.1}) {
+    for (const double outliers : {0.0, 0.02}) {
+      calibrate::BudgetOptions options;
+      options.ratio = ratio;
+      options.context = 2000;
+      options.outlier_share = outliers;
+      options.page_bytes = 2048;
+      const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
+      CacheConfig config;
+      config.shape = shape;
+      config.max_tokens = 2100;
+      budgeted.configure(config);
+      LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+      stack.create(0);
+      const int n = 2000;
+      const auto k = activations(random, n * 2 * 64, 0.06, 64),
+                 v = activations(random, n * 2 * 64, 0.09, 64);
+      for (int layer = 0; layer < 3; ++layer)
+        stack.layer(layer).ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
+      const double measured =
+          static_cast<double>(stack.memory(0).total()) / (2.0 * 3 * 2 * 64 * 2 * n);
+      CHECK(measured <= ratio * 1.0001);
+      CHECK(measured > ratio * (outliers > 0.0 ? 0.9 : 0.97));
+      // What is stored resembles the rows, the more so the larger the budget.
+      std::vector<float> decoded_k(k.size()), decoded_v(v.size());
+      stack.layer(0).reconstruct(0, 0, {decoded_k.data(), n, 2, 64}, {decoded_v.data(), n, 2, 64});
+      const Eigen::Map<const Eigen::VectorXf> exact(k.data(), n * 128),
+          close(decoded_k.data(), n * 128);
+      CHECK((exact - close).norm() < (ratio > 0.2 ? 0.35 : 0.8) * exact.norm());
+    }
+  }
+  calibrate::BudgetOptions
+      device;  // what the Cuda backend's kernels want: channels by 32, of 2, 4 or 8 bits
+  device.ratio = 0.2;
+  device.context = 2000;
+  device.page_bytes = 2048;
+  for (const LayerBasis& layer : calibrate::budgeted(model, device.for_cuda()).bases) {
+    for (const HeadBasis& head : layer.heads) {
+      for (const std::vector<std::uint8_t>* bits : {&head.key_bits, &head.value_bits}) {
+        for (std::size_t channel = 0; channel < bits->size(); ++channel) {
+          const int width = (*bits)[channel];
+          CHECK((width == 2 || width == 4 || width == 8 || (width == 0 && bits->size() == 1)));
+          CHECK(width == (*bits)[channel / 32 * 32]);
+        }
+      }
+    }
+  }
+  calibrate::BudgetOptions tiny;
+  tiny.ratio = 0.001;
+  CHECK_THROWS_AS(calibrate::budgeted(model, tiny), ValueError);
+  CHECK_THROWS_AS(calibrate::budgeted(std::span<const calibrate::LayerMoments>(), {}), ShapeError);
+  std::vector<calibrate::LayerMoments> without = model;
+  without[1].coding() = calibrate::CodingStatistics(shape);
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(without, {}),
+                       "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed "
+                       "(CodingStatistics::add)",
+                       ValueError);
+}
+
+TEST_CASE("an error counts as its share of the residual stream it is added to") {
+  std::mt19937_64 random(11);
+  const CacheShape shape{2, 1, 16};
+  const auto model = random_model(random, shape, 2, 300);
+  calibrate::BudgetOptions options;
+  options.ratio = 0.2;
+  options.context = 2000;
+  options.page_bytes = 1024;
+  // The second layer in other units: its output projection, and with it the stream behind it,
+  // twenty times as large.
+  auto scaled = model;
+  calibrate::CodingStatistics& coding = scaled[1].coding();
+  coding.set_stream_squares(calibrate::RowSample(1, 4096));
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(scaled, options),
+                       "budgeted: 1 of 2 layers know their residual stream, all or none expected "
+                       "(CodingStatistics::add_residual_stream)",
+                       ValueError);
+  CHECK_THROWS_AS(coding.stream_square(), ValueError);
+  std::vector<float> squares = model[1].coding().stream_squares().values();
+  for (float& square : squares) square *= 400.0F;
+  coding.set_stream_squares(calibrate::RowSample(1, squares));
+  coding.head(0).key_metric *= 400.0;
+  coding.head(0).value_metric *= 400.0;
+  const auto same = calibrate::budgeted(model, options),
+             other = calibrate::budgeted(scaled, options);
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    CHECK(other.bases[layer].heads[0].key_bits == same.bases[layer].heads[0].key_bits);
+    CHECK(other.bases[layer].heads[0].value_bits == same.bases[layer].heads[0].value_bits);
+  }
+  // Without the stream the same factor moves the bits.
+  auto absolute = scaled;
+  for (auto& layer : absolute) layer.coding().set_stream_squares(calibrate::RowSample(1, 4096));
+  const auto moved = calibrate::budgeted(absolute, options);
+  const auto bits = [](const calibrate::BudgetedModel& of, std::size_t layer) {
+    int sum = 0;
+    for (const std::uint8_t width : of.bases[layer].heads[0].key_bits) sum += width;
+    for (const std::uint8_t width : of.bases[layer].heads[0].value_bits) sum += width;
+    return sum;
+  };
+  CHECK(bits(moved, 1) > bits(same, 1));
+  CHECK(bits(moved, 0) < bits(same, 0));
+  // The median: a token that is thousands of times larger than the others does not count.
+  calibrate::CodingStatistics stream(shape);
+  std::vector<float> rows(9 * 4, 1.0F);
+  std::fill_n(rows.begin(), 4, 1000.0F);
+  stream.add_residual_stream({rows.data(), 9, 4});
+  CHECK(stream.stream_square() == doctest::Approx(4.0));
+}

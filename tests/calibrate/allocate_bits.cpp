@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bits go where they lose least.
+#include <doctest/doctest.h>
+
+#include <Eigen/Dense>
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/calibrate/allocate_bits.hpp"
+
+namespace allocate_bits_tests {
+
+using namespace lowrankkv;
+using Eigen::VectorXd;
+
+TEST_CASE("bits: no other allocation of at most as many loses less") {
+  std::mt19937_64 random(2);
+  const std::vector<int> widths{2, 3, 4, 6, 8};
+  for (int trial = 0; trial < 30; ++trial) {
+    std::vector<VectorXd> energies;
+    for (int spectrum = 0; spectrum < 2; ++spectrum)
+      energies.push_back(VectorXd::NullaryExpr(
+          2, [&] { return std::exp(4.0 * std::uniform_real_distribution<double>()(random)); }));
+    const double budget = static_cast<double>(random() % 30);
+    const auto bits = calibrate::allocate_bits(energies, budget, widths);
+    const auto cost = [&](const std::vector<int>& all) {
+      double sum = 0.0;
+      for (int i = 0; i < 4; ++i)
+        sum += energies[static_cast<std::size_t>(i / 2)][i % 2] *
+               calibrate::gaussian_distortion(all[static_cast<std::size_t>(i)]);
+      return sum;
+    };
+    std::vector<int> got;
+    int used = 0;
+    for (const auto& spectrum : bits) {
+      for (const auto width : spectrum) {
+        got.push_back(width);
+        used += width;
+      }
+    }
+    REQUIRE(used <= budget);
+    // Optimal for the bits it used: no allocation of as many bits is better.
+    double best = std::numeric_limits<double>::infinity();
+    const int options[] = {0, 2, 3, 4, 6, 8};
+    for (int code = 0; code < 1296; ++code) {
+      const std::vector<int> all{options[code % 6], options[code / 6 % 6], options[code / 36 % 6],
+                                 options[code / 216]};
+      if (all[0] + all[1] + all[2] + all[3] <= used) best = std::min(best, cost(all));
+    }
+    // Steps that did not fit leave a gap of at most one step.
+    REQUIRE(cost(got) <= best * 1.30 + 1e-12);
+  }
+  const std::vector<VectorXd> many{VectorXd::LinSpaced(50, 10.0, 0.1),
+                                   VectorXd::LinSpaced(50, 100.0, 1.0)};
+  const auto bits = calibrate::allocate_bits(many, 200.0, widths);
+  for (const auto& spectrum : bits) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
+  CHECK(bits[1][0] > bits[0][0]);
+  // Channels that share a width: the same over every group, as good as any other choice for the
+  // groups' mean energies.
+  const auto grouped = calibrate::allocate_bits(many, 200.0, widths, 5);
+  int spent = 0;
+  for (std::size_t spectrum = 0; spectrum < many.size(); ++spectrum) {
+    for (std::size_t channel = 0; channel < grouped[spectrum].size(); ++channel) {
+      CHECK(grouped[spectrum][channel] == grouped[spectrum][channel / 5 * 5]);
+      spent += grouped[spectrum][channel];
+    }
+  }
+  CHECK(spent <= 200);
+  CHECK(spent > 200 - 5 * 8);
+  for (int budget = 0; budget < 700;
+       ++budget) {  // groups that do not divide the channels: still widths that never rise
+    for (const auto& spectrum :
+         calibrate::allocate_bits(many, static_cast<double>(budget), widths, 32))
+      CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
+  }
+  CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, widths, 0), ValueError);
+  CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, std::vector<int>{3, 2}), ValueError);
+  CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths),
+                  ValueError);
+}
+
+}  // namespace allocate_bits_tests

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// Coding statistics: the metric predicts what errors of keys and values do to the output.
+#include <doctest/doctest.h>
+
+#include <Eigen/Dense>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/calibrate/coding_statistics.hpp"
+#include "support/random_model.hpp"
+#include "support/rope.hpp"
+
+namespace coding_statistics_tests {
+
+using namespace lowrankkv;
+using Eigen::MatrixXd;
+using Eigen::VectorXd;
+using support::activations;
+using support::gaussian_rows;
+using support::pre_rope;
+using support::rotate_rows;
+
+TEST_CASE(
+    "the coding metrics are the expected squared change of the layer's output, to first order") {
+  std::mt19937_64 random(1);
+  std::normal_distribution<double> normal;
+  const int dim = 6, n = 60, context = 44, exempt = 5, hidden = 9;
+  const CacheShape shape{4, 2, dim};
+  const auto q = activations(random, n * 4 * dim), k = activations(random, n * 2 * dim),
+             v = activations(random, n * 2 * dim);
+  std::vector<MatrixXd> projections, grams;
+  for (int head = 0; head < 4; ++head) {
+    projections.push_back(MatrixXd::NullaryExpr(dim, hidden, [&] { return normal(random); }));
+    grams.push_back(projections.back() * projections.back().transpose());
+  }
+  calibrate::CodingStatistics statistics(shape, {}, exempt);
+  statistics.set_output_grams(grams);
+  const int stride = 3;
+  statistics.add({q.data(), n, 4, dim}, {k.data(), n, 2, dim}, {v.data(), n, 2, dim}, context,
+                 stride);
+  const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
+    return VectorXd(
+        Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim)
+            .cast<double>());
+  };
+  // The layer's output for a reading token, with keys and values as given.
+  const auto output = [&](const std::vector<float>& keys, const std::vector<float>& values,
+                          int token) {
+    VectorXd out = VectorXd::Zero(hidden);
+    for (int head = 0; head < 4; ++head) {
+      VectorXd logits(token + 1);
+      for (int j = 0; j <= token; ++j)
+        logits[j] = row(q, token, 4, head).dot(row(keys, j, 2, head / 2)) /
+                    std::sqrt(static_cast<double>(dim));
+      const VectorXd weights = (logits.array() - logits.maxCoeff()).exp();
+      for (int j = 0; j <= token; ++j)
+        out += weights[j] / weights.sum() *
+               projections[static_cast<std::size_t>(head)].transpose() *
+               row(values, j, 2, head / 2);
+    }
+    return out;
+  };
+  // Errors of covariance S in one KV head's keys (or values), independent from token to token: the
+  // sum over readers and over stored tokens of the squared first-order change is tr(A S).
+  // Derivatives by central differences.
+  for (const bool keys : {true, false}) {
+    for (int kv = 0; kv < 2; ++kv) {
+      // The metric takes the heads of a group as independent, without cross terms: one head's
+      // projection at a time.
+      const MatrixXd& got =
+          keys ? statistics.head(kv).key_metric : statistics.head(kv).value_metric;
+      MatrixXd independent = MatrixXd::Zero(dim, dim);
+      for (int head = 2 * kv; head < 2 * kv + 2; ++head) {
+        const auto saved = projections;
+        for (int other = 0; other < 4; ++other) {
+          if (other != head) projections[static_cast<std::size_t>(other)].setZero();
+        }
+        for (int token = context; token < n; token += stride) {
+          for (int j = exempt; j < context; ++j) {
+            MatrixXd jacobian(hidden, dim);
+            for (int c = 0; c < dim; ++c) {
+              const auto moved = [&](float step) {
+                auto changed_keys = k, changed_values = v;
+                (keys ? changed_keys
+                      : changed_values)[static_cast<std::size_t>((j * 2 + kv) * dim + c)] += step;
+                return output(changed_keys, changed_values, token);
+              };
+              jacobian.col(c) = (moved(0.01F) - moved(-0.01F)) / 0.02;
+            }
+            independent += jacobian.transpose() * jacobian;
+          }
+        }
+        projections = saved;
+      }
+      CHECK((got - independent).norm() < 0.01 * independent.norm());
+    }
+  }
+  CHECK(statistics.num_queries() == 6.0);
+  CHECK(statistics.head(0).key.count == context - exempt);
+}
+
+TEST_CASE("coding statistics of pre-RoPE keys: every reader rotated back by the token it reads") {
+  std::mt19937_64 random(8);
+  constexpr int dim = 8, n = 400, context = 300, exempt = 10;
+  const CacheShape shape{2, 1, dim};
+  const RopeConfig rope = pre_rope(RopePairing::interleaved, 100.0);
+  auto q = gaussian_rows(random, n * 2 * dim), k = gaussian_rows(random, n * dim),
+       v = gaussian_rows(random, n * dim);
+  for (float& x : q) x *= 2.0F;
+  calibrate::CodingStatistics statistics(shape, rope, exempt);
+  statistics.add({q.data(), n, 2, dim}, {k.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
+  const auto keys = rotate_rows(k, 1, dim, rope);
+  const auto row = [&](const std::vector<float>& all, int token, int heads, int head) {
+    return Eigen::VectorXd(
+        Eigen::Map<const Eigen::VectorXf>(all.data() + (token * heads + head) * dim, dim)
+            .cast<double>());
+  };
+  Eigen::MatrixXd expected = Eigen::MatrixXd::Zero(dim, dim);
+  for (int token = context; token < n; ++token) {
+    for (int head = 0; head < 2; ++head) {
+      const Eigen::VectorXd query = row(q, token, 2, head) / std::sqrt(static_cast<double>(dim));
+      Eigen::VectorXd weights(token + 1), out = Eigen::VectorXd::Zero(dim);
+      for (int j = 0; j <= token; ++j) weights[j] = query.dot(row(keys, j, 1, 0));
+      weights = (weights.array() - weights.maxCoeff()).exp();
+      weights /= weights.sum();
+      for (int j = 0; j <= token; ++j) out += weights[j] * row(v, j, 1, 0);
+      std::vector<float> back(dim);
+      for (int j = exempt; j < context; ++j) {
+        Eigen::Map<Eigen::VectorXf>(back.data(), dim) = query.cast<float>();
+        const auto rotated_back = rotate_rows(back, 1, dim, rope, -j);
+        const Eigen::VectorXd reader = row(rotated_back, 0, 1, 0);
+        expected += weights[j] * weights[j] * (row(v, j, 1, 0) - out).squaredNorm() * reader *
+                    reader.transpose();
+      }
+    }
+  }
+  const Eigen::MatrixXd& found = statistics.head(0).key_metric;
+  CHECK(std::abs(found.trace() / expected.trace() - 1.0) <
+        1e-4);  // sampling keeps every reader's total
+  CHECK((found - expected).norm() < 0.05 * expected.norm());
+  // Statistics of rotated keys are something else.
+  calibrate::CodingStatistics rotated(shape, {}, exempt);
+  rotated.add({q.data(), n, 2, dim}, {keys.data(), n, 1, dim}, {v.data(), n, 1, dim}, context);
+  CHECK((rotated.head(0).key_metric - expected).norm() > 0.2 * expected.norm());
+  CHECK((rotated.head(0).value_metric - statistics.head(0).value_metric).norm() <
+        1e-3 * rotated.head(0).value_metric.norm());
+}
+
+}  // namespace coding_statistics_tests
