@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "device_cache.cuh"
-#include "random_layer.hpp"
+#include "cuda/support/device_cache.cuh"
+#include "cuda/support/random_layer.hpp"
 
 namespace layer_stack_tests {
 

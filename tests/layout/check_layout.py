@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout rules of include/: line budget, no include cycles, includes point down only, macro prefix, docstrings."""
+"""Layout rules of include/: line budget, no include cycles, includes point down only, macro prefix, docstrings; folders of tests/; words."""
 import pathlib
 import re
 import sys
@@ -116,6 +116,15 @@ for folder in sorted({path.parent for path in headers}):
     count, most = sum(path.parent == folder for path in headers), 3 if folder.name == "cuda" else 20
     if folder.is_relative_to(root / "lowrankkv/cuda") and count > most:
         faults.append(f"{folder.relative_to(root)}: {count} headers, at most {most}")
+
+# Tests mirror the paths of what they test: a test of include/lowrankkv/PATH/subject lies in tests/PATH/. Besides, whatever is under these:
+TEST_FOLDERS = {"support", "properties", "compressed_kv_cache", "cuda/support", "cuda/emulated", "compile_fail", "layout", "consumers", "llama", "c_api"}
+tests = pathlib.Path(sys.argv[1]) / "tests"
+for folder in sorted({path.parent for path in tests.rglob("*") if path.is_file() and "__pycache__" not in path.parts} - {tests}):
+    name = folder.relative_to(tests)
+    special = any(str(part) in TEST_FOLDERS for part in [name, *name.parents])
+    if not special and not (root / "lowrankkv" / name).is_dir():
+        faults.append(f"tests/{name}: there is no include/lowrankkv/{name} that its tests could be of; move them to the path of their subject, or add the folder to TEST_FOLDERS in this script")
 
 WHITE, GREY, BLACK = 0, 1, 2
 colour = dict.fromkeys(includes, WHITE)
