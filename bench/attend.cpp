@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One decode step of one layer (32 query heads, 8 KV heads, head_dim 128): FullKV beside
-// StaticPCAHybrid at rank 32 and 77, beside transform codes at 2.5 bits, and beside keys stored
-// before their rotary embedding: lifted (groups of 4), folded (8 query heads).
+// StaticPCAHybrid at rank 32 and 77, beside transform codes at 2.5 bits, and beside pre-RoPE keys:
+// up-projected (groups of 4), folded (8 query heads).
 //
 // Floor of a step: stored bytes read once at the machine's streaming rate (measured here:
 // BM_stream), or 2 products per stored coefficient and query head at its f32 FMA rate, whichever is

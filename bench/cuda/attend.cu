@@ -112,7 +112,7 @@ int main(int count, char** arguments) {
         "joint, 4 3 2 bits", shape,
         bench::joint_basis(shape.kv_heads, 32, 32 * shape.kv_heads, {4, 3, 2}),
         {{}, {}, {4, 32}, {}});
-    // Keys stored before their rotary embedding: lifted to head_dim and turned, tile by tile.
+    // Pre-RoPE keys: up-projected to head_dim and rotated, tile by tile.
     codes("unrotated, 2.5 bits", shape, {4, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 2 bits", shape, {2, 2, 2, 2}, {}, Rope::pre);
     codes("unrotated, 1.5 bits", shape, {2, 2, 2}, {}, Rope::pre);

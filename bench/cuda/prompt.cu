@@ -3,7 +3,7 @@
 // ...>: one layer of Llama-3.1-8B's shape (32 query heads, 8 KV heads, head_dim 128). For every
 // method: ingest() of a prompt whose K and V lie in device memory in f16, and maintain() of 16
 // sequences whose tails are full, a token of each. Where rows are kept by the attention they
-// receive, a prompt's queries all attend to it first, and a step's attention is timed with masses
+// receive, a prompt's queries all attend to it first, and a step's attention is timed with scores
 // and without. Also in chunks of 4096, and those in calls of 512, which wait for each other at full
 // rank. Medians of 15. Arguments: the beginning of a method's name; without, all. Build: nvcc -O3
 // -std=c++20 -I include -gencode=arch=compute_90,code=sm_90 bench/cuda/prompt.cu
@@ -162,7 +162,7 @@ int main(int count, char** arguments) {
                            {{KeyMetric::query_aware, ValueMetric::output_aware}, {}, {4, 32}, {}});
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, Int8>>(
       "OjaKV in 8 bits, 32", bench::basis(kHeads, 32, 32), {{}, {}, {4, 32}, {}});
-  // Bases turned to the axes of the prompt's rows (cuda/update/align_axes.cuh): ranks of 80 in 4
+  // Bases aligned to the axes of the prompt's rows (cuda/update/align_axes.cuh): ranks of 80 in 4
   // bits, of 128 in 2.
   const std::vector<std::uint8_t> four(80, 4);
   measure<CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, TransformCode>>(

@@ -38,7 +38,7 @@ typedef enum lowrankkv_type {
 } lowrankkv_type;
 
 /* How keys come: rotated, or before their rotary embedding, whose pairs are channels i and i +
- * head_dim / 2, or 2 i and 2 i + 1. Only unrotated ones can move to other positions. */
+ * head_dim / 2, or 2 i and 2 i + 1. Only those before it can move to other positions. */
 typedef enum lowrankkv_keys {
   LOWRANKKV_ROTATED = 0,
   LOWRANKKV_UNROTATED_HALVES = 1,
@@ -58,7 +58,7 @@ typedef struct lowrankkv_config {
   double ratio;       /* of the bytes of f16; not of FullKV */
   const char* bases;  /* a calibration bundle; NULL for FullKV */
   int32_t keys;       /* lowrankkv_keys: that of the bundle, where there is one */
-  double rope_theta;  /* of unrotated keys without a bundle */
+  double rope_theta;  /* of keys before RoPE, without a bundle */
 } lowrankkv_config;
 
 /* Rows [num_tokens, heads, head_dim] of the caller's; strides in elements. token_stride 0: they are
@@ -94,7 +94,8 @@ lowrankkv_status lowrankkv_truncate(lowrankkv_cache* cache, int64_t seq, int64_t
 /* Removes tokens [first, first + count); those behind keep their positions. */
 lowrankkv_status lowrankkv_remove(lowrankkv_cache* cache, int64_t seq, int64_t first,
                                   int64_t count);
-/* Moves the tokens from `first` on by `delta` positions: of caches whose keys are stored unrotated.
+/* Moves the tokens from `first` on by `delta` positions: of caches whose keys are stored before
+ * their rotary embedding.
  */
 lowrankkv_status lowrankkv_shift(lowrankkv_cache* cache, int64_t seq, int64_t first, int64_t delta);
 /* Positions of `count` tokens are divided, rounded down. */

@@ -142,16 +142,16 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
   for (const std::string& path : paths) {
     auto moments = lowrankkv::calibrate::load_moments(path, engine.model.config().cache_shape(),
                                                       engine.model.config().num_layers);
-    const bool unrotated = moments.front().rope().keys == lowrankkv::Rope::pre;
+    const bool pre_rope = moments.front().rope().keys == lowrankkv::Rope::pre;
     auto& target = calibration.of(moments.front().rope().keys);
-    if (unrotated && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
+    if (pre_rope && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
       throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " +
                                std::to_string(moments.front().rope().frequencies.front()) +
                                " on, the model's differ");
     }
     if (!target.empty())
       throw std::runtime_error("--bases: " + path + " is a second bundle of " +
-                               (unrotated ? "unrotated" : "rotated") +
+                               (pre_rope ? "unrotated" : "rotated") +
                                " keys, one was read before it");
     target = std::move(moments);
   }
@@ -260,8 +260,8 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
           const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
           for (const lowrankkv::Rope form : forms) {
             const lowrankkv::KeyView key(
-                form == lowrankkv::Rope::pre ? rows.unrotated_key : rows.key, n,
-                config.num_kv_heads, config.head_dim);
+                form == lowrankkv::Rope::pre ? rows.pre_rope_key : rows.key, n, config.num_kv_heads,
+                config.head_dim);
             auto& of_layer = calibration.of(form)[static_cast<std::size_t>(layer)];
             if (!half)
               of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens),

@@ -73,7 +73,7 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
                       int window,
                       std::initializer_list<lowrankkv::Rope> forms = {lowrankkv::Rope::post});
 
-/// Statistics from the projections' weights alone, without a text: of unrotated queries and keys,
+/// Statistics from the projections' weights alone, without a text: of queries and keys before RoPE,
 /// and of values, for inputs whose channels are independent and of unit size before the gain of
 /// their norm. No statistics for transform coding.
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine);

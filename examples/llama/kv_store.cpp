@@ -72,7 +72,7 @@ std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& 
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {
   const Method& method = find(options.method);
   const lowrankkv::Rope keys =
-      options.unrotated || method.info.unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
+      options.pre_rope || method.info.pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
   Recipe recipe{options, {}, model.num_layers, calibration.of(keys), threads};
   recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;

@@ -51,8 +51,8 @@ struct MethodOptions {
   float prefill_rate = -1.0F;  // Oja; negative: the library's default
   float decode_rate = -1.0F;
   float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default
-  bool unrotated =
-      false;  // keys are stored before their rotary embedding, and turned when they are read
+  bool pre_rope =
+      false;  // keys are stored before their rotary embedding, and rotated when they are read
   bool on_gpu = false;  // cache and attention on the GPU
   int channels_together =
       0;  // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
@@ -68,7 +68,7 @@ struct MethodInfo {
   std::string ratio;  // what --ratio means: empty if it means nothing
   std::string description;
   std::vector<double> ratios;  // where the demonstrations measure it
-  bool unrotated = false;      // always stores keys before their rotary embedding
+  bool pre_rope = false;       // always stores keys before their rotary embedding
 };
 
 const std::vector<MethodInfo>& methods();
@@ -77,11 +77,11 @@ const MethodInfo& find_method(const std::string& name);
 /// What a model was calibrated to, per layer, by the form of the keys; a form that was not is
 /// empty.
 struct Calibration {
-  std::vector<lowrankkv::calibrate::LayerMoments> rotated, unrotated;
+  std::vector<lowrankkv::calibrate::LayerMoments> post_rope, pre_rope;
 
-  auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? unrotated : rotated; }
+  auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? pre_rope : post_rope; }
   const auto& of(lowrankkv::Rope keys) const {
-    return keys == lowrankkv::Rope::pre ? unrotated : rotated;
+    return keys == lowrankkv::Rope::pre ? pre_rope : post_rope;
   }
 };
 

@@ -73,7 +73,7 @@ struct Options {
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
         ->check(CLI::Range(0.0, 1.0));
-    app->add_flag("--pre-rope", method.unrotated,
+    app->add_flag("--pre-rope", method.pre_rope,
                   "store keys before their rotary embedding (bases: calibrate --pre-rope)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
     app->add_option(
@@ -199,8 +199,8 @@ int main(int argc, char** argv) try {
                    "tokens of a window; default: the model's context")
       ->check(CLI::Range(2, 1 << 20));
 
-  bool unrotated = false;
-  calibrate->add_flag("--pre-rope", unrotated, "statistics of keys before their rotary embedding");
+  bool pre_rope = false;
+  calibrate->add_flag("--pre-rope", pre_rope, "statistics of keys before their rotary embedding");
 
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
@@ -247,7 +247,7 @@ int main(int argc, char** argv) try {
   if (calibrate->parsed()) {
     if (text.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");
-    const lowrankkv::Rope form = unrotated ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
+    const lowrankkv::Rope form = pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
     const auto moments =
         from_weights
             ? llama::calibrate_from_weights(engine)

@@ -235,7 +235,7 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
   }
   std::vector<float> query(static_cast<std::size_t>(n * query_width)), attended(query.size());
   std::vector<float> key(static_cast<std::size_t>(n * key_width)), value(key.size());
-  std::vector<float> unrotated_key;
+  std::vector<float> pre_rope_key;
   std::vector<float> gate(static_cast<std::size_t>(n * config_.intermediate_size)), up(gate.size());
   for (int i = 0; i < config_.num_layers; ++i) {
     const Layer& layer = layers_[static_cast<std::size_t>(i)];
@@ -243,10 +243,10 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
     apply(layer.query, normed.data(), n, query.data());
     apply(layer.key, normed.data(), n, key.data());
     apply(layer.value, normed.data(), n, value.data());
-    unrotated_key = key;
+    pre_rope_key = key;
     rotate(query.data(), n, config_.num_qo_heads, cosines, sines);
     rotate(key.data(), n, config_.num_kv_heads, cosines, sines);
-    attention(i, {query.data(), key.data(), value.data(), unrotated_key.data()}, attended.data());
+    attention(i, {query.data(), key.data(), value.data(), pre_rope_key.data()}, attended.data());
     apply(layer.output, attended.data(), n, delta.data());
     Eigen::Map<Eigen::ArrayXf>(x.data(), n * hidden) +=
         Eigen::Map<const Eigen::ArrayXf>(delta.data(), n * hidden);

@@ -55,7 +55,7 @@ struct Projected {
   const float* query = nullptr;
   const float* key = nullptr;
   const float* value = nullptr;
-  const float* unrotated_key = nullptr;
+  const float* pre_rope_key = nullptr;
 };
 /// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].
 using Attention = std::function<void(int layer, const Projected& rows, float* out)>;

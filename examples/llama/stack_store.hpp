@@ -22,7 +22,7 @@ class StackStore final : public KvStore {
              const typename Cache::PolicySet& policies,
              std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
       : shape_(config.shape),
-        unrotated_(config.rope.keys == lowrankkv::Rope::pre),
+        pre_rope_(config.rope.keys == lowrankkv::Rope::pre),
         stack_(config, std::move(bases), policies, std::move(threads)) {}
 
   void create(lowrankkv::SequenceId seq) override { stack_.create(seq); }
@@ -67,7 +67,7 @@ class StackStore final : public KvStore {
     return {rows.query, n, shape_.num_qo_heads, shape_.head_dim};
   }
   lowrankkv::KeyView keys(const Projected& rows, std::int64_t n) const {
-    return {unrotated_ ? rows.unrotated_key : rows.key, n, shape_.num_kv_heads, shape_.head_dim};
+    return {pre_rope_ ? rows.pre_rope_key : rows.key, n, shape_.num_kv_heads, shape_.head_dim};
   }
   lowrankkv::ValueView values(const Projected& rows, std::int64_t n) const {
     return {rows.value, n, shape_.num_kv_heads, shape_.head_dim};
@@ -77,7 +77,7 @@ class StackStore final : public KvStore {
   }
 
   lowrankkv::CacheShape shape_;
-  bool unrotated_ = false;
+  bool pre_rope_ = false;
   lowrankkv::LayerStack<Cache> stack_;
   std::vector<float> accumulated_;
 };
@@ -86,9 +86,9 @@ class StackStore final : public KvStore {
 /// everything else of the model is on the CPU.
 class DeviceStore final : public KvStore {
  public:
-  /// @param unrotated  keys are stored before their rotary embedding
-  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool unrotated)
-      : caches_(std::move(caches)), unrotated_(unrotated) {}
+  /// @param pre_rope  keys are stored before their rotary embedding
+  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool pre_rope)
+      : caches_(std::move(caches)), pre_rope_(pre_rope) {}
   void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
   void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
   void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
@@ -114,10 +114,10 @@ class DeviceStore final : public KvStore {
 
  private:
   const float* key_of(const Projected& rows) const {
-    return unrotated_ ? rows.unrotated_key : rows.key;
+    return pre_rope_ ? rows.pre_rope_key : rows.key;
   }
   std::unique_ptr<DeviceCaches> caches_;
-  bool unrotated_ = false;
+  bool pre_rope_ = false;
 };
 
 /// What the command line asks for, and the model that it is for.

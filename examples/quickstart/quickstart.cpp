@@ -68,9 +68,9 @@ int main(int argc, char** argv) try {
   const llama::Calibration moments =
       llama::calibrate(engine, llama::read_text(data + "/text/calibration_prose.txt"), 98304,
                        config.max_positions, {lowrankkv::Rope::post, lowrankkv::Rope::pre});
-  lowrankkv::calibrate::save_moments(out + "/bases.safetensors", moments.rotated,
+  lowrankkv::calibrate::save_moments(out + "/bases.safetensors", moments.post_rope,
                                      {{"source", "calibration_prose"}});
-  lowrankkv::calibrate::save_moments(out + "/bases_unrotated.safetensors", moments.unrotated,
+  lowrankkv::calibrate::save_moments(out + "/bases_unrotated.safetensors", moments.pre_rope,
                                      {{"source", "calibration_prose"}});
 
   std::vector<std::string> names;

@@ -194,7 +194,7 @@ TEST_CASE("the C ABI says what went wrong") {
   CHECK(lowrankkv_abi_version() == LOWRANKKV_ABI_VERSION);
   lowrankkv_close(cache);
 
-  // Keys before their rotary embedding: tokens go from the middle, and those behind close up.
+  // Pre-RoPE keys: tokens are removed from the middle, and those behind move up.
   config.keys = LOWRANKKV_UNROTATED_PAIRS;
   config.rope_theta = 1e4;
   REQUIRE(lowrankkv_open(&config, &cache) == LOWRANKKV_OK);

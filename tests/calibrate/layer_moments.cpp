@@ -134,11 +134,11 @@ TEST_CASE(
   const CacheShape shape{1, 1, dim};
   RopeConfig rope = pre_rope();
   rope.frequencies = {
-      1.0, 1e-6};  // pairs (0, 2) and (1, 3): one turns with every token, one hardly at all
+      1.0, 1e-6};  // pairs (0, 2) and (1, 3): one rotates with every token, one hardly at all
   std::vector<float> q(n * dim, 0.0F), zero(n * dim, 0.0F);
   for (int token = 0; token < n; ++token)
     q[static_cast<std::size_t>(token * dim)] = q[static_cast<std::size_t>(token * dim + 1)] =
-        1.0F;  // always (1, 1, 0, 0) before turning
+        1.0F;  // always (1, 1, 0, 0) before rotation
   const auto rotated_queries = rotate_rows(q, 1, dim, rope);
   calibrate::LayerMoments moments(shape, rope);
   moments.add({rotated_queries.data(), n, 1, dim}, {zero.data(), n, 1, dim},

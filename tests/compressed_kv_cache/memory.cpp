@@ -101,16 +101,16 @@ TEST_CASE("append and attend allocate nothing") {
   const int n = 700;
   const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),
              v = support::random_rows(random, n, 2, 64);
-  for (const bool unrotated : {false, true}) {
+  for (const bool pre_rope : {false, true}) {
     CacheConfig config{.shape = kShape,
                        .max_sequences = 2,
-                       .full_row_bits = unrotated ? 8 : 0,
-                       .num_threads = unrotated ? 1 : 2};
-    if (unrotated) config.rope.keys = Rope::pre;
+                       .full_row_bits = pre_rope ? 8 : 0,
+                       .num_threads = pre_rope ? 1 : 2};
+    if (pre_rope) config.rope.keys = Rope::pre;
     OjaKV<> cache(config, basis());
     cache.create(0);
     cache.ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64}, {q.data(), n, 8, 64});
-    if (unrotated) cache.shift_positions(0, 300, 17);
+    if (pre_rope) cache.shift_positions(0, 300, 17);
     std::vector<float> out(8 * 64 * 8);
     cache.append(0, {k.data(), 1, 2, 64}, {v.data(), 1, 2, 64});
     cache.attend(0, {q.data(), 1, 8, 64}, {out.data(), 1, 8, 64});

@@ -18,7 +18,7 @@ namespace {
 
 const CacheShape kShape{4, 2, 32};
 
-/// Rows whose energy decays over channels and whose subspace turns as the stream goes on, so that
+/// Rows whose energy decays over channels and whose subspace rotates as the stream goes on, so that
 /// bases have something to follow.
 std::vector<float> stream(std::uint64_t seed, int tokens, int heads) {
   std::mt19937_64 random(seed);

@@ -110,8 +110,10 @@ TEST_CASE(
     cache.attend(0, query.tokens(n - 1, 1), {alone.data(), 1, 3, dim});
     cache.attend(0, query.tokens(n - 2, 2), {together.data(), 2, 3, dim});
     for (std::size_t i = 0; i < alone.size(); ++i)
-      REQUIRE(alone[i] == together[3 * dim + i]);  // not a bit: splits leave no trace
-    // The lifted form, which a group of two takes, says the same to rounding.
+      REQUIRE(
+          alone[i] ==
+          together[3 * dim + i]);  // bit for bit: it does not matter how many queries come at once
+    // A group of two up-projects keys instead: the same to rounding.
     CacheConfig pairs = config;
     pairs.shape.num_qo_heads = 6;
     CompressedKVCache<Cpu, PerHead, Static, SinkRecent, NoQuantizer> up_projected(pairs, basis,
@@ -172,7 +174,7 @@ TEST_CASE(
   kept_alone.attend(0, {q.data(), 1, 2, dim}, {expected.data(), 1, 2, dim});
   cache.attend(0, {q.data(), 1, 2, dim}, {found.data(), 1, 2, dim});
   for (std::size_t i = 0; i < found.size(); ++i) CHECK(std::abs(found[i] - expected[i]) < 1e-5F);
-  // Moved back, nothing is left of it.
+  // Shifted back, nothing is stored of it.
   cache.shift_positions(0, sinks + dropped, dropped);
   CHECK(cache.memory(0).total() == bytes);
 }
@@ -268,7 +270,7 @@ TEST_CASE("what cannot be rotated or moved is refused, and nothing moves") {
     CacheConfig wrong = config;
     change(wrong.rope);
     CHECK_THROWS_AS(Cache{wrong}, Error);
-    wrong.rope.keys = Rope::post;  // nobody asks
+    wrong.rope.keys = Rope::post;  // not validated for post-RoPE keys
     CHECK_NOTHROW(Cache{wrong});
   };
   refused([](RopeConfig& rope) { rope.theta = 0.0; });

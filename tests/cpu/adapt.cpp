@@ -14,7 +14,7 @@
 
 namespace adapt_tests {
 namespace {
-/// An updater that returns no basis.
+/// An updater whose basis is not finite.
 struct Broken {};
 }  // namespace
 }  // namespace adapt_tests

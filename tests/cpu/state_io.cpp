@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving and loading sequences: what goes on after a load is what would have gone on, and nothing
-// foreign gets in.
+// Saving and loading sequences: a loaded one continues as the original would have, and states that
+// do not fit are refused.
 #include <doctest/doctest.h>
 
 #include <cstring>
@@ -70,7 +70,7 @@ std::string raised(Function&& function) {
   return "nothing was raised";
 }
 
-/// The checksum of the frame made right again.
+/// Makes the checksum of the frame valid again.
 void seal(std::vector<std::byte>& bytes) {
   const std::uint64_t sum = checksum(std::span<const std::byte>(bytes).subspan(24));
   std::memcpy(bytes.data() + 16, &sum, sizeof sum);
@@ -198,7 +198,7 @@ TEST_CASE("accumulated scores that are no numbers are refused: rows are ordered 
   REQUIRE(bytes.size() == before.size());
   int accumulated_scores = 0;
   for (std::size_t byte = 24; byte + 4 <= bytes.size();
-       ++byte) {  // where one more changed four bytes, the scores lie
+       ++byte) {  // the scores lie where adding one changed four bytes
     float old = 0.0F, now = 0.0F;
     std::memcpy(&old, before.data() + byte, sizeof old);
     std::memcpy(&now, bytes.data() + byte, sizeof now);

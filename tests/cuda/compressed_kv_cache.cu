@@ -67,13 +67,13 @@ TEST_CASE("the same of keys stored before their rotary embedding") {
         Method::oja_int8, Method::subspace_a, Method::directions, Method::oja_outliers,
         Method::oja_snapkv}) {
     for (const DType type : {DType::f16, DType::bf16}) {
-      // Scores see turned keys rounded to their type, here but not there: in bf16 too many of them
-      // change places.
+      // SnapKV scores see rotated keys, rounded to their type here but not on the CPU: in bf16 too
+      // many rows change places.
       if (support::by_scores(method) && type == DType::bf16) continue;
       Settings settings;
       settings.method = method;
       settings.coefficients = type;
-      settings.unrotated = true;
+      settings.pre_rope = true;
       const std::string name = support::kMethodNames[static_cast<int>(method)];
       CAPTURE(name);
       CAPTURE(std::string(name_of(type)));

@@ -166,8 +166,8 @@ TEST_CASE("layers of a stack on the device: as layers alone") {
     Stack other(model.config, model.bases(), model.policies);
     other.load(9, saved);
     CHECK(answers(other, loaded, query) == original);
-    // A copy loses tokens, the original none; what is left is what a cache has that was given the
-    // rest.
+    // Tokens are removed from a copy, none from the original; what is left is what a cache has that
+    // was given the rest.
     stack.fork(1, 4);
     const std::int64_t tokens = stack.num_tokens(4),
                        needed = stack.layer(0).pages_to_remove(4, 40, 90);

@@ -192,9 +192,9 @@ TEST_CASE(
     "keys stored before their rotary embedding: FullKV's answers, and less lost at equal bytes") {
   const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
   std::vector<std::vector<std::int32_t>> answers;
-  for (const bool unrotated : {false, true}) {
+  for (const bool pre_rope : {false, true}) {
     const auto store =
-        make_store({.method = "FullKV", .storage = lowrankkv::DType::f32, .unrotated = unrotated},
+        make_store({.method = "FullKV", .storage = lowrankkv::DType::f32, .pre_rope = pre_rope},
                    nano().model.config(), 1100, {}, nano().threads);
     answers.push_back(generate(nano(), *store, samples[0].prompt, 24, {}, {}));
   }
@@ -216,9 +216,9 @@ TEST_CASE(
 TEST_CASE("bases from the projections' weights alone, without a text") {
   const Calibration weights{{}, calibrate_from_weights(nano())};
   auto contenders = make_contenders(nano(), {"FullKV", "StaticPCAHybrid"}, {0.9},
-                                    {.context = 1024, .unrotated = true}, 1100, weights);
+                                    {.context = 1024, .pre_rope = true}, 1100, weights);
   auto without = make_contenders(nano(), {"StaticPCAHybrid"}, {0.3},
-                                 {.context = 1024, .unrotated = true}, 1100, weights);
+                                 {.context = 1024, .pre_rope = true}, 1100, weights);
   contenders.push_back(std::move(without.front()));
   measure_bits_per_byte(nano(), contenders, "prose", read_text(kData + "/text/prose.txt"), 2);
   const double full = contenders[0].row.bits_per_byte.at("prose");

@@ -201,8 +201,8 @@ class Driver {
     refresh(seq);
   }
 
-  /// A key [head_dim] as attention must see it: turned to the position of its token, if it came
-  /// unrotated.
+  /// A key [head_dim] as attention must see it: a pre-RoPE key is rotated to the position of its
+  /// token.
   Eigen::VectorXd rotated(Eigen::VectorXd key, std::int64_t position) const {
     const RopeConfig& rope = setup_.config.rope;
     if (rope.keys == Rope::post) return key;
@@ -219,7 +219,7 @@ class Driver {
     }
     return key;
   }
-  /// Tokens from some place on move; nothing that is stored may change. Rotated keys cannot move.
+  /// Tokens from some place on move; nothing that is stored may change. Post-RoPE keys cannot move.
   void shift() {
     const SequenceId seq = pick();
     Sequence& sequence = sequences_.at(seq);

@@ -131,7 +131,7 @@ Run generate(Session& session, const Tokens& prompt, int count, const AfterStep&
 llama::Calibration calibrate(llama_model& model, const llama::Config& config,
                              const std::string& text, int window, int threads) {
   llama::Calibration calibration;
-  calibration.rotated.assign(
+  calibration.post_rope.assign(
       static_cast<std::size_t>(config.num_layers),
       lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(lowrankkv::Rope::post)));
   AttentionSwap watch(
@@ -140,7 +140,7 @@ llama::Calibration calibrate(llama_model& model, const llama::Config& config,
         const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
         const lowrankkv::KeyView key(rows.key, n, config.num_kv_heads, config.head_dim);
         const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
-        auto& moments = calibration.rotated[static_cast<std::size_t>(layer)];
+        auto& moments = calibration.post_rope[static_cast<std::size_t>(layer)];
         moments.add(query, key, value);
         moments.coding().add(query, key, value, std::max<std::int64_t>(1, n / 2), 1,
                              [](int parts, auto&& part) {
@@ -149,7 +149,7 @@ llama::Calibration calibrate(llama_model& model, const llama::Config& config,
         return false;  // the engine's own attention stands
       },
       [&](int layer, std::int64_t n, const float* rows) {
-        calibration.rotated[static_cast<std::size_t>(layer)].coding().add_residual_stream(
+        calibration.post_rope[static_cast<std::size_t>(layer)].coding().add_residual_stream(
             {rows, n, config.hidden_size});
       });
   Session session(model, window, threads, GGML_TYPE_F16, &watch);
@@ -209,7 +209,7 @@ int main(int argc, char** argv) try {
   app.add_flag("--f32", wide, "both caches in f32 instead of f16");
   app.add_flag("--require-same-text", require_same_text, "fail unless both texts are the same");
   CLI11_PARSE(app, argc, argv);
-  if (llama::find_method(options.method).unrotated)
+  if (llama::find_method(options.method).pre_rope)
     throw std::runtime_error(
         options.method +
         " stores keys before their rotary embedding; this program hands over rotated ones");

@@ -36,7 +36,8 @@ TEST_CASE(
   policies.token_policy.get<HeavyHitters>() = {0.0F, 30, 10};
   Both both({.shape = kShape, .max_tokens = 300}, basis(), policies);
   both.create(0);
-  ingest(both, random, 210);  // 200 rows leave, SnapKV keeps 40, of which the 30 heaviest stay
+  ingest(both, random,
+         210);  // 200 rows leave, SnapKV keeps 40, of which the 30 with the largest scores stay
   std::vector<RowState> states(200);
   both.row_states(0, 0, 0, states);
   CHECK(std::count(states.begin(), states.end(), RowState::compressed) == 30);

@@ -25,7 +25,7 @@ TEST_CASE(
     Settings settings;
     const Method methods[] = {Method::full, Method::hybrid, Method::codes};
     settings.method = methods[trial % 3];
-    settings.unrotated = trial >= 12;
+    settings.pre_rope = trial >= 12;
     CacheConfig config;
     const int groups[] = {1, 2, 4, 7}, dims[] = {64, 128, 256};
     config.shape.num_kv_heads = 2;
@@ -35,7 +35,7 @@ TEST_CASE(
     config.max_sequences = 2;
     config.epoch_type = DType::f32;
     settings.recent = 20;
-    if (settings.unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
+    if (settings.pre_rope) config.rope = support::random_rope(random, config.shape.head_dim);
     const auto layer = support::random_layer(random, config.shape, settings, 40);
     const auto device = make_device(settings, config, layer.basis);
     device->create(1);
@@ -59,7 +59,7 @@ TEST_CASE(
                           before_value, query, expected, expected_lse);
       CAPTURE(trial);
       CAPTURE(n);
-      const double limit = settings.unrotated                              ? 4e-3
+      const double limit = settings.pre_rope                               ? 4e-3
                            : settings.method == Method::codes && part == 1 ? 1e-3
                                                                            : 2e-5;
       CHECK(distance(out, expected) < limit);

@@ -42,7 +42,7 @@ void append_rows(std::vector<float>& all, const std::vector<float>& more) {
   all.insert(all.end(), more.begin(), more.end());
 }
 
-/// A layer, a prompt of it, and where the prompt is cut.
+/// A layer, a prompt of it, and where its calls end.
 struct Case {
   Case(Random& random, Settings& settings, DType type) {
     config.shape = support::random_shape(random, 2, {1, 2, 4, 8}, {64, 80, 96, 128});
@@ -52,7 +52,7 @@ struct Case {
     config.epoch_type = DType::f32;
     config.publish_interval = 40;
     config.prefill_chunk = 20 + static_cast<int>(random() % 300);
-    if (settings.unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
+    if (settings.pre_rope) config.rope = support::random_rope(random, config.shape.head_dim);
     settings.sinks = static_cast<int>(random() % 30);
     settings.recent = 1 + static_cast<int>(random() % 60);
     settings.snapkv = {0.25F + 0.25F * static_cast<float>(random() % 3), 0,
@@ -171,7 +171,8 @@ void in_chunks(Settings settings, DType type, std::uint64_t seed, int trials, do
     whole.reconstruct(1, key, value);
     for (const SequenceId seq : {1, 2}) {
       CAPTURE(seq);
-      if constexpr (has_scores) {  // masses, and what they choose among equals, are such sums too
+      if constexpr (has_scores) {  // accumulated scores are such sums too, and choose otherwise
+                                   // among equals
         cut.reconstruct(seq, own_key, own_value);
         CHECK(support::different_rows(own_key, key, prompt.config.shape.head_dim) <=
               2 + own_key.size() / static_cast<std::size_t>(prompt.config.shape.head_dim) / 100);
@@ -214,7 +215,7 @@ TEST_CASE("a prompt in chunks, of which calls may take any part") {
                                  true);
     settings.method = Method::codes;
     in_chunks<Codes>(settings, type, 902, trials, 1e-3, true);
-    settings.unrotated = true;
+    settings.pre_rope = true;
     in_chunks<Codes>(settings, type, 903, trials, 4e-3, true);
     settings.method = Method::snapkv_only;
     in_chunks<SnapKVOnly<Cuda>>(settings, type, 906, trials, 4e-3, true);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Certificates on the device: never violated, as large as float64 says and no larger, through
-// whatever a sequence goes. Joint values: certify_joint_values.cu.
+// Certificates on the device, through every operation on a sequence: never violated, and no larger
+// than float64 says. Joint values: certify_joint_values.cu.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that rotations make orthogonal: they are, in f32, and the products of their channels are
-// what they were.
+// Jacobi rotations: rows become orthogonal in f32, and the products of their channels stay.
 #include <doctest/doctest.h>
 
 #include <algorithm>

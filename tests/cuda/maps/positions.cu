@@ -70,7 +70,7 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
     CAPTURE(trial);
     const SequenceId one = 1;
     device.cache.create(1);
-    std::vector<PositionShift> said;  // what a plain list of them says
+    std::vector<PositionShift> said;  // the same shifts in a plain list
     const auto position = [&](std::int64_t token) {
       std::int64_t at = token;
       for (const PositionShift& shift : said) at += token >= shift.first ? shift.offset : 0;
@@ -87,10 +87,11 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
         said.push_back({first, deltas[random() % 5]});
         device.cache.shift_positions(1, first, said.back().offset);
       }
-      const std::int64_t tokens = device.cache.num_tokens(1),
-                         count = std::min<std::int64_t>(
-                             tokens / 4,
-                             30);  // tokens of the middle go, those behind stay where they are
+      const std::int64_t
+          tokens = device.cache.num_tokens(1),
+          count = std::min<std::int64_t>(
+              tokens / 4,
+              30);  // tokens are removed from the middle, those behind keep their positions
       if constexpr (!std::is_same_v<Cache, Outliers>) {
         const std::int64_t first = tokens / 3 + settings.sinks;
         if (part > 0 && first + count < tokens) {
@@ -132,7 +133,7 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
     }
     const auto query = layer.queries(random, 1);
     const Answer before = device.attend(std::span(&one, 1), query);
-    // A fork goes its own way; a loaded sequence goes on.
+    // A fork diverges; a loaded sequence continues.
     const SequenceId two = 2, three = 3;
     device.cache.fork(1, 2);
     device.cache.shift_positions(2, device.cache.num_tokens(2) / 2, -11);
@@ -144,7 +145,7 @@ void moved_tokens(DType type, std::uint64_t seed, double limit, bool moves = fal
     CHECK(other.attend(std::span(&three, 1), query) == forked);
     CHECK(other.cache.position_shifts(3) == device.cache.position_shifts(2));
     CHECK(other.save(3) == device.save(2));
-    // What is said of tokens that are cut off is forgotten.
+    // Shifts of truncated tokens are forgotten.
     const std::int64_t length = device.cache.rollback_limit(2) + 1;
     device.cache.shift_positions(2, length, 9);
     device.cache.truncate(2, length);
@@ -248,7 +249,7 @@ TEST_CASE("positions that cannot be moved stay") {
   const auto saved = device.save(1);
   CHECK(message_of([&] { static_cast<void>(device.cache.position(1, 201)); }) ==
         "position: token 201, sequence has 200 tokens");
-  // Saved states are believed less. The last piece is token 94, moved by 32.
+  // Saved states are checked more strictly. The last piece is token 94, moved by 32.
   const PositionShift piece{94, 32};
   const auto last =
       std::search(saved.begin(), saved.end(), reinterpret_cast<const std::byte*>(&piece),

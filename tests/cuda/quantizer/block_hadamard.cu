@@ -78,7 +78,8 @@ double random_sequences(bool outliers, DType type, std::uint64_t seed, int trial
       for (std::size_t i = 0; i < 3; ++i) {
         const Answer own{third(answer.out, i), third(answer.lse, i)};
         compare(side, seqs[i], *cpu[i], third(query, i), own, worst);
-        CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == own);  // whatever the batch
+        CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) ==
+              own);  // the same in any batch
       }
       if (step == 2) truncate_one(random, side, seqs, cpu, outliers);
       if (step == 1) remove_middles(side, seqs, cpu, settings.tokens.sinks, outliers);
@@ -200,7 +201,7 @@ TEST_CASE(
   for (const auto* seq : {&two, &three}) {
     CHECK(side.attend(*seq, query) == before);
     for (std::size_t i = 0; i < rows.size(); i += 2) side.append(*seq, rows[i], rows[i + 1]);
-    CHECK(side.attend(one, query) == before);  // it is left alone
+    CHECK(side.attend(one, query) == before);  // the original is unchanged
   }
   for (std::size_t i = 0; i < rows.size(); i += 2) side.append(one, rows[i], rows[i + 1]);
   const Answer later = side.attend(one, query);

@@ -32,7 +32,7 @@ using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode
 using HeavyCodes =
     CompressedKVCache<Cuda, PerHead, Static, Compose<SinkRecent, HeavyHitters>, TransformCode>;
 
-/// An engine's allocator, which may run dry.
+/// An engine's allocator, which may run out.
 struct Memory : gpu::DeviceMemory {
   void* allocate(std::size_t bytes) override {
     void* memory = nullptr;
@@ -47,7 +47,7 @@ struct Memory : gpu::DeviceMemory {
     live -= bytes;
   }
   std::size_t live = 0, most = std::size_t{1} << 30;
-  int left = 1 << 30;  ///< so many more times
+  int left = 1 << 30;  ///< allocations that are left
 };
 struct LentAllocator {
   explicit LentAllocator(Memory& memory) : before(gpu::exchange_device_memory(&memory)) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program may reset its device and go on: what kernels were allowed is then gone, and asked for
-// again.
+// A program may reset its device and go on: what shared memory kernels are allowed is then
+// forgotten, and asked for again.
 #include <doctest/doctest.h>
 
 #include <vector>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention that rows receive, said on request by caches that keep no rows by it.
+// Attention that rows receive, on request, in caches whose token policy does not use it.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -14,14 +14,14 @@ using namespace heavy;
 
 namespace {
 
-/// Masses on request, of a cache that keeps no rows by them, against float64 over what is stored.
+/// Scores on request, against float64 attention over what is stored.
 template <class Cache>
 double scores_on_request(Random& random, const RandomLayer& layer,
                          const typename Cache::PolicySet& policies, double limit,
-                         bool unrotated = false) {
+                         bool pre_rope = false) {
   CacheConfig config = config_of(layer.shape, 3000, 2, 16);
   config.publish_interval = 40;
-  if (unrotated) config.rope = support::random_rope(random, layer.shape.head_dim);
+  if (pre_rope) config.rope = support::random_rope(random, layer.shape.head_dim);
   support::DeviceCache<Cache> side(config, layer.basis, policies);
   const int heads = layer.shape.num_kv_heads, dim = layer.shape.head_dim,
             queries = layer.shape.num_qo_heads;
@@ -63,7 +63,7 @@ double scores_on_request(Random& random, const RandomLayer& layer,
       }
     }
     CHECK(zeros);
-    worst = std::max(worst, distance(found, masses_f64(layer.shape, config.scale(),
+    worst = std::max(worst, distance(found, scores_f64(layer.shape, config.scale(),
                                                        support::rotated(config, key), there,
                                                        part_of(query, i, 2))));
   }
@@ -100,7 +100,7 @@ TEST_CASE(
                                                    << ", SnapKV " << snapkv << ", StarKV " << star);
   const double moving = scores_on_request<OjaKVv2<Cuda>>(random, layer, outliers, 4e-3, true),
                publishing = scores_on_request<SubSpaceA<Cuda>>(random, layer, chunks, 4e-3, true);
-  // Keys of few channels and values of many: it is both that say how many rows a tile has.
+  // Keys of few channels and values of many: both decide how many rows a tile has.
   RandomLayer longer = support::random_layer(random, {4, 1, 256}, {}, 160);
   HeadBasis& head = longer.basis.heads.front();
   std::vector<float> fewer;

@@ -28,25 +28,25 @@ TEST_CASE(
       config.shape = {group * heads, heads, dims[trial % 4]};
       config.full_type = type;
       config.max_sequences = 2;
-      const bool unrotated = trial >= 8;
-      if (unrotated) config.rope = support::random_rope(random, config.shape.head_dim);
+      const bool pre_rope = trial >= 8;
+      if (pre_rope) config.rope = support::random_rope(random, config.shape.head_dim);
       config.max_tokens = 4000;
       const int dim = config.shape.head_dim, n = lengths[random() % 5],
                 w = std::min(n, 1 + static_cast<int>(random() % 40));
       gpu::LayerTiles tiles;
-      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), unrotated);
+      tiles.full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), pre_rope);
       tiles.listed = tiles.full;
       tiles.listed.tiles_per_page = 1;
       tiles.page_bytes = static_cast<std::size_t>(tiles.full.bytes);
-      const int slot = 1, position = unrotated ? static_cast<int>(random() % 3000)
-                                               : 0;  // of the first row's token
+      const int slot = 1, position = pre_rope ? static_cast<int>(random() % 3000)
+                                              : 0;  // of the first row's token
       PositionShifts shifts;
       if (trial % 4 == 3) {
         shifts.add(position + n / 3, -77);
         shifts.divide(0, position + n / 2, 3);
       }
       gpu::LayerState layer(config, tiles, {}, {100, 0}, {}, {}, nullptr);
-      if (unrotated) layer.rotary().write_shifts(slot, shifts, nullptr);
+      if (pre_rope) layer.rotary().write_shifts(slot, shifts, nullptr);
       std::vector<float> key(static_cast<std::size_t>(n * heads * dim)),
           query(static_cast<std::size_t>(w * heads * group * dim));
       for (float& x : key) x = round_to(type, normal(random));
@@ -116,8 +116,8 @@ TEST_CASE(
         CAPTURE(n);
         CAPTURE(w);
         CAPTURE(dim);
-        CAPTURE(unrotated);
-        // Queries are rounded to the rows' type, and so are keys once they are turned: logits of
+        CAPTURE(pre_rope);
+        // Queries are rounded to the rows' type, and so are keys once they are rotated: logits of
         // size 2 sqrt(head_dim) / 8 change by its last place.
         CHECK(std::sqrt(error / norm) < (type == DType::f16 ? 3e-3 : 3e-2));
       }

@@ -34,12 +34,11 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
     if (effort() == 0 && method != Method::codes && method != Method::subspace_a &&
         method != Method::oja_merging && method != Method::oja_snapkv)
       continue;
-    for (const bool unrotated :
-         {false,
-          true}) {  // what lifts keys is copied with bases that move, elsewhere it is everybody's
-      if (unrotated && !support::adapts(method)) continue;
+    for (const bool pre_rope : {false, true}) {  // maps that up-project keys are copied with bases
+                                                 // that move; else all sequences share them
+      if (pre_rope && !support::adapts(method)) continue;
       CAPTURE(std::string(support::kMethodNames[static_cast<int>(method)]));
-      CAPTURE(unrotated);
+      CAPTURE(pre_rope);
       Settings settings;
       settings.method = method;
       settings.outliers.share = 0.05F;
@@ -52,7 +51,7 @@ TEST_CASE("a fork and a loaded copy go on as the original, bit for bit, and leav
       config.flush_interval = 16;
       config.publish_interval = 40;
       settings.directions.chunk_length = 60;
-      if (unrotated) config.rope.keys = Rope::pre;
+      if (pre_rope) config.rope.keys = Rope::pre;
       const auto layer = support::random_layer(random, config.shape, settings, 24);
       const auto device = make_device(settings, config, layer.basis);
       device->create(1);
@@ -148,7 +147,7 @@ TEST_CASE(
   CHECK(with(states + 8, std::int32_t{-1}).find("sketch 0 holds -1 rows") != std::string::npos);
   CHECK(with(states + 16, std::int64_t{1} << 50).find("sketch 1 holds") != std::string::npos);
   CHECK(with(rows + 4, std::nanf("")).find("number 1 of the sketches is nan") != std::string::npos);
-  // Rows that are cut off leave the chunk that they were of: what is saved then can be loaded.
+  // Truncated rows leave their chunk: what is saved then can be loaded.
   device->truncate(1, 100);
   CHECK(load(device->save(1)) == "nothing was raised");
   device->erase(2);
@@ -272,8 +271,8 @@ TEST_CASE("a state may hold no more full rows than the policies that load it wou
   } catch (const FormatError& error) {
     message = error.what();
   }
-  // 32 sinks, and of 368 rows behind which a window of 32 stays nearly a half, where a fiftieth is
-  // allowed, and as many again as heads may differ by.
+  // 32 sinks, and nearly a half of the 368 rows before a window of 32. Allowed are a fiftieth of
+  // them, and as many again as heads may differ by.
   CHECK(message.find("this cache's token policy keeps at most") != std::string::npos);
   CHECK(!few.cache().contains(5));
   CHECK(few.free_pages() == free);

@@ -61,7 +61,7 @@ inline bool same(const std::vector<Certificate>& a, const std::vector<Certificat
 /// What a sequence was given, rounded to full_type: a row a token.
 struct Given {
   std::vector<std::vector<float>> keys, values;
-  double largest = 0.0;  ///< norm of a value of a head, of those that have gone too
+  double largest = 0.0;  ///< norm of a value of a head, removed ones included
 
   void add(const CacheConfig& config, const std::vector<float>& key,
            const std::vector<float>& value) {
@@ -94,7 +94,7 @@ inline double norm_of_difference(const double* a, const double* b, int dim) {
   return std::sqrt(sum);
 }
 
-/// How near bounds come to what happened.
+/// How close bounds are to errors.
 struct Tightness {
   double logit = 0.0, softmax = 0.0, output = 0.0;
 };
@@ -222,8 +222,8 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
       for (std::size_t i = 0; i < 3; ++i) {
         CAPTURE(i);
         CHECK(got[i] >= least[i] * (1.0 - 1e-6));
-        // Residuals below the smallest normal f16. What rows lost when they went to other epochs
-        // adds up, and may have turned back.
+        // Residuals below the smallest normal f16. What rows lost when they were re-projected to
+        // other epochs adds up in the bound, and may cancel in the row.
         if (!merged) CHECK(got[i] <= most[i] * (1.0 + 1e-5) + 2e-4);
       }
       if (logit > 1e-4) tight.logit = std::max(tight.logit, logit / got[0]);
@@ -236,12 +236,12 @@ void check_certificates(const CacheConfig& config, const DeviceCache<Cache>& dev
 /// Random sequences of a composition: prompts, steps, copies, saved states, tokens that go. Returns
 /// how often segments merged.
 template <class Cache>
-std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false,
+std::int64_t certificates(DType type, std::uint64_t seed, bool pre_rope = false,
                           int full_row_bits = 0) {
   Random random(seed);
   Tightness tight;
   std::int64_t merges = 0;
-  const double inexact = unrotated ? 4e-3 : 1e-3;
+  const double inexact = pre_rope ? 4e-3 : 1e-3;
   using PolicySet = typename Cache::PolicySet;
   using Tokens = decltype(PolicySet{}.token_policy);
   constexpr bool heavy = has_member<Tokens, HeavyHitters>,
@@ -262,7 +262,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     config.prefill_chunk = random() % 2 == 0 ? 0 : 100 + static_cast<std::int64_t>(random() % 200);
     config.keep_residuals = true;
     if (moves) config.publish_interval = 1 + static_cast<std::int64_t>(random() % 60);
-    if (unrotated) config.rope = random_rope(random, config.shape.head_dim);
+    if (pre_rope) config.rope = random_rope(random, config.shape.head_dim);
     Settings settings;
     settings.sinks = static_cast<int>(random() % 9);
     settings.recent = 4 + static_cast<int>(random() % 30);
@@ -304,7 +304,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
         device.cache.maintain(1);
         device.append(std::span(&one, 1), key, value);
         given.add(config, key, value);
-        if constexpr (heavy) {  // recent rows receive much, and take the places of others
+        if constexpr (heavy) {  // recent rows receive much attention, and evict others
           const std::int64_t tokens = device.cache.num_tokens(1), heads = config.shape.num_kv_heads;
           std::vector<float> accumulated(static_cast<std::size_t>(heads * tokens));
           for (std::int64_t i = 0; i < heads * tokens; ++i)
@@ -334,7 +334,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
       append(1);
       check();
     }
-    if (unrotated) {
+    if (pre_rope) {
       device.cache.shift_positions(1, device.cache.num_tokens(1) / 3, 700);
       check();
     }
@@ -371,7 +371,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
                 std::count_if(alone.certificates.begin(), alone.certificates.end(), exceeds)));
       CHECK(alone.exceeding == 0);
     }
-    // Tokens of the middle go, then those at the end; others come.
+    // Tokens are removed from the middle, then truncated; others are appended.
     const std::int64_t tokens = device.cache.num_tokens(1), first = tokens / 3 + 20,
                        count = std::min<std::int64_t>(tokens / 4, 40);
     if (first + count < tokens) {
@@ -394,7 +394,7 @@ std::int64_t certificates(DType type, std::uint64_t seed, bool unrotated = false
     if (device.cache.tail_length(2) >= 2)
       CHECK(same(certified(device, std::span(&two, 1), query).certificates,
                  certified(other, std::span(&three, 1), query).certificates));  // the copy stayed
-    // A sequence anew knows nothing of the one before.
+    // A new sequence has nothing of the one before.
     device.cache.erase(1);
     device.cache.create(1);
     given = {};

@@ -91,8 +91,8 @@ inline bool device_epochs(Method method) {
          method == Method::directions_codes || method == Method::directions_snapkv ||
          method == Method::directions_outliers || method == Method::directions_evicting;
 }
-/// Whether codes are of principal axes that bases are turned to: those of both sides are the same
-/// as far as energies differ (moving_codes.cu).
+/// Whether codes are of principal axes that bases are aligned to: both sides find the same axes as
+/// far as energies differ (update/align_axes.cu).
 inline bool aligns_axes(Method method) {
   return method == Method::oja_codes || method == Method::oja_blocks ||
          method == Method::directions_codes;
@@ -129,8 +129,8 @@ struct Settings {
   lowrankkv::FrequentDirections directions;
   lowrankkv::OjaForm form = lowrankkv::OjaForm::power;
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
-  bool unrotated = false;  ///< keys come before their rotary embedding
-  int full_row_bits = 0;   ///< CacheConfig::full_row_bits
+  bool pre_rope = false;  ///< keys are stored before RoPE
+  int full_row_bits = 0;  ///< CacheConfig::full_row_bits
 };
 
 template <class Policy, class Member>
@@ -175,7 +175,7 @@ class CpuSide {
   virtual void append_maintained(const std::vector<float>& key,
                                  const std::vector<float>& value) = 0;
   virtual void truncate(std::int64_t length) = 0;
-  /// Removes tokens; where keys are stored unrotated, those behind move up.
+  /// Removes tokens; with pre-RoPE keys those behind move up.
   virtual void remove(std::int64_t first, std::int64_t count) = 0;
   virtual int tail_length() const = 0;
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
@@ -207,7 +207,7 @@ std::unique_ptr<CpuSide> make_star_side(const StarSettings& settings,
                                         const lowrankkv::CacheConfig& config,
                                         const lowrankkv::LayerBasis& basis);
 
-/// What becomes of heavy hitters: full rank; coefficients, or codes of their principal axes; the
+/// How heavy hitters are stored: full rank; coefficients, or codes of their principal axes; the
 /// same with joint values and codes of two blocks; coefficients, or codes, under bases that they
 /// move.
 enum class HeavyForm { full, plain, codes, joint, joint_codes, star, oja, oja_codes, directions };

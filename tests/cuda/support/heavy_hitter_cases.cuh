@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every cache that keeps rows by the attention they receive must do, whatever it makes of the
-// rows that stay.
+// What every cache with heavy hitters must do, however it stores the rows that it keeps.
 #pragma once
 
 #include <memory>
@@ -10,10 +9,12 @@
 
 namespace heavy {
 
-/// Masses of steps against float64 over what is stored. Returns the largest error. @param type  of
-/// full rows, and of coefficients  @param unrotated  how keys are stored
+/// Accumulated attention scores of steps against float64 over what is stored. Returns the largest
+/// error.
+/// @param type  of full rows, and of coefficients
+/// @param pre_rope  whether keys are stored before RoPE
 template <class Cache>
-double check_scores(Random& random, DType type, int trials, bool unrotated = false) {
+double check_scores(Random& random, DType type, int trials, bool pre_rope = false) {
   double worst = 0.0;
   for (int trial = 0; trial < trials; ++trial) {
     const int dims[] = {64, 80, 128, 256}, groups[] = {1, 4, 7},
@@ -23,7 +24,7 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
     config.full_type = type;
     config.full_row_bits = (trial + trial / 4) % 2 == 1 ? 8 : 0;
     config.publish_interval = 40;
-    if (unrotated) config.rope = support::random_rope(random, dim);
+    if (pre_rope) config.rope = support::random_rope(random, dim);
     HeavySettings settings{{0.5F, 0, 10 + static_cast<int>(random() % 30)},
                            {static_cast<int>(random() % 8), 0}};
     settings.heads_per_group = trial % 2 == 0 ? 0 : 2;
@@ -40,7 +41,7 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
       side.ingest(seqs[i], random_rows(random, lengths[i], heads, dim, type),
                   random_rows(random, lengths[i], heads, dim, type), query);
     }
-    for (int step = 0; step < 5; ++step) {  // rows take others' places
+    for (int step = 0; step < 5; ++step) {  // new rows take the places of evicted ones
       side.append(seqs, random_rows(random, 3 * 16, heads, dim, type),
                   random_rows(random, 3 * 16, heads, dim, type));
       const std::int64_t positions = side.cache.num_tokens(6);
@@ -50,7 +51,7 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
       side.cache.maintain(seqs);
     }
     const int m = 1 + trial % 5;
-    if (unrotated) side.cache.shift_positions(5, side.cache.num_tokens(5) / 3, 1000);
+    if (pre_rope) side.cache.shift_positions(5, side.cache.num_tokens(5) / 3, 1000);
     side.append(seqs, random_rows(random, 3 * m, heads, dim, type),
                 random_rows(random, 3 * m, heads, dim, type));
     const DType query_type = trial % 2 == 0 ? DType::f32 : type;
@@ -69,7 +70,7 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
       std::vector<float> key, value, found;
       side.reconstruct(seqs[i], key, value);
       const std::vector<bool> there = kept_rows_of(config.shape, key);
-      const std::vector<double> expected = masses_f64(
+      const std::vector<double> expected = scores_f64(
           config.shape, config.scale(),
           support::rotated(config, key,
                            [&](std::int64_t token) { return side.cache.position(seqs[i], token); }),
@@ -92,9 +93,9 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
       CHECK(zeros);
       CHECK(same);
       // Queries, here or where the log-sum-exp was made, are two numbers of the rows' type: 22 bits
-      // in f16, 16 in bf16. Where rows are codes, integers of 16 bits. Keys that are turned when
-      // they are read are numbers of f16.
-      const double error = distance(found, expected), limit = unrotated            ? 4e-3
+      // in f16, 16 in bf16. Where rows are codes, integers of 16 bits. Pre-RoPE keys are rotated in
+      // f16 when they are read.
+      const double error = distance(found, expected), limit = pre_rope             ? 4e-3
                                                               : coded<Cache>       ? 1e-3
                                                               : type == DType::f16 ? 2e-5
                                                                                    : 2e-4;
@@ -106,9 +107,10 @@ double check_scores(Random& random, DType type, int trials, bool unrotated = fal
   return worst;
 }
 
-/// What prompts and steps keep is what float64 masses choose, also on top of stored rows.
+/// Prompts and steps keep the rows whose accumulated scores are the largest in float64, of new and
+/// of stored rows.
 template <class Cache>
-void check_kept(Random& random, int trials, bool unrotated = false) {
+void check_kept(Random& random, int trials, bool pre_rope = false) {
   std::int64_t exempt = 0;  // rows that are full for their errors
   for (int trial = 0; trial < trials; ++trial) {
     const int dims[] = {64, 128, 80, 256}, groups[] = {4, 1, 7}, heads = joins<Cache> ? 4 : 2,
@@ -118,7 +120,7 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
     CacheConfig config = config_of({heads * group, heads, dim}, 2000, 1, 24);
     config.full_type = type;
     config.publish_interval = 40;
-    if (unrotated) config.rope = support::random_rope(random, dim);
+    if (pre_rope) config.rope = support::random_rope(random, dim);
     HeavySettings settings{
         {0.15F + 0.1F * static_cast<float>(trial % 5), trial % 3 == 2 ? 90 : 0, recent},
         {sinks, 2}};
@@ -130,7 +132,7 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
     const SequenceId seq = 1;
     side.cache.create(seq);
     Ledger ledger{config.shape, fate_heads<Cache>(settings, config.shape), {}};
-    const double band = unrotated ? 2e-2 : coded<Cache> ? 5e-3 : type == DType::f16 ? 1e-4 : 1e-3;
+    const double band = pre_rope ? 2e-2 : coded<Cache> ? 5e-3 : type == DType::f16 ? 1e-4 : 1e-3;
     std::vector<float> key, value;
     const auto check = [&](const std::vector<bool>& before) {
       const std::int64_t left = side.cache.rollback_limit(seq);
@@ -169,7 +171,7 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
       const std::int64_t tokens = static_cast<std::int64_t>(before.size()) / heads;
       ledger.extend(tokens);
       const std::vector<double> received =
-          masses_f64(config.shape, config.scale(), support::rotated(config, key), before, query);
+          scores_f64(config.shape, config.scale(), support::rotated(config, key), before, query);
       for (int head = 0; head < heads; ++head) {
         for (std::int64_t t = 0; t < tokens; ++t)
           ledger.accumulated[static_cast<std::size_t>(head)][static_cast<std::size_t>(t)] +=
@@ -210,8 +212,8 @@ void check_kept(Random& random, int trials, bool unrotated = false) {
   CHECK((exempt > 0) == exempts<Cache>);
 }
 
-/// The same masses keep the same rows as on the CPU, ties included; tails are cut, prompts come in
-/// between.
+/// The same accumulated scores keep the same rows as on the CPU, ties included; tails are
+/// truncated, prompts come in between.
 template <class Cache>
 void check_parity(Random& random, int trials) {
   [[maybe_unused]] double worst = 0.0;
@@ -223,7 +225,7 @@ void check_parity(Random& random, int trials) {
     config.tail_capacity = 128;
     config.full_row_bits = (trial + trial / 2) % 2 == 1 ? 8 : 0;
     const bool ties =
-        trial % 3 == 0;  // many masses are equal; then all are sums of given ones, which are exact
+        trial % 3 == 0;  // many scores are equal; then all are sums of given ones, which are exact
     const int levels = ties ? 3 : 5000;
     HeavySettings settings{
         {0.125F * static_cast<float>(random() % 9),
@@ -298,8 +300,8 @@ void check_parity(Random& random, int trials) {
         cpu[one]->truncate(length);
       }
       if (step % 11 == 7 ||
-          step % 17 == 12) {  // before the tail: heads have kept different numbers of what is left,
-                              // more perhaps than of so few tokens will be kept
+          step % 17 == 12) {  // before the tail: heads have kept different numbers of the rows that
+                              // are left, perhaps more than are kept of so few tokens
         const std::int64_t tokens = side.cache.num_tokens(seqs[one]),
                            length = 1 + static_cast<std::int64_t>(
                                             random() % static_cast<std::uint64_t>(tokens));
@@ -337,7 +339,7 @@ void check_parity(Random& random, int trials) {
         cpu[i]->reconstruct(cpu_key, cpu_value);
         CAPTURE(step);
         CHECK(side.cache.tail_length(seqs[i]) == cpu[i]->tail_length());
-        // The CPU has masses of sinks too, which nobody asks for.
+        // The CPU accumulates scores of sinks too, which no policy reads.
         const std::int64_t sinks =
             compresses<Cache> && !exempts<Cache>
                 ? std::min<std::int64_t>(settings.sinks.sinks, side.cache.rollback_limit(seqs[i]))
@@ -348,9 +350,10 @@ void check_parity(Random& random, int trials) {
                 cpu[i]->updater_bytes());
         if constexpr (compresses<Cache>) {
           CHECK(kept_rows_of(config.shape, own_key) == kept_rows_of(config.shape, cpu_key));
-          const int fates = fate_heads<Cache>(settings, config.shape);  // heads that have one fate
+          const int fates =
+              fate_heads<Cache>(settings, config.shape);  // heads that keep the same rows
           std::size_t other_states =
-              0;  // of rows whose errors are almost equal; what is stored of them is another thing
+              0;  // rows whose errors are almost equal: either may be full, here and on the CPU
           for (int head = 0; head < heads; ++head) {
             const std::vector<RowState> own = side.states(seqs[i], head),
                                         others = cpu[i]->states(head);
@@ -398,7 +401,7 @@ void check_parity(Random& random, int trials) {
     all_merges += merges;
     for (const SequenceId seq : seqs) side.cache.erase(seq);
     CHECK(side.cache.memory().total() == 0);
-    side.cache.create(9);  // a slot that was used before remembers nothing
+    side.cache.create(9);  // nothing is left in a slot that was used before
     CHECK(side.cache.num_tokens(9) == 0);
   }
   if (moves<Cache>) {
@@ -485,11 +488,11 @@ void check_copies(Random& random, int full_row_bits = 0) {
   }
 }
 
-/// append, attend with masses and accumulate in a CUDA graph, maintain between its replays.
+/// append, attend with scores and accumulate in a CUDA graph, maintain between its replays.
 template <class Cache>
-void check_replays(Random& random, bool unrotated = false) {
+void check_replays(Random& random, bool pre_rope = false) {
   CacheConfig config = config_of({8, 2, 128}, 1000, 2, 16);
-  if (unrotated) config.rope = support::random_rope(random, 128);
+  if (pre_rope) config.rope = support::random_rope(random, 128);
   const HeavySettings settings{{0.3F, 0, 32}, {2, 0}};
   const RandomLayer layer = layer_of<Cache>(random, config.shape, settings);
   Side<Cache> side(config, layer, settings), plain(config, layer, settings);
@@ -542,8 +545,8 @@ void check_replays(Random& random, bool unrotated = false) {
   }
 }
 
-/// Saved states with a bit turned, in the counts or from `positions` on, under a right checksum:
-/// one that loads grows, is saved and loads again. Returns how many loaded.
+/// Saved states with one bit flipped, in the counts or from `positions` on, and a valid checksum.
+/// One that loads grows, is saved and loads again. Returns how many loaded.
 template <class Cache>
 int load_hostile(Random& random, Side<Cache>& side, const std::vector<std::byte>& saved,
                  std::size_t positions, int trials) {

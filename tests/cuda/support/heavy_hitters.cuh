@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Caches that keep rows by the attention they receive, on the device, and what float64 says of
-// their masses and of the rows that stay.
+// Caches with heavy hitters on the device; their accumulated attention scores, and the rows that
+// stay, in float64.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ constexpr HeavyForm form_of() {
                                                                             : HeavyForm::joint;
   return coded<Cache> ? HeavyForm::codes : HeavyForm::plain;
 }
-/// Heads that have one fate.
+/// Heads that keep the same rows.
 template <class Cache>
 int fate_heads(const HeavySettings& settings, const CacheShape& shape) {
   if (!joins<Cache>) return 1;
@@ -62,7 +62,7 @@ int fate_heads(const HeavySettings& settings, const CacheShape& shape) {
 }
 
 /// Random rows [tokens, heads, dim] as they will be stored; some are much larger than others, so
-/// that masses differ.
+/// that accumulated scores differ.
 inline std::vector<float> random_rows(Random& random, std::int64_t tokens, int heads, int dim,
                                       DType type, float size = 1.0F) {
   std::normal_distribution<float> normal;
@@ -79,13 +79,14 @@ inline std::vector<float> random_rows(Random& random, std::int64_t tokens, int h
 template <class Cache>
 RandomLayer layer_of(Random& random, const CacheShape& shape, const HeavySettings& settings) {
   const int rank =
-      8 + static_cast<int>(
-              random() %
-              static_cast<unsigned>(
-                  moves<Cache>
-                      ? 21
-                      : shape.head_dim -
-                            8));  // directions of fewer rows than a basis has columns are anybody's
+      8 +
+      static_cast<int>(
+          random() %
+          static_cast<unsigned>(
+              moves<Cache>
+                  ? 21
+                  : shape.head_dim -
+                        8));  // fewer rows than a basis has columns do not determine its directions
   if constexpr (joins<Cache>) {
     const int width = fate_heads<Cache>(settings, shape) * shape.head_dim;
     return support::joint_layer(
@@ -120,7 +121,7 @@ Parts<Cache> policies_of(const HeavySettings& settings) {
   return policies;
 }
 
-/// What attention gave, and what rows received of it: mass [seqs, heads, positions].
+/// What attention gave, and what rows received of it: accumulated [seqs, heads, positions].
 struct ScoredList {
   std::vector<float> out, lse, accumulated;
   std::int64_t positions = 0;
@@ -185,8 +186,8 @@ class Side : public support::DeviceCache<Cache> {
   }
 };
 
-/// Which rows [tokens, heads] are there: dropped ones come back as zeros, and none of these tests'
-/// own is.
+/// Which rows [tokens, heads] are stored: dropped ones come back as zeros, and no row of these
+/// tests is zero.
 inline std::vector<bool> kept_rows_of(const CacheShape& shape, const std::vector<float>& key) {
   std::vector<bool> kept;
   const std::ptrdiff_t dim = shape.head_dim;
@@ -195,9 +196,9 @@ inline std::vector<bool> kept_rows_of(const CacheShape& shape, const std::vector
   return kept;
 }
 
-/// Attention that the rows [tokens, heads] which are there receive from the last m tokens' queries,
-/// in float64: [heads, tokens].
-inline std::vector<double> masses_f64(const CacheShape& shape, double scale,
+/// Attention that the stored rows [tokens, heads] receive from the last m tokens' queries, in
+/// float64: [heads, tokens].
+inline std::vector<double> scores_f64(const CacheShape& shape, double scale,
                                       const std::vector<float>& key, const std::vector<bool>& there,
                                       const std::vector<float>& query) {
   const int dim = shape.head_dim, heads = shape.num_kv_heads, group = shape.group_size();
@@ -246,7 +247,7 @@ inline CacheConfig config_of(const CacheShape& shape, std::int64_t max_tokens, i
 /// What one sequence's rows have received in float64, and a check of what a cache keeps by it.
 struct Ledger {
   CacheShape shape;
-  int fates = 1;                                 ///< heads that have one fate
+  int fates = 1;                                 ///< heads that keep the same rows
   std::vector<std::vector<double>> accumulated;  // [heads][positions]
   std::int64_t in_band = 0, decided = 0;
 

@@ -103,7 +103,8 @@ double random_joint(bool coded, DType type, std::uint64_t seed, int trials) {
                   coded                ? 1e-3
                   : type == DType::f16 ? 3e-5
                                        : 2e-4);
-          CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == own);  // whatever the batch
+          CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) ==
+                own);  // the same in any batch
         }
       }
       if (step == 0) truncate_one(random, side, seqs, cpu, settings.outliers && trial % 2 == 0);

@@ -252,7 +252,7 @@ inline std::vector<float> joint_rows(Random& random, const RandomLayer& layer, s
   return result;
 }
 
-/// A rotary embedding of keys that are stored before it: any pairing, all channels or some.
+/// A rotary embedding of pre-RoPE keys: any pairing, all channels or some.
 inline lowrankkv::RopeConfig random_rope(Random& random, int head_dim) {
   lowrankkv::RopeConfig rope;
   rope.keys = lowrankkv::Rope::pre;
@@ -265,8 +265,8 @@ inline lowrankkv::RopeConfig random_rope(Random& random, int head_dim) {
   rope.theta = random() % 2 == 0 ? 10000.0 : 500.0;
   return rope;
 }
-/// Keys [tokens, heads, dim] turned if they are stored unrotated; rows of zeros stay so. @param
-/// position_of  gives a token's position
+/// Keys [tokens, heads, dim], rotated if they are pre-RoPE keys; rows of zeros stay so.
+/// @param position_of  gives a token's position
 template <class Position>
 std::vector<float> rotated(const lowrankkv::CacheConfig& config, std::vector<float> keys,
                            Position&& position_of) {

@@ -251,7 +251,7 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
   worst.rows = std::max(worst.rows, std::max(distance(key, cpu_key), distance(value, cpu_value)));
   // Bases that moved were rounded to their stored type at every step, and coefficients under them:
   // the same up to that. Of rows whose scores are almost equal one may be observed here and the
-  // other there. Codes of 8 bits under bases that are turned a little are other codes. Of rows
+  // other there. Under bases that are rotated a little codes of 8 bits are other codes. Of rows
   // whose errors, or scores, are almost equal one may stay here and the other there.
   const std::size_t few = 2 + key.size() / static_cast<std::size_t>(dim) / 200;
   const bool chosen = by_errors(settings.method) || by_scores(settings.method);
@@ -278,10 +278,9 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
              expected_lse, drops(settings.method));
   // Codes: queries and weights are 16-bit integers, gains powers of 2^(1/16) by an approximate
   // instruction. Plain rows: f32 sums; queries and weights are two numbers of the rows' type, 22
-  // bits together in f16, 16 in bf16. Keys that are turned when they are read are numbers of f16:
-  // the map that lifts them, what it gives, products with sines, sums. Of rows at full rank the
-  // last two, half as much.
-  const double limit = settings.unrotated               ? 5e-3
+  // bits together in f16, 16 in bf16. Pre-RoPE keys are read in f16: the map that up-projects them,
+  // what it gives, products with sines, sums. Of rows at full rank the last two, half as much.
+  const double limit = settings.pre_rope                ? 5e-3
                        : coded(settings.method)         ? 1e-3
                        : config.full_type == DType::f16 ? 2e-5
                                                         : 2e-4;
@@ -340,7 +339,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       settings.recent = 0;
     int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
     if (device_epochs && random() % 2 == 0) rank = 1 + rank % 14;
-    if (settings.unrotated) config.rope = random_rope(random, config.shape.head_dim);
+    if (settings.pre_rope) config.rope = random_rope(random, config.shape.head_dim);
     RandomLayer layer = random_layer(random, config.shape, settings, rank);
     // A chunk that ends has as many rows as its basis has columns: others would be completed here
     // and there in different ways.
@@ -408,10 +407,10 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
                 worst);
         std::vector<float> alone, alone_lse;
         device->attend(std::span(&seqs[i], 1), part(query), alone, alone_lse);
-        CHECK(alone == part(out));  // whatever the batch
+        CHECK(alone == part(out));  // the same in any batch
         CHECK(alone_lse == part(lse));
       }
-      if (step < 2) {  // tokens of the middle go
+      if (step < 2) {  // tokens are removed from the middle
         const std::size_t victim = removals() % 3;
         const std::int64_t tokens = device->num_tokens(seqs[victim]),
                            kept = tokens - device->tail_length(seqs[victim]);

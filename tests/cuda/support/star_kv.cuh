@@ -152,7 +152,8 @@ void compare(Side<Cache>& side, SequenceId seq, const support::CpuSide& cpu,
   CHECK(support::furthest(answer.lse, expected_lse) < limit * largest);
 }
 
-/// Truncates one of three sequences. @param tail_only  no further than its tail
+/// Truncates one of three sequences.
+/// @param tail_only  no further than its tail
 template <class Cache>
 void truncate_one(Random& random, Side<Cache>& side, const std::vector<SequenceId>& seqs,
                   const std::vector<std::unique_ptr<support::CpuSide>>& cpu, bool tail_only) {
@@ -163,8 +164,9 @@ void truncate_one(Random& random, Side<Cache>& side, const std::vector<SequenceI
   side.cache.truncate(seqs[victim], length);
   cpu[victim]->truncate(length);
 }
-/// Tokens of the middle of three sequences go. @param sinks  stay  @param tail_only  of the tail
-/// alone
+/// Removes tokens from the middle of three sequences.
+/// @param sinks  how many of the first ones stay
+/// @param tail_only  from the tail alone
 template <class Cache>
 void remove_middles(Side<Cache>& side, const std::vector<SequenceId>& seqs,
                     const std::vector<std::unique_ptr<support::CpuSide>>& cpu, int sinks,

@@ -67,7 +67,7 @@ TEST_CASE(
   for (const Method method : {Method::full, Method::budgeted, Method::full, Method::budgeted}) {
     for (const DType type : {DType::f16, DType::bf16}) {
       Settings settings;
-      settings.unrotated = seed >= 704;
+      settings.pre_rope = seed >= 704;
       settings.method = method;
       settings.coefficients = type;
       settings.full_row_bits = 8;
@@ -77,7 +77,7 @@ TEST_CASE(
       const support::Worst worst =
           support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
       MESSAGE(name << " " << std::string(name_of(type))
-                   << std::string(settings.unrotated ? ", unrotated" : "")
+                   << std::string(settings.pre_rope ? ", unrotated" : "")
                    << ", full rows in 8 bits: outputs " << worst.out << ", lse " << worst.lse
                    << ", stored rows and the CPU's " << worst.rows);
     }
@@ -160,8 +160,7 @@ TEST_CASE(
         worst = std::max(worst, off(config, device, 1, last(m), answer));
         CHECK(off(config, device, 1, last(m), answer) < limit);
       }
-      // A fork goes its own way from rows that share a tile with the original's; a loaded sequence
-      // goes on.
+      // A fork appends rows that share a tile with the original's; a loaded sequence continues.
       const Answer before = device.attend(std::span(&one, 1), last(1));
       device.cache.fork(1, 2);
       device.ingest(2, rows(50, true), rows(50, false));
@@ -201,7 +200,7 @@ TEST_CASE("full rows in 8 bits take half of the bytes, and states of 16 bits are
   std::vector<float> rows(4000 * 2 * 128);
   std::normal_distribution<float> normal;
   for (float& x : rows) x = normal(random);
-  // A prompt's own rows are met as they came.
+  // A prompt attends to its own rows before they are coded.
   std::vector<float> query(200 * 4 * 128);
   for (float& x : query) x = normal(random);
   const std::vector<float> prompt(rows.begin(), rows.begin() + 200 * 2 * 128);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// H2O on the GPU, rows at full rank: masses against float64, which rows they keep against the CPU
-// backend and a plain selection, and what becomes of masses in forks, saved states, graphs.
+// H2O on the GPU, rows at full rank: accumulated attention scores against float64; the rows they
+// keep against the CPU backend and a plain selection; scores in forks, saved states, graphs.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace {
 using Sinks = CompressedKVCache<Cuda, PerHead, Static, Compose<KeepFull, SinkRecent, HeavyHitters>,
                                 NoQuantizer>;
 
-/// A cache that stores rows as they are needs no bases.
+/// A cache that only keeps full rows needs no bases.
 RandomLayer no_bases(const CacheConfig& config) { return {{}, config.shape}; }
 
 }  // namespace
@@ -179,7 +179,7 @@ TEST_CASE(
       {std::nanf(""), -1.0F, 2e30F, HUGE_VALF, -HUGE_VALF, 0.0F, 0.0F, 0.0F, 0.0F, -0.0F}, 5);
   CHECK(side.cache.faults() == 5);
   CHECK(side.save(1) == clean);
-  // A query that is not a number: its output is none, but it gives no row a mass that is none.
+  // A query that is NaN: so is its output, but no accumulated score becomes NaN.
   auto bad = random_rows(random, 60, 4, 64, DType::f32);
   bad[30 * 4 * 64 + 5] = std::nanf("");
   bad[40 * 4 * 64 + 70] = HUGE_VALF;
@@ -187,7 +187,7 @@ TEST_CASE(
   side.prefill(1, bad, prompt, prompt);
   const std::vector<std::byte> saved = side.save(1);
   side.cache.erase(2);
-  side.cache.load(2, saved);  // which refuses masses that are not finite
+  side.cache.load(2, saved);  // which refuses scores that are not finite
   CHECK(side.save(2) == saved);
 }
 
@@ -206,8 +206,8 @@ TEST_CASE(
   const auto load = [&](const std::vector<std::byte>& bytes) {
     return message_of([&] { side.cache.load(2, support::with_checksum(bytes)); });
   };
-  // From the end: masses of the ring [head, place], of the full rows [head, row], positions [head,
-  // row].
+  // From the end: accumulated scores of the ring [head, place], of the full rows [head, row],
+  // positions [head, row].
   const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 *
                                                     32),
                     rows = side.cache.memory(1).full_row_bytes / 512,
@@ -227,7 +227,7 @@ TEST_CASE(
   for (std::size_t head = 0; head < 2; ++head) {
     const auto begin = listed.begin() + static_cast<std::ptrdiff_t>(head * rows),
                end = begin + static_cast<std::ptrdiff_t>(rows);
-    CHECK(!std::is_sorted(begin, end));  // rows have taken others' places
+    CHECK(!std::is_sorted(begin, end));  // rows have taken the places of evicted ones
     for (std::int32_t sink = 0; sink < 3; ++sink) CHECK(std::find(begin, end, sink) != end);
   }
   for (const std::int32_t position : {listed[0], -1, 340}) {  // there already, none, in the tail

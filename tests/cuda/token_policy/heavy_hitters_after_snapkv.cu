@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters among the rows of prompts that scores keep: SnapKV chooses first, masses among what
-// is left and what is stored.
+// Heavy hitters among the rows of prompts that SnapKV keeps: SnapKV chooses first, then accumulated
+// attention scores choose among those and the stored rows.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -30,9 +30,9 @@ using DirectionsOutliers =
     CompressedKVCache<Cuda, PerHead, FrequentDirections, Outliers, NoQuantizer, RotateNow>;
 
 /// Trials [first, last): prompts and steps keep the CPU's rows, as many in every head, and the same
-/// but for few whose scores or masses are almost equal. Copies go on as the original.
+/// but for few whose SnapKV or accumulated scores are almost equal. Copies go on as the original.
 template <class Cache>
-void check_scored(Random& random, int first_trial, int last_trial, bool unrotated = false) {
+void check_scored(Random& random, int first_trial, int last_trial, bool pre_rope = false) {
   std::int64_t scarce = 0,
                plenty = 0;  // prompts that left fewer rows than heavy hitters may be, and more
   for (int trial = first_trial; trial < last_trial; ++trial) {
@@ -41,7 +41,7 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
     config.publish_interval = 60;
     config.prefill_chunk = trial % 2 == 1 ? 60 : 0;
     config.keep_residuals = trial % 2 == 0;
-    if (unrotated) config.rope = support::random_rope(random, dim);
+    if (pre_rope) config.rope = support::random_rope(random, dim);
     config.epoch_type = DType::f32;
     HeavySettings settings{{trial % 2 == 0 ? 0.2F : 0.6F, 0, 6}, {trial % 3, 0}};
     settings.form = form_of<Cache>();
@@ -137,8 +137,8 @@ void check_scored(Random& random, int first_trial, int last_trial, bool unrotate
   CHECK((plenty > 0 || last_trial - first_trial < 2));
 }
 
-/// Of a prompt of which scores keep no row none is stored, whatever the masses; what was stored
-/// before stays as far as masses keep it.
+/// If SnapKV keeps no row of a prompt, none is stored, whatever their accumulated scores. Of the
+/// rows that were stored before, those stay that accumulated scores keep.
 template <class Cache>
 void check_none(Random& random) {
   const int heads = 4;

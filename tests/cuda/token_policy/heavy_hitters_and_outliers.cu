@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters of which errors say which are full: masses choose among the rows of both lists, and
-// how many each has only the device knows.
+// Heavy hitters with outliers: errors say which of them are full. Accumulated attention scores
+// choose among the rows of both lists; how many each list has, only the device knows.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -88,7 +88,7 @@ TEST_CASE(
   settings.outliers.share = 0.5F;
   settings.outliers.threshold =
       2.0F - static_cast<float>(layer.basis.heads[0].key_rank + layer.basis.heads[0].value_rank) /
-                 64.0F;  // about as many rows lose more as less
+                 64.0F;  // about half of the rows lose more
   Side<Plain> together(config, layer, settings), alone(config, layer, settings);
   const std::vector<SequenceId> seqs{1, 2, 3};
   for (const SequenceId seq : seqs) {
@@ -151,8 +151,8 @@ TEST_CASE(
   const auto load = [&](const std::vector<std::byte>& bytes) {
     return support::message_of([&] { side.cache.load(2, support::with_checksum(bytes)); });
   };
-  // From the end: masses of the ring [head, place], of compressed rows [head, row], of full ones,
-  // positions of compressed rows, of full ones.
+  // From the end: accumulated scores of the ring [head, place], of compressed rows [head, row], of
+  // full ones, positions of compressed rows, of full ones.
   std::size_t most[2] = {};
   for (int head = 0; head < 2; ++head) {
     const std::vector<RowState> states = side.states(1, head);

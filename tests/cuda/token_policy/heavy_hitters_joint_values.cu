@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters whose values are joint: of a group of heads with one fate; plain coefficients,
-// codes, STAR-KV with H2O.
+// Heavy hitters with joint values, where the heads of a group keep the same rows: plain
+// coefficients, codes, STAR-KV with H2O.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -182,8 +182,8 @@ TEST_CASE(
   const auto load = [&](const std::vector<std::byte>& bytes) {
     return message_of([&] { side.cache.load(2, support::with_checksum(bytes)); });
   };
-  // From the end: masses of the ring [head, place], of the compressed rows [head, row], their
-  // positions.
+  // From the end: accumulated scores of the ring [head, place], of the compressed rows [head, row],
+  // their positions.
   const std::size_t ring = static_cast<std::size_t>((side.cache.config().tail_capacity + 31) / 32 *
                                                     32),
                     rows = side.cache.memory(1).position_bytes / 8 - 3,
@@ -200,9 +200,9 @@ TEST_CASE(
   }
   std::vector<std::int32_t> listed(2 * rows);
   std::memcpy(listed.data(), saved.data() + positions, listed.size() * 4);
-  CHECK(!std::is_sorted(
-      listed.begin(),
-      listed.begin() + static_cast<std::ptrdiff_t>(rows)));  // rows have taken others' places
+  CHECK(!std::is_sorted(listed.begin(),
+                        listed.begin() + static_cast<std::ptrdiff_t>(
+                                             rows)));  // rows have taken the places of evicted ones
   for (const std::int32_t position : {listed[0], -1, 340}) {
     auto hostile = saved;
     std::memcpy(hostile.data() + positions + 4, &position, sizeof position);

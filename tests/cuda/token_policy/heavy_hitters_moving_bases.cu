@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heavy hitters that move bases on the GPU: every head has other rows of every epoch, and the
-// device alone knows how many.
+// Heavy hitters under bases that they move, on the GPU: every head has different rows of every
+// epoch, and only the device knows how many.
 #include <doctest/doctest.h>
 
 #include <string>
@@ -53,10 +53,10 @@ TEST_CASE(
   const double plain = check_scores<OjaPlain>(random, DType::f16, trials),
                codes = check_scores<OjaCodes>(random, DType::f16, trials),
                directions = check_scores<Directions>(random, DType::f16, trials),
-               unrotated = check_scores<Directions>(random, DType::f16, trials, true);
+               pre_rope = check_scores<Directions>(random, DType::f16, trials, true);
   MESSAGE("accumulated scores of a step: Oja " << plain << ", over codes " << codes
                                                << ", Frequent Directions " << directions
-                                               << ", unrotated " << unrotated);
+                                               << ", unrotated " << pre_rope);
 }
 
 TEST_CASE(
@@ -82,7 +82,7 @@ TEST_CASE(
 
 namespace {
 
-/// More sequences than bases are moved of in one launch: states are those of sequences that are
+/// More sequences than one launch moves bases of: saved states are those of sequences that are
 /// maintained alone.
 template <class Cache>
 void check_many(Random& random) {

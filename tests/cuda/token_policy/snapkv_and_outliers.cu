@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that values choose: by scores and by errors at once; tokens go from among them, heads keep
-// different numbers, and go on.
+// Rows that SnapKV scores keep and errors exempt. Heads keep different numbers of them; tokens are
+// removed from among them, and decoding goes on.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -141,7 +141,7 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   const Stored before = stored(device, 1);
   const Answer answer = device.attend(std::span(&one, 1), query);
 
-  // The head of another sequence that shares its pages.
+  // The first tokens of a sequence that shares pages with another one.
   CHECK(device.cache.truncate(2, 333) == TruncateResult::inexact);
   CHECK(device.cache.num_tokens(2) == 333);
   CHECK(stored(device, 2) == before.without(333, 560 - 333));
@@ -160,7 +160,7 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
   CHECK(std::equal(longer.states[0].begin(), longer.states[0].begin() + 333,
                    before.states[0].begin()));
 
-  // Its middle, twice: from among listed rows, and what they left.
+  // Removal from the middle, twice: from among listed rows, and from what is left of them.
   device.cache.remove(2, 20, 100);
   CHECK(stored(device, 2) == longer.without(20, 100));
   device.cache.remove(2, 2, 1);
@@ -182,8 +182,8 @@ void check_tokens_go(const typename Cache::PolicySet& policies, int full_row_bit
     full += std::count(head.begin(), head.end() - tail, RowState::full);
   CHECK(device.cache.memory(2).full_row_bytes == static_cast<std::size_t>(full * row_bytes));
 
-  // What heads have fewer than others is saved; hostile numbers of that under a right checksum are
-  // refused.
+  // How many rows a head has fewer than others is saved; hostile numbers of it under a valid
+  // checksum are refused.
   std::vector<HeadRows> missing;
   HeadRows most;
   for (const auto& head : shorter.states) {
@@ -244,36 +244,36 @@ TEST_CASE(
   struct Case {
     Method method;
     DType type;
-    bool unrotated = false;
+    bool pre_rope = false;
   };
-  for (const auto& [method, type, unrotated] : {Case{Method::budgeted_evicting, DType::f16},
-                                                {Method::budgeted_evicting, DType::bf16},
-                                                {Method::budgeted_evicting, DType::f16, true},
-                                                {Method::oja_evicting, DType::f16},
-                                                {Method::oja_evicting, DType::bf16},
-                                                {Method::oja_evicting, DType::f16, true},
-                                                {Method::directions_outliers, DType::f16},
-                                                {Method::directions_outliers, DType::bf16, true},
-                                                {Method::directions_evicting, DType::f16},
-                                                {Method::directions_evicting, DType::bf16, true},
-                                                {Method::directions_snapkv, DType::f16},
-                                                {Method::directions_snapkv, DType::bf16, true}}) {
+  for (const auto& [method, type, pre_rope] : {Case{Method::budgeted_evicting, DType::f16},
+                                               {Method::budgeted_evicting, DType::bf16},
+                                               {Method::budgeted_evicting, DType::f16, true},
+                                               {Method::oja_evicting, DType::f16},
+                                               {Method::oja_evicting, DType::bf16},
+                                               {Method::oja_evicting, DType::f16, true},
+                                               {Method::directions_outliers, DType::f16},
+                                               {Method::directions_outliers, DType::bf16, true},
+                                               {Method::directions_evicting, DType::f16},
+                                               {Method::directions_evicting, DType::bf16, true},
+                                               {Method::directions_snapkv, DType::f16},
+                                               {Method::directions_snapkv, DType::bf16, true}}) {
     if (support::effort() == 0 &&
         (support::device_epochs(method)
-             ? unrotated || method == Method::directions_snapkv
-             : !unrotated && (type == DType::bf16) != (method == Method::oja_evicting)))
+             ? pre_rope || method == Method::directions_snapkv
+             : !pre_rope && (type == DType::bf16) != (method == Method::oja_evicting)))
       continue;
     support::Settings settings;
     settings.method = method;
     settings.coefficients = type;
-    settings.unrotated = unrotated;
+    settings.pre_rope = pre_rope;
     const std::string name = support::kMethodNames[static_cast<int>(method)];
     CAPTURE(name);
     CAPTURE(std::string(name_of(type)));
-    CAPTURE(unrotated);
+    CAPTURE(pre_rope);
     const support::Worst worst = support::random_sequences(make_device, settings, type, ++seed,
                                                            std::max(1, 4 * support::effort()));
-    MESSAGE(name << " " << std::string(name_of(type)) << std::string(unrotated ? ", unrotated" : "")
+    MESSAGE(name << " " << std::string(name_of(type)) << std::string(pre_rope ? ", unrotated" : "")
                  << ": outputs " << worst.out << ", lse " << worst.lse
                  << ", stored rows and the CPU's " << worst.rows << ", removed " << worst.removed);
   }
@@ -395,8 +395,8 @@ TEST_CASE(
   CHECK(off(device, 1, layer.queries(random, 1)) < 1e-3);
 }
 
-/// Tokens go from among rows that values chose, so that heads have other numbers of rows under
-/// every epoch, and others come: forks, saved states. Returns whether they had.
+/// Tokens are removed from among chosen rows and others appended, in forks and loaded copies, so
+/// that heads have different numbers of rows under every epoch. Returns whether they had.
 template <class Cache>
 bool tokens_go(DeviceCache<Cache>& device, const support::RandomLayer& layer, Random& random) {
   const Stored before = stored(device, 1);
@@ -421,7 +421,7 @@ bool tokens_go(DeviceCache<Cache>& device, const support::RandomLayer& layer, Ra
   device.cache.truncate(3, 180);
   const Stored rest = stored(device, 3);
   CHECK(rest == before.without(70, 31).without(180, device.cache.num_tokens(2) - 180));
-  // What is saved, and loaded, of a sequence goes on as it does.
+  // A loaded copy continues as its sequence does.
   const std::vector<std::byte> saved = device.save(3);
   go_on(3, 50);
   const Stored late = stored(device, 3);
@@ -503,7 +503,7 @@ TEST_CASE("where the segments of many heads begin, a loaded copy knows too") {
   const SequenceId one = 1, two = 2;
   CHECK(device.attend(std::span(&two, 1), query).out ==
         device.attend(std::span(&one, 1), query).out);
-  // Boundaries that are none are refused: somewhere in the first bytes a number is one.
+  // Invalid boundaries are refused: somewhere in the first bytes a number is one.
   const std::vector<std::byte> saved = device.save(1);
   int refused = 0;
   for (std::size_t at = 0; at < 6000 && refused < 20; at += 4) {

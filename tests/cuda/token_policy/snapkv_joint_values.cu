@@ -124,8 +124,8 @@ TEST_CASE(
     CHECK(unequal.find(", whose values are joint with its own, has " + std::to_string(moved + 1)) !=
           std::string::npos);
     CHECK(!other.cache.contains(3));
-    // Tokens go that came after the prompt, then of the prompt, where groups kept different
-    // numbers: its end, and some of its middle.
+    // Truncates behind the prompt, then within it, where groups kept different numbers of rows;
+    // then removes some of its middle.
     const auto goes_on = [&](int steps) {
       for (int step = 0; step < steps; ++step) {
         const auto own_key = layer.rows(random, 1, true),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bases that move over codes of principal axes: turned to the axes of the rows written under them,
-// as on the CPU.
+// Bases that move over codes of principal axes: aligned with the axes of the rows written under
+// them, as on the CPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -53,7 +53,7 @@ Loss loss_of(const CacheShape& shape, const std::vector<float> (&exact)[2],
 /// those of float64, copies go on as the original.
 template <class Cache>
 void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int group,
-                     DType epoch_type, bool metrics, bool unrotated = false) {
+                     DType epoch_type, bool metrics, bool pre_rope = false) {
   CAPTURE(seed);
   Random random(seed);
   support::Settings settings;
@@ -75,7 +75,7 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
   config.flush_interval = 48;
   config.epoch_type = epoch_type;
   config.publish_interval = 40;
-  if (unrotated) config.rope.keys = Rope::pre;
+  if (pre_rope) config.rope.keys = Rope::pre;
   const support::RandomLayer layer = support::random_layer(random, config.shape, settings, rank),
                              other = support::random_layer(random, config.shape, settings, rank);
   using Device = support::DeviceCache<Cache>;
@@ -114,7 +114,7 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
     const std::vector<float> keys = support::rotated(
         config, stored[0], [&](std::int64_t token) { return device.cache.position(1, token); });
     support::attend_f64(config.shape, config.scale(), keys, stored[1], query, expected, lse);
-    CHECK(support::distance(answer.out, expected) < (unrotated ? 4e-3 : 1e-3));
+    CHECK(support::distance(answer.out, expected) < (pre_rope ? 4e-3 : 1e-3));
     return own;
   };
   std::vector<float> key, value;
@@ -160,7 +160,7 @@ void check_sequences(Method method, std::uint64_t seed, int dim, int rank, int g
   std::vector<float> queries;
   for (int i = 0; i < 3; ++i) queries.insert(queries.end(), query.begin(), query.end());
   CHECK(support::part_of(device.attend(all, queries).out, 2, 3) ==
-        later.out);  // whatever the batch
+        later.out);  // the same in any batch
   check("in the end", settings.sinks);
   device.cache.truncate(1, std::is_same_v<Cache, OjaCodes> ? device.cache.rollback_limit(1) : 500);
   rows(other, 1, key, value);
@@ -238,7 +238,7 @@ TEST_CASE(
   };
   prompt();
   check("a prompt", 0);
-  // Bases cannot have moved since they were published if they never did: somewhere in the first
+  // Bases that never moved cannot have moved since they were published: somewhere in the first
   // bytes a number says so.
   int refused = 0;
   const std::vector<std::byte> still = device.save(now);

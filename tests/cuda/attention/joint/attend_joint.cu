@@ -111,7 +111,7 @@ void check_joint(bool coded, std::uint64_t seed) {
   for (const auto* seq : {&two, &three}) {
     CHECK(side.attend(*seq, query) == before);
     for (std::size_t i = 0; i < rows.size(); i += 2) side.append(*seq, rows[i], rows[i + 1]);
-    CHECK(side.attend(one, query) == before);  // it is left alone
+    CHECK(side.attend(one, query) == before);  // the original is unchanged
   }
   for (std::size_t i = 0; i < rows.size(); i += 2) side.append(one, rows[i], rows[i + 1]);
   const Answer later = side.attend(one, query);

@@ -39,7 +39,7 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       {{7, 33}, {5, 7}}, {{6, 32}, {3, 8}},
       {{2, 5}, {0, 35}}};
   for (const auto& allocation : allocations) {
-    for (const bool unrotated : {false, true}) {
+    for (const bool pre_rope : {false, true}) {
       StarSettings settings;
       settings.joint = settings.allocated = true;
       settings.basis.centred = allocation.size() % 2 == 1;
@@ -49,7 +49,7 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       config.max_tokens = 400;
       config.full_type = DType::f16;
       config.epoch_type = DType::f32;
-      if (unrotated) config.rope.keys = Rope::pre;
+      if (pre_rope) config.rope.keys = Rope::pre;
       support::RandomLayer layer = joint_layer(random, config.shape, settings, 30, 40);
       for (HeadBasis& head : layer.basis.heads) {
         head.value_bits.clear();
@@ -59,7 +59,7 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       }
       CAPTURE(allocation.front().first);
       CAPTURE(allocation.size());
-      CAPTURE(unrotated);
+      CAPTURE(pre_rope);
       Side<JointCodes> side(config, layer.basis, settings);
       const auto cpu = support::make_star_side(settings, config, layer.basis);
       side.cache.create(1);
@@ -70,7 +70,7 @@ TEST_CASE("joint values of whatever bits, blocks of one channel, and none") {
       const std::vector<SequenceId> one{1};
       const auto query = layer.queries(random, 1);
       double worst = 0.0;
-      compare(side, 1, *cpu, query, side.attend(one, query), worst, unrotated ? 4e-3 : 1e-3);
+      compare(side, 1, *cpu, query, side.attend(one, query), worst, pre_rope ? 4e-3 : 1e-3);
       const std::vector<std::byte> saved = side.save(1);
       Side<JointCodes> other(config, layer.basis, settings);
       other.cache.load(1, saved);

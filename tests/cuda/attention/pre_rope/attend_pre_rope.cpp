@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that attend to keys stored before their rotary embedding, run on the host
+// The kernels that attend to pre-RoPE keys, run on the host
 // (emulator.hpp): partial states against float64 over what tiles hold.
 #include <doctest/doctest.h>
 
@@ -27,7 +27,7 @@ struct Problem {
   int head_dim = 128, group = 4, m = 1, warps = 4, blocks = 1;
   DType type = DType::f16;
   RopeConfig rope;
-  Matrix keys, values;         ///< of the list in question, as tiles hold them: unrotated, lifted
+  Matrix keys, values;  ///< of the list in question, up-projected from what tiles hold, before RoPE
   std::vector<int> positions;  ///< of its rows
   Matrix queries;              ///< [m group, head_dim], rotated
   Random random;
@@ -231,7 +231,7 @@ void draw_queries(Problem& problem) {
   for (auto& row : problem.queries)
     for (double& x : row) x = static_cast<double>(static_cast<float>(problem.normal()));
 }
-/// A map [coefficients, head_dim] and a mean, as keys are lifted by them.
+/// A map [coefficients, head_dim] and a mean, which up-project keys.
 void draw_map(Problem& problem, int coefficients, Matrix& map, std::vector<float>& mean,
               bool with_mean) {
   map.assign(at(coefficients), std::vector<double>(at(problem.head_dim)));
@@ -241,7 +241,7 @@ void draw_map(Problem& problem, int coefficients, Matrix& map, std::vector<float
   mean.assign(with_mean ? at(problem.head_dim) : 0, 0.0F);
   for (float& x : mean) x = static_cast<float>(problem.normal());
 }
-/// Channels in turning order, as maps are made.
+/// Channels in the order in which they are rotated, as maps are made.
 int channel_of(const Layer& layer, int place, int head_dim) {
   return layer.tables.rotary.channel(place, head_dim);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// STAR-KV of keys that are stored before their rotary embedding: codes of two scale groups, joint
-// values, against the CPU backend, against float64 over what is stored at the positions where it
-// stands, against itself.
+// STAR-KV of pre-RoPE keys: codes of two scale groups, joint values. Against the CPU backend,
+// against float64 attention over what is stored at its positions, against itself.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -42,8 +41,8 @@ StarSettings settings_for(Random& random, bool joint_values, bool coded, bool by
   return settings;
 }
 
-/// An answer of a sequence's last tokens against float64 attention over its stored rows, turned to
-/// where they stand. Returns the error.
+/// An answer of a sequence's last tokens against float64 attention over its stored rows, rotated to
+/// their positions. Returns the error.
 template <class Cache>
 double off(const Side<Cache>& side, SequenceId seq, const std::vector<float>& query,
            const Answer& answer, bool drops = false) {
@@ -67,7 +66,7 @@ struct Case {
   std::vector<std::int64_t> lengths{70, 130, 200};  ///< of the first prompts
 };
 
-/// A few sequences through whatever a cache does.
+/// A few sequences through every operation of a cache.
 template <class Cache>
 void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = false) {
   Random random(seed);
@@ -107,7 +106,8 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
     CHECK(answer == side.attend(seqs, query));  // bit for bit
     for (std::size_t i = 0; i < 3; ++i) {
       const Answer alone{third(answer.out, i), third(answer.lse, i)};
-      CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) == alone);  // whatever the batch
+      CHECK(side.attend(std::span(&seqs[i], 1), third(query, i)) ==
+            alone);  // the same in any batch
       worst = std::max(worst, off(side, seqs[i], third(query, i), alone));
       CHECK(off(side, seqs[i], third(query, i), alone) < kLimit);
       if (!with_cpu) continue;
@@ -127,7 +127,7 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
     }
     check(m, true);
   }
-  // Tokens stand elsewhere: moved, several at a position, of the middle gone.
+  // Other positions: tokens are shifted, several share one, some of the middle are removed.
   side.cache.shift_positions(1, side.cache.num_tokens(1) / 3, 5000);
   side.cache.shift_positions(2, 10, -700);
   side.cache.divide_positions(2, 20, side.cache.num_tokens(2) / 2, 3);
@@ -149,7 +149,7 @@ void sequences(std::uint64_t seed, const Case& own, bool coded, bool bytes = fal
     side.append(std::span(&four, 1), key, value);
     other.append(std::span(&one, 1), key, value);
   }
-  CHECK(side.attend(std::span(&one, 1), query) == before);  // it is left alone
+  CHECK(side.attend(std::span(&one, 1), query) == before);  // the original is unchanged
   const Answer later = side.attend(std::span(&four, 1), query);
   CHECK(other.attend(std::span(&one, 1), query) == later);
   CHECK(off(side, 4, query, later) < kLimit);
@@ -423,7 +423,7 @@ TEST_CASE(
   CHECK(support::different_rows(stored_value, cpu_value, 64) <= 18);
   other.cache.load(1, side.save(1));
   CHECK(other.attend(std::span(&one, 1), query) == answer);
-  // A state of turned keys is another, and so is one of another embedding.
+  // A state of post-RoPE keys is another, and so is one of another rotary embedding.
   CacheConfig rotated = config;
   rotated.rope = {};
   Side<Scored> apart(rotated, layer.basis, settings);
