@@ -11,7 +11,7 @@ int main() {
   const Eigen::MatrixXd keys = Eigen::MatrixXd::Random(400, 4) * Eigen::MatrixXd::Random(4, 64) +
                                0.1 * Eigen::MatrixXd::Random(400, 64);
   const Eigen::MatrixXd basis =
-      lowrankkv::cpu::orthonormal_columns(Eigen::MatrixXd::Random(64, 16));
+      lowrankkv::linalg::orthonormal_columns(Eigen::MatrixXd::Random(64, 16));
   const Eigen::MatrixXd moved = lowrankkv::cpu::oja_update(keys, basis, 0.1);
   std::printf("residual energy: %.3f before the step, %.3f after it\n",
               lowrankkv::diagnostics::residual_energy_ratio(keys, basis),

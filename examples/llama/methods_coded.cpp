@@ -52,7 +52,7 @@ std::vector<LayerBasis> star_bases(const Recipe& recipe, double ratio, const Blo
       HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
       maps.value_rank = rank;
       maps.value_down =
-          cpu::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
+          linalg::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
     }
     bases.push_back(std::move(basis));
   }

@@ -43,8 +43,8 @@ std::unique_ptr<KvStore> dlrp(Recipe recipe) {
   for (const auto& layer : recipe.moments) {
     LayerBasis basis = layer.basis(options);
     for (HeadBasis& head : basis.heads) {
-      head.output_up = cpu::to_row_major(
-          cpu::to_matrix({head.value_down.data(), recipe.config.shape.head_dim, head.value_rank})
+      head.output_up = linalg::to_row_major(
+          linalg::to_matrix({head.value_down.data(), recipe.config.shape.head_dim, head.value_rank})
               .transpose());
       head.key_metric.clear();
       head.key_metric_inverse.clear();

@@ -16,7 +16,7 @@
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 #include "lowrankkv/presets.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -91,7 +91,7 @@ struct CodedPart {
 /// @param scale  divisor that makes metrics of different heads and layers comparable: the number of
 /// queries that the metric sums over, times |h|^2
 template <class Real = double>
-CodedPart coded_part(const Moments& rows, const cpu::MatrixIn<Real>& metric, double scale,
+CodedPart coded_part(const Moments& rows, const linalg::MatrixIn<Real>& metric, double scale,
                      double floor) {
   CodedPart part;
   part.unit = metric.trace() / static_cast<double>(metric.rows()) / scale;
@@ -129,11 +129,11 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
   const Eigen::MatrixX<Real>& vectors = part.spectrum.vectors;
   const Eigen::MatrixX<Real> axes = vectors.leftCols(maps.rank);
   const Eigen::MatrixX<Real>&root = part.metric.root, &inverse = part.metric.inverse;
-  maps.down = cpu::to_row_major(root * axes);
-  maps.up = cpu::to_row_major(inverse * axes);
-  maps.metric = cpu::to_row_major(part.metric.root);
-  maps.inverse = cpu::to_row_major(part.metric.inverse);
-  maps.mean = cpu::to_row_major(part.mean);
+  maps.down = linalg::to_row_major(root * axes);
+  maps.up = linalg::to_row_major(inverse * axes);
+  maps.metric = linalg::to_row_major(part.metric.root);
+  maps.inverse = linalg::to_row_major(part.metric.inverse);
+  maps.mean = linalg::to_row_major(part.mean);
   const double least = 1e-12 * (part.spectrum.values[0] > 0.0 ? part.spectrum.values[0] : 1.0);
   for (int channel = 0; channel < maps.rank; ++channel)
     maps.rms.push_back((std::max)(
@@ -278,8 +278,9 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
       head.value_rank = value.rank;
       head.value_down = std::move(value.down);
       // [head_dim, rank] to [rank, head_dim]
-      const Eigen::MatrixX<Real> up = cpu::to_matrix({value.up.data(), shape.head_dim, value.rank});
-      head.output_up = cpu::to_row_major(up.transpose());
+      const Eigen::MatrixX<Real> up =
+          linalg::to_matrix({value.up.data(), shape.head_dim, value.rank});
+      head.output_up = linalg::to_row_major(up.transpose());
       head.value_metric = std::move(value.metric);
       head.value_metric_inverse = std::move(value.inverse);
       head.value_mean = std::move(value.mean);

@@ -7,7 +7,7 @@
 
 #include "lowrankkv/calibrate/choose_rank.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
-#include "lowrankkv/cpu/orthonormalize.hpp"
+#include "lowrankkv/linalg/orthonormalize.hpp"
 #include "lowrankkv/diagnostics/residual_energy.hpp"
 #include "lowrankkv/diagnostics/spectra.hpp"
 #include "support/matrices.hpp"
@@ -65,7 +65,7 @@ TEST_CASE(
                           rows, support::random_orthonormal(random, dim, rank)) +
                           1e-13);
       const MatrixXd rotated =
-          cpu::orthonormal_columns(best + 0.05 * support::gaussian(random, dim, rank));
+          linalg::orthonormal_columns(best + 0.05 * support::gaussian(random, dim, rank));
       CHECK(missed <= diagnostics::residual_energy_ratio(rows, rotated) + 1e-13);
     }
   }

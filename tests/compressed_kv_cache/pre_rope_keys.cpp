@@ -91,8 +91,8 @@ TEST_CASE(
           Eigen::Map<const Eigen::MatrixXf>(gaussian_rows(random, dim * dim).data(), dim, dim);
       const Eigen::MatrixXf columns =
           Eigen::HouseholderQR<Eigen::MatrixXf>(random_map).householderQ();
-      maps.key_down = cpu::to_row_major(columns.leftCols(maps.key_rank).cast<double>());
-      maps.value_down = cpu::to_row_major(columns.cast<double>());
+      maps.key_down = linalg::to_row_major(columns.leftCols(maps.key_rank).cast<double>());
+      maps.value_down = linalg::to_row_major(columns.cast<double>());
       maps.key_mean = gaussian_rows(random, dim);
       maps.value_mean = gaussian_rows(random, dim);
       basis.heads.push_back(maps);

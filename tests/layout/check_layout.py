@@ -15,7 +15,9 @@ LAYERS = [
     {"core", "io"},
     {"fwd.hpp", "basis", "updater", "token_policy", "quantizer"},
     {"concepts", "layer_stack.hpp"},
-    {"cpu", "diagnostics"},
+    {"linalg"},
+    {"diagnostics"},
+    {"cpu"},
     {"calibrate", "detail", "cuda", "compressed_kv_cache.hpp"},
     {"presets.hpp"},
     {"budgeted.hpp"},
@@ -130,6 +132,18 @@ for folder in sorted({path.parent for path in tests.rglob("*") if path.is_file()
     special = any(str(part) in TEST_FOLDERS for part in [name, *name.parents])
     if not special and not (root / "lowrankkv" / name).is_dir():
         faults.append(f"tests/{name}: there is no include/lowrankkv/{name} that its tests could be of; move them to the path of their subject, or add the folder to TEST_FOLDERS in this script")
+
+# Nor does what a CUDA header includes need Eigen.
+for name in includes:
+    if name.startswith("lowrankkv/cuda/"):
+        via = {target: name for target in includes[name]}
+        for target in (queue := list(via)):
+            for further in includes.get(target, ()):
+                if further not in via:
+                    via[further] = target
+                    queue.append(further)
+            if target in includes and "<Eigen" in (root / target).read_text():
+                faults.append(f"{name}: needs Eigen, by {target}, which {via[target]} includes")
 
 WHITE, GREY, BLACK = 0, 1, 2
 colour = dict.fromkeys(includes, WHITE)

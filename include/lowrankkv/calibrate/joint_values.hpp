@@ -22,7 +22,7 @@
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -102,8 +102,8 @@ double head_wise_error(const Moments& moments, int num_kv_heads, int rank_per_he
 ///
 /// Cost: O(rank head_dim hidden).
 template <class Real = double>
-Eigen::MatrixXd absorb_output(const cpu::MatrixRef<Real>& output_up,
-                              const cpu::MatrixRef<Real>& projection) {
+Eigen::MatrixXd absorb_output(const linalg::MatrixRef<Real>& output_up,
+                              const linalg::MatrixRef<Real>& projection) {
   ::lowrankkv::detail::check_equal("head_dim", "output_up", output_up.cols(), "projection",
                                    projection.rows());
   return output_up * projection;

@@ -18,7 +18,7 @@
 #include "lowrankkv/calibrate/row_sample.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cpu/convert.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -177,20 +177,20 @@ class LayerMoments {
       const Eigen::MatrixX<Real> key_axes = key_spectrum(head, options).vectors,
                                  value_axes = value_spectrum(head, options).vectors;
       const Eigen::MatrixX<Real> keys = key_axes.leftCols(maps.key_rank);
-      maps.value_down = cpu::to_row_major(value_axes.leftCols(maps.value_rank));
+      maps.value_down = linalg::to_row_major(value_axes.leftCols(maps.value_rank));
       if (options.policy.key_metric == KeyMetric::query_aware) {
         const MetricRoot metric = metric_root(moments.query.second);
         const Eigen::MatrixX<Real>&root = metric.root, &inverse = metric.inverse;
-        maps.key_down = cpu::to_row_major(root * keys);
-        maps.query_down = cpu::to_row_major(inverse * keys);
-        maps.key_metric = cpu::to_row_major(metric.root);
-        maps.key_metric_inverse = cpu::to_row_major(metric.inverse);
+        maps.key_down = linalg::to_row_major(root * keys);
+        maps.query_down = linalg::to_row_major(inverse * keys);
+        maps.key_metric = linalg::to_row_major(metric.root);
+        maps.key_metric_inverse = linalg::to_row_major(metric.inverse);
       } else {
-        maps.key_down = cpu::to_row_major(keys);
+        maps.key_down = linalg::to_row_major(keys);
       }
       if (options.policy.centred) {
-        maps.key_mean = cpu::to_row_major(moments.key.mean());
-        maps.value_mean = cpu::to_row_major(moments.value.mean());
+        maps.key_mean = linalg::to_row_major(moments.key.mean());
+        maps.value_mean = linalg::to_row_major(moments.value.mean());
       }
       layer.heads.push_back(std::move(maps));
     }

@@ -12,7 +12,7 @@
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -35,7 +35,7 @@ struct Moments {
   void add(MatrixView rows) {
     ::lowrankkv::detail::check_equal("head_dim", "moments",
                                      static_cast<std::int64_t>(second.rows()), "rows", rows.cols);
-    const Eigen::MatrixX<Real> wide = cpu::to_matrix(rows);
+    const Eigen::MatrixX<Real> wide = linalg::to_matrix(rows);
     second.noalias() += wide.transpose() * wide;
     first += wide.colwise().sum().transpose();
     count += static_cast<double>(rows.rows);
@@ -74,7 +74,7 @@ struct Spectrum {
 /// stacked rows.
 /// @throws ValueError if the matrix is not finite. Cost: O(head_dim^3).
 template <class Real = double>
-Spectrum principal_axes(const cpu::MatrixIn<Real>& matrix) {
+Spectrum principal_axes(const linalg::MatrixIn<Real>& matrix) {
   if (!matrix.allFinite())
     ::lowrankkv::detail::fail<ValueError>("calibration: the second moment holds NaN or Inf, trace ",
                                           matrix.trace(), ", finite expected");
@@ -90,7 +90,7 @@ struct MetricRoot {
 /// times the mean are raised to that value, so that directions without energy do not make the
 /// inverse explode. @throws ValueError if the mean eigenvalue is not positive
 template <class Real = double>
-MetricRoot metric_root(const cpu::MatrixIn<Real>& matrix, double floor = 1e-3) {
+MetricRoot metric_root(const linalg::MatrixIn<Real>& matrix, double floor = 1e-3) {
   const Spectrum spectrum = principal_axes(matrix);
   const Eigen::MatrixX<Real>& vectors = spectrum.vectors;
   const Eigen::VectorX<Real>& values = spectrum.values;
@@ -107,8 +107,8 @@ LOWRANKKV_COMPILED_TEMPLATE(void Moments::add<double>(MatrixView))
 LOWRANKKV_COMPILED_TEMPLATE(Moments& Moments::operator+=<double>(const Moments&))
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd Moments::mean<double>() const)
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd Moments::centred<double>() const)
-LOWRANKKV_COMPILED_TEMPLATE(Spectrum principal_axes<double>(const cpu::MatrixIn<double>&))
-LOWRANKKV_COMPILED_TEMPLATE(MetricRoot metric_root<double>(const cpu::MatrixIn<double>&, double))
+LOWRANKKV_COMPILED_TEMPLATE(Spectrum principal_axes<double>(const linalg::MatrixIn<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(MetricRoot metric_root<double>(const linalg::MatrixIn<double>&, double))
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -18,8 +18,8 @@
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/calibrate/choose_rank.hpp"
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
 #include "lowrankkv/diagnostics/spectra.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -48,7 +48,7 @@ Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>>
 /// @brief ||D||_*, the sum of the singular values. @throws ValueError on NaN or Inf. Cost: O(rows
 /// cols min(rows, cols)).
 template <class Real = double>
-double nuclear_norm(const cpu::MatrixRef<Real>& matrix) {
+double nuclear_norm(const linalg::MatrixRef<Real>& matrix) {
   return diagnostics::singular_values(matrix).sum();
 }
 
@@ -76,7 +76,7 @@ double nuclear_norm_bound(std::type_identity_t<std::span<const Eigen::MatrixX<Re
 /// the larger of their own ranks. r_qk comes from (D_Q, D_K), r_vo from (D_V, D_O) (DLRP section
 /// 3.2, step 1). @throws ValueError unless 0 < energy <= 1, or on NaN or Inf
 template <class Real = double>
-int paired_rank(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second,
+int paired_rank(const linalg::MatrixRef<Real>& first, const linalg::MatrixRef<Real>& second,
                 double energy) {
   const auto rank = [&](const Eigen::Ref<const Eigen::MatrixX<Real>>& matrix) {
     return rank_by_energy(diagnostics::singular_values(matrix).cwiseAbs2(), energy);
@@ -92,9 +92,10 @@ int paired_rank(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& s
 /// @throws ShapeError if extents differ or a rank exceeds head_dim, ValueError if a map is not
 /// finite in f32
 template <class Real = double>
-HeadBasis make_projector_head(const cpu::MatrixRef<Real>& query, const cpu::MatrixRef<Real>& key,
-                              const cpu::MatrixRef<Real>& value,
-                              const cpu::MatrixRef<Real>& output) {
+HeadBasis make_projector_head(const linalg::MatrixRef<Real>& query,
+                              const linalg::MatrixRef<Real>& key,
+                              const linalg::MatrixRef<Real>& value,
+                              const linalg::MatrixRef<Real>& output) {
   const Eigen::Index dim = key.rows();
   using ::lowrankkv::detail::check_equal;
   check_equal("head_dim", "key", dim, "query", query.rows());
@@ -112,7 +113,7 @@ HeadBasis make_projector_head(const cpu::MatrixRef<Real>& query, const cpu::Matr
     if (!map.template cast<float>().allFinite())
       ::lowrankkv::detail::fail<ValueError>("projector: ", name, " holds ",
                                             map.cwiseAbs().maxCoeff(), ", not finite in f32");
-    return cpu::to_row_major(map);
+    return linalg::to_row_major(map);
   };
   HeadBasis head;
   head.key_rank = static_cast<int>(key.cols());

@@ -13,7 +13,7 @@
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/basis/per_head.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 
@@ -27,8 +27,8 @@ namespace calibrate {
 /// @param basis  [head_dim, rank]
 /// @throws ValueError unless 0 <= percentile <= 1, ShapeError without rows
 template <class Real = double>
-double residual_percentile(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis,
-                           double percentile) {
+double residual_percentile(const linalg::MatrixRef<Real>& rows,
+                           const linalg::MatrixRef<Real>& basis, double percentile) {
   if (!(percentile >= 0.0 && percentile <= 1.0))
     ::lowrankkv::detail::fail<ValueError>("residual percentile: in [0, 1], given ", percentile);
   if (rows.rows() == 0)
@@ -60,8 +60,9 @@ void set_residual_thresholds(const LayerMoments& moments, const PerHead& policy,
       Impl<PerHead, Cpu>::to_metric(policy, head, dim, part, rows.data(), count);
       const std::vector<float> axes = Impl<PerHead, Cpu>::working_basis(policy, head, dim, part);
       (keys ? head.key_threshold : head.value_threshold) = static_cast<float>(residual_percentile(
-          cpu::to_matrix({rows.data(), count, dim}),
-          cpu::to_matrix({axes.data(), dim, keys ? head.key_rank : head.value_rank}), percentile));
+          linalg::to_matrix({rows.data(), count, dim}),
+          linalg::to_matrix({axes.data(), dim, keys ? head.key_rank : head.value_rank}),
+          percentile));
     }
   }
 }

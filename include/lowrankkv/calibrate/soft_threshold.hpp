@@ -12,7 +12,7 @@
 #include <span>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -35,7 +35,7 @@ double soft_threshold(double sigma, double alpha, double sharpness) {
 
 /// @brief soft_threshold() of every singular value, [p]. @throws ValueError as above
 template <class Real = double>
-Eigen::VectorXd soft_threshold(const cpu::VectorIn<Real>& singular_values, double alpha,
+Eigen::VectorXd soft_threshold(const linalg::VectorIn<Real>& singular_values, double alpha,
                                double sharpness) {
   Eigen::VectorX<Real> soft(singular_values.size());
   for (Eigen::Index i = 0; i < soft.size(); ++i)
@@ -46,7 +46,7 @@ Eigen::VectorXd soft_threshold(const cpu::VectorIn<Real>& singular_values, doubl
 /// @brief r_eff = #{sigma_i >= alpha} (STAR-KV eq. 1), the rank after training. 0 if alpha is above
 /// all singular values. @throws ValueError if alpha is NaN
 template <class Real = double>
-int rank_by_threshold(const cpu::VectorIn<Real>& singular_values, double alpha) {
+int rank_by_threshold(const linalg::VectorIn<Real>& singular_values, double alpha) {
   if (std::isnan(alpha))
     ::lowrankkv::detail::fail<ValueError>("threshold: alpha is ", alpha, ", a number expected");
   return static_cast<int>((singular_values.array() >= alpha).count());
@@ -58,7 +58,7 @@ int rank_by_threshold(const cpu::VectorIn<Real>& singular_values, double alpha) 
 /// @throws ValueError unless 0 <= rank <= p and the values descend, or if sigma_rank equals the
 /// next value, because no threshold then separates them
 template <class Real = double>
-double threshold_for_rank(const cpu::VectorIn<Real>& singular_values, int rank) {
+double threshold_for_rank(const linalg::VectorIn<Real>& singular_values, int rank) {
   const Eigen::Index size = singular_values.size();
   if (rank < 0 || rank > size)
     ::lowrankkv::detail::fail<ValueError>("threshold: rank in [0, ", size, "], given ", rank);

@@ -26,8 +26,8 @@
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
 #include "lowrankkv/cpu/rotary_table.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
@@ -62,7 +62,7 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
   if (!bias.empty())
     ::lowrankkv::detail::check_equal("channels", "weight", static_cast<std::size_t>(weight.rows),
                                      "bias", bias.size());
-  const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
+  const Eigen::MatrixX<Real> w = linalg::to_matrix(weight);
   Moments moments;
   moments.count = input.count;
   moments.second = w * input.second * w.transpose();
@@ -81,7 +81,7 @@ Moments weight_moments(MatrixView weight, const Moments& input, std::span<const 
 /// is the number of rows that it stands for. The mean is not known, so the sum is 0, and centring
 /// has no effect. @throws ShapeError if a size differs, ValueError if count < 0
 template <class Real = double>
-Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_second_moment,
+Moments weight_moments(MatrixView weight, const linalg::MatrixRef<Real>& mean_second_moment,
                        double count) {
   if (mean_second_moment.rows() != mean_second_moment.cols()) {
     ::lowrankkv::detail::fail<ShapeError>("hidden: second moment has ", mean_second_moment.rows(),
@@ -100,7 +100,7 @@ Moments weight_moments(MatrixView weight, const cpu::MatrixRef<Real>& mean_secon
 /// themselves, calibrate/soft_threshold.hpp). Cost: O(channels^2 hidden).
 template <class Real = double>
 Moments weight_moments(MatrixView weight) {
-  const Eigen::MatrixX<Real> w = cpu::to_matrix(weight);
+  const Eigen::MatrixX<Real> w = linalg::to_matrix(weight);
   Moments moments(static_cast<int>(weight.rows));
   moments.second = w * w.transpose();
   moments.count = 1.0;

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "lowrankkv/basis/per_head.hpp"
-#include "lowrankkv/cpu/layer_state.hpp"
-#include "lowrankkv/cpu/orthonormalize.hpp"
-#include "lowrankkv/cpu/segments.hpp"
 #include "lowrankkv/cpu/fold_maps.hpp"
+#include "lowrankkv/cpu/layer_state.hpp"
+#include "lowrankkv/cpu/segments.hpp"
 #include "lowrankkv/cpu/snapkv_scores.hpp"
 #include "lowrankkv/cpu/top_rows.hpp"
+#include "lowrankkv/linalg/orthonormalize.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -83,7 +83,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   const StoredMatrix& moved = part == Part::key ? adaptation.key_basis : adaptation.value_basis;
   if (!moved.empty()) {
     std::vector<float> basis = moved.values();
-    orthonormalize(basis, state.head_dim());  // rounding for storage made it inexact
+    linalg::orthonormalize(basis, state.head_dim());  // rounding for storage made it inexact
     return basis;
   }
   HeadBasis maps = state.calibrated.heads[static_cast<std::size_t>(head)];
@@ -95,7 +95,7 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   std::vector<float> basis =
       State::BasisImpl::working_basis(state.basis_policy, maps, state.head_dim(), part);
   if (sequence.epoch != 0) undo_rotation(state, head, part, basis);
-  if (sequence.epoch != 0) orthonormalize(basis, state.head_dim());
+  if (sequence.epoch != 0) linalg::orthonormalize(basis, state.head_dim());
   return basis;
 }
 

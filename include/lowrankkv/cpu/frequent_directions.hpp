@@ -37,8 +37,8 @@
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
-#include "lowrankkv/cpu/orthonormalize.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
+#include "lowrankkv/linalg/orthonormalize.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -133,7 +133,7 @@ class BasicSketch {
   /// Cost: O(head_dim sketch_rows + sketch_rows^2) per row, amortised. Allocates.
   void add(MatrixView rows) {
     ::lowrankkv::detail::check_equal("head_dim", "sketch", std::int64_t{dim_}, "rows", rows.cols);
-    const Rows wide = to_matrix(rows);
+    const Rows wide = linalg::to_matrix(rows);
     // A single NaN would spread to the whole sketch and never leave it.
     for (Eigen::Index row = 0; row < wide.rows(); ++row) {
       if (!wide.row(row).allFinite())
@@ -178,7 +178,7 @@ class BasicSketch {
     // give orthonormal columns of the complement.
     Eigen::MatrixX<Real> columns = Eigen::MatrixX<Real>::Zero(dim_, rank);
     columns.leftCols(known) = rows.topRows(known).transpose();
-    return orthonormal_columns(columns);
+    return linalg::orthonormal_columns(columns);
   }
 
   /// @brief Sum of all delta up to and including that of sketch(): an upper bound, known at run
@@ -194,7 +194,8 @@ class BasicSketch {
     const bool fits = held_ <= (std::min)(limit_, dim_);
     const Compressed kept =
         fits ? Compressed{buffer_.topRows(held_), 0.0} : compressed(buffer_.topRows(held_));
-    return {limit_, dim_, to_row_major(kept.rows), shrinkage_ + kept.delta, squared_frobenius_};
+    return {limit_, dim_, linalg::to_row_major(kept.rows), shrinkage_ + kept.delta,
+            squared_frobenius_};
   }
   /// @brief Bytes of the buffer, 16 sketch_rows head_dim: constant.
   std::size_t bytes() const { return static_cast<std::size_t>(buffer_.size()) * sizeof(double); }

@@ -6,7 +6,7 @@
 #include <Eigen/Core>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
@@ -15,7 +15,8 @@ namespace diagnostics {
 /// columns; 0 if X is 0.
 /// @throws ShapeError if the dimensions differ
 template <class Real = double>
-double residual_energy_ratio(const cpu::MatrixRef<Real>& rows, const cpu::MatrixRef<Real>& basis) {
+double residual_energy_ratio(const linalg::MatrixRef<Real>& rows,
+                             const linalg::MatrixRef<Real>& basis) {
   if (rows.cols() != basis.rows())
     ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
   const double energy = rows.squaredNorm();

@@ -10,14 +10,14 @@
 #include <cmath>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace detail {
 
 /// Raises ValueError unless every entry of `spectrum` (sigma^2) is finite and at least 0.
 template <class Real = double>
-void check_spectrum(const cpu::VectorIn<Real>& spectrum) {
+void check_spectrum(const linalg::VectorIn<Real>& spectrum) {
   for (Eigen::Index i = 0; i < spectrum.size(); ++i) {
     if (!(spectrum[i] >= 0.0) || !std::isfinite(spectrum[i])) {
       fail<ValueError>("spectrum: entry ", i, " is ", spectrum[i],
@@ -33,7 +33,7 @@ namespace diagnostics {
 /// sigma_1, while roots of the Gram matrix's eigenvalues are exact only to sqrt(eps) sigma_1.
 /// @throws ValueError on NaN or Inf. Cost: O(rows cols min(rows, cols)).
 template <class Real = double>
-Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
+Eigen::VectorXd singular_values(const linalg::MatrixRef<Real>& matrix) {
   if (!matrix.allFinite())
     ::lowrankkv::detail::fail<ValueError>("singular values: the matrix's norm is ", matrix.norm(),
                                           ", finite expected");
@@ -46,7 +46,7 @@ Eigen::VectorXd singular_values(const cpu::MatrixRef<Real>& matrix) {
 /// @param spectrum  sigma^2, any order, any unit
 /// @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-double effective_rank(const cpu::VectorIn<Real>& spectrum) {
+double effective_rank(const linalg::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
   if (total == 0.0) return 0.0;
@@ -62,7 +62,7 @@ double effective_rank(const cpu::VectorIn<Real>& spectrum) {
 /// without energy.
 /// @param spectrum  sigma^2, any order  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-double stable_rank(const cpu::VectorIn<Real>& spectrum) {
+double stable_rank(const linalg::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double largest = spectrum.size() == 0 ? 0.0 : spectrum.maxCoeff();
   return largest == 0.0 ? 0.0 : (spectrum / largest).sum();
@@ -72,7 +72,7 @@ double stable_rank(const cpu::VectorIn<Real>& spectrum) {
 /// All entries are 1 without energy.
 /// @param spectrum sigma^2, descending, [d]  @throws ValueError on a negative or non-finite entry
 template <class Real = double>
-Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
+Eigen::VectorXd energy_curve(const linalg::VectorIn<Real>& spectrum) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   const double total = spectrum.sum();
   if (total == 0.0) return Eigen::VectorX<Real>::Ones(spectrum.size());
@@ -92,8 +92,8 @@ Eigen::VectorXd energy_curve(const cpu::VectorIn<Real>& spectrum) {
 /// @throws ShapeError if d differs, ValueError on NaN or Inf. Cost: O(d r1 r2 + d min(r1, r2)^2).
 /// Absolute error: a few eps.
 template <class Real = double>
-Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first,
-                                 const cpu::MatrixRef<Real>& second) {
+Eigen::VectorXd principal_angles(const linalg::MatrixRef<Real>& first,
+                                 const linalg::MatrixRef<Real>& second) {
   if (first.rows() != second.rows())
     ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ",
                                           second.rows());
@@ -114,7 +114,7 @@ Eigen::VectorXd principal_angles(const cpu::MatrixRef<Real>& first,
 /// @param spectrum sigma^2 of A, descending; the result is in its unit
 /// @throws ValueError unless 0 <= k < sketch_rows, or on a negative or non-finite entry
 template <class Real = double>
-double fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows, int k) {
+double fd_bound(const linalg::VectorIn<Real>& spectrum, int sketch_rows, int k) {
   ::lowrankkv::detail::check_spectrum(spectrum);
   if (k < 0 || k >= sketch_rows)
     ::lowrankkv::detail::fail<ValueError>("k: in [0, sketch_rows), given ", k, ", sketch_rows ",
@@ -133,7 +133,7 @@ struct FdBound {
 /// @throws ValueError unless sketch_rows >= 1, or on a negative or non-finite entry. Cost: O(d
 /// sketch_rows).
 template <class Real = double>
-FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
+FdBound best_fd_bound(const linalg::VectorIn<Real>& spectrum, int sketch_rows) {
   FdBound best{fd_bound(spectrum, sketch_rows, 0), 0};
   for (int k = 1; k < sketch_rows; ++k) {
     const double bound = fd_bound(spectrum, sketch_rows, k);
@@ -142,9 +142,10 @@ FdBound best_fd_bound(const cpu::VectorIn<Real>& spectrum, int sketch_rows) {
   return best;
 }
 
-LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd singular_values<double>(const cpu::MatrixRef<double>&))
-LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd principal_angles<double>(const cpu::MatrixRef<double>&,
-                                                                     const cpu::MatrixRef<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(
+    Eigen::VectorXd singular_values<double>(const linalg::MatrixRef<double>&))
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd principal_angles<double>(
+    const linalg::MatrixRef<double>&, const linalg::MatrixRef<double>&))
 
 }  // namespace diagnostics
 LOWRANKKV_NAMESPACE_END

@@ -5,7 +5,7 @@
 #include <Eigen/Core>
 
 #include "lowrankkv/core/error.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace diagnostics {
@@ -14,7 +14,8 @@ namespace diagnostics {
 /// cosine of the principal angles. 1 for equal subspaces, 0 for orthogonal ones. @throws ShapeError
 /// if the shapes differ
 template <class Real = double>
-double subspace_overlap(const cpu::MatrixRef<Real>& first, const cpu::MatrixRef<Real>& second) {
+double subspace_overlap(const linalg::MatrixRef<Real>& first,
+                        const linalg::MatrixRef<Real>& second) {
   if (first.rows() != second.rows())
     ::lowrankkv::detail::fail<ShapeError>("head_dim: first ", first.rows(), ", second ",
                                           second.rows());

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "lowrankkv/concepts/updater.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
 #include "lowrankkv/cpu/frequent_directions.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 #include "lowrankkv/updater/frequent_directions.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -54,8 +54,8 @@ struct Impl<FrequentDirections, Cpu> {
     sketch.add(rows);
     state.sketch = sketch.stored();
     state.chunk_rows += rows.rows;
-    const Eigen::MatrixX<Real> x = cpu::to_matrix(rows);
-    const Eigen::MatrixX<Real> u = cpu::to_matrix(basis);
+    const Eigen::MatrixX<Real> x = linalg::to_matrix(rows);
+    const Eigen::MatrixX<Real> u = linalg::to_matrix(basis);
     const Eigen::VectorX<Real> residual = (x - (x * u) * u.transpose()).rowwise().norm();
     state.exceeded = state.exceeded || residual.maxCoeff() > state.threshold;
   }
@@ -64,7 +64,7 @@ struct Impl<FrequentDirections, Cpu> {
   static bool maybe_update(const FrequentDirections& policy, State& state, MatrixView basis,
                            MutableMatrixView updated, Phase) {
     if (!state.exceeded && state.chunk_rows < policy.chunk_length) return false;
-    const std::vector<float> moved = cpu::to_row_major(
+    const std::vector<float> moved = linalg::to_row_major(
         cpu::FrequentDirectionsSketch(state.sketch).basis(static_cast<int>(basis.cols)));
     for (std::int64_t row = 0; row < updated.rows; ++row)
       std::copy_n(moved.begin() + row * updated.cols, updated.cols, updated.row(row));

@@ -10,8 +10,8 @@
 
 #include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/core/byte_stream.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
-#include "lowrankkv/cpu/orthonormalize.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
+#include "lowrankkv/linalg/orthonormalize.hpp"
 #include "lowrankkv/updater/oja.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,7 +25,7 @@ namespace cpu {
 ///
 /// Cost: O(d^2 r). Accumulates in f64.
 template <class Real = double>
-Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<Real>& basis,
+Eigen::MatrixXd oja_step(const linalg::MatrixIn<Real>& moment, const linalg::MatrixIn<Real>& basis,
                          double rate, OjaForm form) {
   const double energy = moment.trace();
   if (!(energy > 0.0) || !(rate > 0.0) || !std::isfinite(energy)) return basis;
@@ -35,17 +35,17 @@ Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<
   if (form == OjaForm::power) {
     // Divided by (1 + rate): the span is the same, and no rate overflows, not even infinity.
     const double keep = 1.0 / (1.0 + rate);
-    return orthonormal_columns(keep * basis + ((1.0 - keep) * scale) * pull);
+    return linalg::orthonormal_columns(keep * basis + ((1.0 - keep) * scale) * pull);
   }
   // (I - U U^T) K^T K U
   const Eigen::MatrixX<Real> residual = pull - basis * (basis.transpose() * pull);
-  if (form == OjaForm::printed_raw) return orthonormal_columns(basis + rate * residual);
+  if (form == OjaForm::printed_raw) return linalg::orthonormal_columns(basis + rate * residual);
   const auto captured = [&](const Eigen::MatrixX<Real>& u) {
     return (u.transpose() * moment * u).trace();
   };
   const double before = captured(basis);
   for (int attempt = 0; attempt < 20; ++attempt, rate *= 0.5) {
-    const Eigen::MatrixX<Real> moved = orthonormal_columns(basis + rate * scale * residual);
+    const Eigen::MatrixX<Real> moved = linalg::orthonormal_columns(basis + rate * scale * residual);
     if (captured(moved) >= before) return moved;
   }
   return basis;
@@ -54,7 +54,7 @@ Eigen::MatrixXd oja_step(const cpu::MatrixIn<Real>& moment, const cpu::MatrixIn<
 /// @brief One Oja step from the batch itself, rows [n, d]; for use on matrices outside a cache.
 /// `basis = lowrankkv::cpu::oja_update(keys, basis, 0.1);`
 template <class Real = double>
-Eigen::MatrixXd oja_update(const cpu::MatrixRef<Real>& rows, const cpu::MatrixIn<Real>& basis,
+Eigen::MatrixXd oja_update(const linalg::MatrixRef<Real>& rows, const linalg::MatrixIn<Real>& basis,
                            double rate, OjaForm form = OjaForm::power) {
   if (rows.cols() != basis.rows())
     ::lowrankkv::detail::fail<ShapeError>("head_dim: rows ", rows.cols(), ", basis ", basis.rows());
@@ -82,7 +82,7 @@ struct Impl<Oja, Cpu> {
 
   template <class Real = double>
   static void observe(const Oja&, State& state, MatrixView rows, MatrixView, Phase) {
-    const Eigen::MatrixX<Real> wide = cpu::to_matrix(rows);
+    const Eigen::MatrixX<Real> wide = linalg::to_matrix(rows);
     if (state.moment.size() == 0) state.moment = Eigen::MatrixX<Real>::Zero(rows.cols, rows.cols);
     state.moment.noalias() += wide.transpose() * wide;
   }
@@ -97,7 +97,7 @@ struct Impl<Oja, Cpu> {
       rate = policy.decode_rate / (1.0 + static_cast<double>(policy.decode_decay) *
                                              static_cast<double>(state.decode_steps++));
     const Eigen::MatrixX<Real> moved =
-        cpu::oja_step(state.moment, cpu::to_matrix(basis), rate, policy.form);
+        cpu::oja_step(state.moment, linalg::to_matrix(basis), rate, policy.form);
     Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>(updated.data, updated.rows, updated.cols,
                                                   Eigen::OuterStride<>(updated.row_stride)) =
         moved.template cast<float>();
@@ -120,9 +120,8 @@ struct Impl<Oja, Cpu> {
 
 static_assert(UpdaterFor<Oja, Cpu>);
 
-LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd cpu::oja_update<double>(const cpu::MatrixRef<double>&,
-                                                                    const cpu::MatrixIn<double>&,
-                                                                    double, OjaForm))
+LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd cpu::oja_update<double>(
+    const linalg::MatrixRef<double>&, const linalg::MatrixIn<double>&, double, OjaForm))
 LOWRANKKV_COMPILED_TEMPLATE(bool Impl<Oja, Cpu>::maybe_update<double, float>(
     const Oja&, State&, MatrixView, MutableMatrixView, Phase))
 LOWRANKKV_COMPILED_TEMPLATE(void Impl<Oja, Cpu>::observe<double>(const Oja&, State&, MatrixView,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/eigen_matrix.hpp  Conversion between row-major f32 of the interface and Eigen f64.
+/// @file linalg/eigen_matrix.hpp  Conversion between row-major f32 of the interface and Eigen f64.
 #pragma once
 
 #include <Eigen/Core>
@@ -11,7 +11,7 @@
 #include "lowrankkv/core/views.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-namespace cpu {
+namespace linalg {
 
 /// @brief Parameter types of functions that are templates only so that sources which do not call
 /// them do not compile them. Nothing is deduced from these types, so arguments convert implicitly.
@@ -34,7 +34,7 @@ Eigen::MatrixXd to_matrix(MatrixView view) {
 /// @brief The values of a matrix in row-major order, rounded to f32: what a HeadBasis holds. Cost:
 /// one copy.
 template <class Real = double>
-std::vector<float> to_row_major(const cpu::MatrixRef<Real>& matrix) {
+std::vector<float> to_row_major(const MatrixRef<Real>& matrix) {
   using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   std::vector<float> values(static_cast<std::size_t>(matrix.size()));
   Eigen::Map<RowMajor>(values.data(), matrix.rows(), matrix.cols()) = matrix.template cast<float>();
@@ -44,5 +44,5 @@ std::vector<float> to_row_major(const cpu::MatrixRef<Real>& matrix) {
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd to_matrix<float>(MatrixView))
 LOWRANKKV_COMPILED_TEMPLATE(std::vector<float> to_row_major<double>(const MatrixRef<double>&))
 
-}  // namespace cpu
+}  // namespace linalg
 LOWRANKKV_NAMESPACE_END

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/orthonormalize.hpp  Orthonormal columns by Householder QR.
+/// @file linalg/orthonormalize.hpp  Orthonormal columns by Householder QR.
 #pragma once
 
 #include <Eigen/Core>
@@ -9,16 +9,16 @@
 #include <vector>
 
 #include "lowrankkv/config.hpp"
-#include "lowrankkv/cpu/eigen_matrix.hpp"
+#include "lowrankkv/linalg/eigen_matrix.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
-namespace cpu {
+namespace linalg {
 
 /// @brief An orthonormal basis of the columns of `matrix` [d, r], r <= d, by Householder QR. Column
 /// signs follow the input. The span is that of the input, so projections do not depend on the
 /// method; columns stay close to an almost orthonormal input.
 template <class Real = double>
-Eigen::MatrixXd orthonormal_columns(const cpu::MatrixIn<Real>& matrix) {
+Eigen::MatrixXd orthonormal_columns(const MatrixIn<Real>& matrix) {
   const Eigen::HouseholderQR<Eigen::MatrixX<Real>> qr(matrix);
   Eigen::MatrixX<Real> q =
       qr.householderQ() * Eigen::MatrixX<Real>::Identity(matrix.rows(), matrix.cols());
@@ -39,5 +39,5 @@ void orthonormalize(std::vector<float>& basis, int dim) {
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd orthonormal_columns<double>(const MatrixIn<double>&))
 LOWRANKKV_COMPILED_TEMPLATE(void orthonormalize<float>(std::vector<float>&, int))
 
-}  // namespace cpu
+}  // namespace linalg
 LOWRANKKV_NAMESPACE_END
