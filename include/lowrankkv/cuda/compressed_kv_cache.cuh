@@ -248,7 +248,9 @@ class CompressedKVCache<CudaWith<Set>, Basis, Updater, TokenPolicy, Quantizer, E
   /// Cost: a few launches for the whole batch, one more per sequence that needs pages. With
   /// config.keep_residuals, some more per sequence, and some per 2048 rows that are or could be
   /// re-projected to another epoch. Waits for nothing, except for row counts where ResidualOutliers
-  /// has a threshold or is combined with HeavyHitters.
+  /// has a threshold or is combined with HeavyHitters. Allocates nothing, with one exception: the
+  /// first flush after load() of a sequence of HeavyHitters that was truncated before it was saved
+  /// may allocate, which waits.
   void maintain(std::span<const SequenceId> seqs, cudaStream_t stream = nullptr) {
     cuda::refuse_capture("maintain", stream);
     cuda::flush(layer_, cuda::idle_slots(layer_, seqs), stream);

@@ -81,16 +81,16 @@ TEST_CASE(
   gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   gpu::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   CHECK(message([&] { cache.maintain(1, stream); }) ==
-        "maintain: the stream is capturing a graph; only append, attend and accumulate can be "
-        "captured");
+        "maintain: the stream is capturing a graph; only append, attend, attend_partial and "
+        "accumulate can be captured");
   CHECK(message([&] { cache.create(3, stream); }) ==
-        "create: the stream is capturing a graph; only append, attend and accumulate can be "
-        "captured");
+        "create: the stream is capturing a graph; only append, attend, attend_partial and "
+        "accumulate can be captured");
   CHECK(message([&] {
           cache.reconstruct(1, 0, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64}, stream);
         }) ==
-        "reconstruct: the stream is capturing a graph; only append, attend and accumulate can be "
-        "captured");
+        "reconstruct: the stream is capturing a graph; only append, attend, attend_partial and "
+        "accumulate can be captured");
   gpu::check(cudaStreamEndCapture(stream, &graph), "capture");
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);

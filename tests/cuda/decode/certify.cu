@@ -157,8 +157,8 @@ TEST_CASE("what certificates are asked for and cannot be") {
     });
   });
   CHECK(said ==
-        "certify: the stream is capturing a graph; only append, attend and accumulate can be "
-        "captured");
+        "certify: the stream is capturing a graph; only append, attend, attend_partial and "
+        "accumulate can be captured");
 }
 
 }  // namespace certify_tests

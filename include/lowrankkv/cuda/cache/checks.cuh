@@ -31,7 +31,8 @@ inline void refuse_capture(const char* call, cudaStream_t stream) {
   if (!capturing(stream)) return;
   ::lowrankkv::detail::fail<StateError>(
       call,
-      ": the stream is capturing a graph; only append, attend and accumulate can be captured");
+      ": the stream is capturing a graph; only append, attend, attend_partial and accumulate can "
+      "be captured");
 }
 
 /// @brief The slot of a sequence. @throws StateError if its prompt is unfinished, SequenceError if
