@@ -17,7 +17,7 @@ namespace gpu = lowrankkv::cuda;
 
 struct Kernels : KernelSet {
   static constexpr bool bf16 = false, rope_pre = false, full_rows_8 = false;
-  static constexpr int head_dim = 64, max_rank = 32;
+  static constexpr int head_dim = 64, max_rank = 32, max_code_units = 1;
 };
 using OneShape = CudaWith<Kernels>;
 
@@ -54,6 +54,44 @@ TEST_CASE("a cache outside its kernel set is refused with both values") {
   config.rope.keys = Rope::pre;
   CHECK(message_of([&] { Cache cache(config); }) ==
         "rope: pre-RoPE keys, the kernel set has only post-RoPE keys");
+}
+
+/// Bases of two heads whose columns are the first channels.
+LayerBasis first_channels(int key_rank, int value_rank) {
+  const auto columns = [](int rank) {
+    std::vector<float> map(static_cast<std::size_t>(64 * rank), 0.0F);
+    for (int c = 0; c < rank; ++c) map[static_cast<std::size_t>(c * rank + c)] = 1.0F;
+    return map;
+  };
+  HeadBasis head;
+  head.key_rank = key_rank;
+  head.value_rank = value_rank;
+  head.key_down = columns(key_rank);
+  head.value_down = columns(value_rank);
+  return {{head, head}};
+}
+
+TEST_CASE("coefficients of a larger rank than the kernel set has are refused with both values") {
+  using Cache = StaticPCA<OneShape>;
+  const auto message = [](int key_rank, int value_rank, DType type = DType::f16) {
+    return message_of([&] {
+      Cache cache(shaped(64), first_channels(key_rank, value_rank), {.quantizer = {type}});
+    });
+  };
+  CHECK(message(33, 32) == "rank: 33, kernel set at most 32");
+  CHECK(message(32, 48) == "rank: 48, kernel set at most 32");
+  CHECK(message(32, 32) == "nothing was raised");
+  CHECK(message(16, 32, DType::bf16) == "coefficients: bf16, the kernel set has only f16");
+}
+
+TEST_CASE("codes of more units than the kernel set has are refused with both values") {
+  using Cache = SubSpaceG<OneShape>;  // codes of 8 bits: 32 channels are a unit
+  const auto message = [](int key_rank, int value_rank) {
+    return message_of([&] { Cache cache(shaped(64), first_channels(key_rank, value_rank)); });
+  };
+  CHECK(message(64, 32) == "units of codes: 2, kernel set at most 1");
+  CHECK(message(32, 64) == "units of codes: 2, kernel set at most 1");
+  CHECK(message(32, 32) == "nothing was raised");
 }
 
 template <class Backend>
